@@ -1,0 +1,48 @@
+# Everything runs in .venv, which is made on first use and remade when the pins change.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+# Ranks share the cores: with more than one thread each they fight over them, and sums change with the count.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install test check format clean
+
+help:
+	@echo 'make install   create .venv with the pinned tools and gradsync itself'
+	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
+	@echo 'make check     lint, formatting, types'
+	@echo 'make format    sort imports and format'
+	@echo 'make clean     remove caches, builds and .venv'
+
+install: .venv/.installed
+
+test: .venv/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix-only --exit-zero .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Two stamps, each the last act of its rule, so an interrupted install starts again. The environment is cleared when
+# the pins change; a change of pyproject.toml only repeats the quick editable install.
+.venv/.pinned: requirements/dev.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet --requirement requirements/dev.txt
+	@touch $@
+
+# --no-deps and --no-build-isolation: only what is pinned is ever installed.
+.venv/.installed: .venv/.pinned pyproject.toml
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

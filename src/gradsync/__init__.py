@@ -1,0 +1,35 @@
+"""gradsync: data-parallel gradients for PyTorch, exact, fast and clear.
+
+    from gradsync import DistributedDataParallel          # instead of torch.nn.parallel's
+
+``import gradsync`` needs torch and nothing else.
+"""
+
+from gradsync.attach import GradientSynchronization, synchronize_gradients
+from gradsync.averaging import average_gradients
+from gradsync.data_parallel import DistributedDataParallel
+from gradsync.errors import (
+    ConfigurationError,
+    GradsyncError,
+    MismatchError,
+    MisuseError,
+    PeerFailedError,
+)
+from gradsync.layer_drop import LayerDrop
+from gradsync.timeline import Timeline
+
+__all__ = [
+    "ConfigurationError",
+    "DistributedDataParallel",
+    "GradientSynchronization",
+    "GradsyncError",
+    "LayerDrop",
+    "MismatchError",
+    "MisuseError",
+    "PeerFailedError",
+    "Timeline",
+    "average_gradients",
+    "synchronize_gradients",
+]
+
+__version__ = "0.1.0"

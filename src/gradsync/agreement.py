@@ -1,0 +1,99 @@
+"""Ranks compare what must be equal, and the error names the first difference and both ranks.
+
+Only fixed-size digests cross the wire while everything agrees. Texts are gathered once digests differ; they are JSON,
+never pickle.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradsync.bucket_layout import ParameterSpec
+from gradsync.communicator import Communicator
+from gradsync.errors import MismatchError
+
+__all__ = ["describe_parameters", "gather_bytes", "require_agreement"]
+
+Described = Sequence[tuple[str, Any]]
+
+
+def describe_parameters(specs: Sequence[ParameterSpec], trainable: Sequence[bool]) -> list[tuple[str, Any]]:
+    """What two replicas must have in common, parameter by parameter. Devices may differ."""
+    return [
+        (
+            f"parameter {number} ({spec.name})",
+            {
+                "shape": list(spec.shape),
+                "dtype": str(spec.dtype),
+                "stride": list(spec.stride),
+                "requires_grad": requires_grad,
+                "sparse": spec.sparse,
+                "delayed": spec.delayed,
+            },
+        )
+        for number, (spec, requires_grad) in enumerate(zip(specs, trainable, strict=True))
+    ]
+
+
+def require_agreement(communicator: Communicator, subject: str, described: Described) -> None:
+    """Raise :class:`MismatchError` on every rank unless all ranks pass the same ``described``."""
+    text = json.dumps(list(described), sort_keys=True).encode()
+    digest = hashlib.sha256(text).digest()[:8]
+    digests = _gather_equal(communicator, torch.tensor(list(digest), dtype=torch.uint8))
+    if all(other == digests[0] for other in digests):
+        return
+    texts = [json.loads(payload) for payload in gather_bytes(communicator, text)]
+    for rank, theirs in enumerate(texts):
+        difference = _first_difference(texts[0], theirs)
+        if difference is not None:
+            raise MismatchError(f"ranks 0 and {rank} differ in {subject}: {_render(difference, rank)}")
+    raise MismatchError(f"ranks differ in {subject}")
+
+
+def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:
+    """Every rank's ``payload``, in rank order. They may differ in length."""
+    lengths = [int(length) for length in _gather_equal(communicator, torch.tensor([len(payload)]))]
+    padded = torch.zeros(max([1, *lengths]), dtype=torch.uint8)
+    if payload:
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    gathered = torch.empty(padded.numel() * communicator.world_size, dtype=torch.uint8, device=communicator.device)
+    communicator.all_gather(gathered, padded.to(communicator.device)).wait()
+    rows = gathered.cpu().view(communicator.world_size, -1)
+    return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather_equal(communicator: Communicator, row: torch.Tensor) -> list[Any]:
+    gathered = torch.empty(row.numel() * communicator.world_size, dtype=row.dtype, device=communicator.device)
+    communicator.all_gather(gathered, row.to(communicator.device)).wait()
+    rows = gathered.cpu().view(communicator.world_size, -1).tolist()
+    return [row[0] for row in rows] if row.numel() == 1 else rows
+
+
+def _first_difference(ours: list[Any], theirs: list[Any]) -> tuple[str, str, Any, Any] | None:
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine == other:
+            continue
+        if mine[0] != other[0] or not isinstance(mine[1], dict):
+            name = mine[0] if mine[0] == other[0] else "name"
+            values = (mine[1], other[1]) if mine[0] == other[0] else (mine[0], other[0])
+            return ("", name, *values)
+        for key in mine[1]:
+            if mine[1][key] != other[1].get(key):
+                return (mine[0], key, mine[1][key], other[1].get(key))
+    if len(ours) != len(theirs):
+        longer = ours if len(ours) > len(theirs) else theirs
+        extra = longer[min(len(ours), len(theirs))][0]
+        return ("number of entries", f"the first only one of them has is {extra!r}", len(ours), len(theirs))
+    return None
+
+
+def _render(difference: tuple[str, str, Any, Any], rank: int) -> str:
+    where, what, ours, theirs = difference
+    subject = f"{where}, {what}" if where else what
+    return (
+        f"{subject}: rank 0 has {ours!r}, rank {rank} has {theirs!r}. Build the same model with the same settings on "
+        "every rank, from the same code and configuration"
+    )

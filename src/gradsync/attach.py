@@ -1,0 +1,97 @@
+"""The engine without a wrapper: ``synchronize_gradients(model)`` works in place and keeps ``state_dict`` keys."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.communicator import Communicator, choose_communicator
+from gradsync.observer import Observer
+from gradsync.reduction import Mean, Reduction
+from gradsync.replica import BucketSize, EngineSettings, Replica
+from gradsync.synchronizer import Schedule
+
+__all__ = ["GradientSynchronization", "synchronize_gradients"]
+
+
+class _ForwardHooks:
+    """Tells the engine of forwards. A copy of the model (an EMA, a pickle) takes along hooks that do nothing."""
+
+    def __init__(self, handle: "GradientSynchronization | None") -> None:
+        self._handle = handle
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self._handle is not None and torch.is_grad_enabled():
+            self._handle.replica.require_unchanged()
+            self._handle.synchronizer.begin_forward()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._handle is not None and torch.is_grad_enabled():
+            self._handle.synchronizer.end_forward(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardHooks":
+        return _ForwardHooks(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_ForwardHooks, (None,))
+
+
+class GradientSynchronization:
+    """The engine attached to a model, as :func:`synchronize_gradients` returns it."""
+
+    def __init__(
+        self, model: nn.Module, communicator: Communicator, settings: EngineSettings, *, init_sync: bool = True
+    ) -> None:
+        self.replica = Replica(model)
+        self.synchronizer = self.replica.connect(communicator, settings, init_sync=init_sync)
+        hooks = _ForwardHooks(self)
+        self._registered = [
+            model.register_forward_pre_hook(hooks.before),
+            model.register_forward_hook(hooks.after),
+        ]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards in here accumulate on this rank alone; around the backward is enough."""
+        return self.synchronizer.no_sync()
+
+    def local_steps(self) -> AbstractContextManager[None]:
+        """Optimizer steps in here may use gradients of this rank alone."""
+        return self.synchronizer.local_steps()
+
+    def synchronize(self) -> None:
+        """Average what has accumulated, now. All ranks must do so, here or in their backward."""
+        self.synchronizer.synchronize()
+
+    def detach(self) -> None:
+        """Take the engine off the model. Gradients stay as they are."""
+        for registered in self._registered:
+            registered.remove()
+        self.synchronizer.detach()
+
+
+def synchronize_gradients(
+    model: nn.Module,
+    *,
+    process_group: Any = None,
+    communicator: Communicator | None = None,
+    reduction: Reduction | None = None,
+    schedule: Schedule = "overlapped",
+    bucket_cap_mb: BucketSize = "auto",
+    observer: Observer | None = None,
+    init_sync: bool = True,
+) -> GradientSynchronization:
+    """Average the gradients of ``model`` over the ranks during every backward, from now on.
+
+    Nothing is wrapped: the model keeps its class, its attributes and its ``state_dict`` keys. Parameters and buffers
+    are compared over ranks and taken from rank 0 once, unless ``init_sync`` is False. The returned handle has
+    ``no_sync()``, ``synchronize()`` and ``detach()``.
+    """
+    settings = EngineSettings(
+        reduction=Mean() if reduction is None else reduction,
+        schedule=schedule,
+        bucket_cap_mb=bucket_cap_mb,
+        observer=observer,
+    )
+    chosen = choose_communicator(communicator if communicator is not None else process_group)
+    return GradientSynchronization(model, chosen, settings, init_sync=init_sync)

@@ -1,0 +1,371 @@
+"""``DistributedDataParallel``: torch's wrapper, signature and habits, on gradsync's engine."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _to_kwargs
+
+from gradsync.communicator import Communicator, ProcessGroupCommunicator, choose_communicator
+from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.mixed_precision import LowPrecision, MixedPrecisionConfig
+from gradsync.observer import Observer
+from gradsync.reduction import Cast, CommHook, Mean, Reduction
+from gradsync.replica import BucketSize, EngineSettings, Replica
+from gradsync.replica_state import broadcast_tensors
+from gradsync.synchronizer import Schedule
+from gradsync.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Wraps a module so that its gradients are averaged over all ranks during backward.
+
+    Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. These are accepted and have nothing to do
+    here, because the engine always behaves as if they were on, at no cost: ``find_unused_parameters``,
+    ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``, ``check_reduction``,
+    ``skip_all_reduce_unused_params``.
+
+    Keyword arguments beyond torch's:
+
+    communicator
+        how bytes move; by default the process group's own collectives.
+    reduction
+        what is put on the wire; by default :class:`~gradsync.reduction.Mean`.
+    schedule
+        ``"overlapped"`` (buckets start during backward), ``"bucketed"`` (after it), ``"naive"`` (one collective per
+        parameter, after it).
+    observer
+        is told of every stop of a gradient's walk; see :class:`~gradsync.Timeline`.
+
+    ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: BucketSize = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecisionConfig | None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        communicator: Communicator | None = None,
+        reduction: Reduction | None = None,
+        schedule: Schedule = "overlapped",
+        observer: Observer | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ConfigurationError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce belong together, got only one of them"
+            )
+        if bucket_cap_mb_list is not None and bucket_cap_mb not in (None, "auto"):
+            raise ConfigurationError("pass bucket_cap_mb or bucket_cap_mb_list, not both")
+        self.settings = EngineSettings(
+            reduction=_default_reduction(mixed_precision) if reduction is None else reduction,
+            schedule=schedule,
+            bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
+            observer=observer,
+        )
+        self.communicator = _choose(module, communicator, process_group, device_mesh)
+        self.process_group = getattr(self.communicator, "group", None)
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._delayed = {name for name, _ in delay_all_reduce_named_params or ()}
+        self.replica = Replica(module, ignored=self.parameters_to_ignore, delayed=self._delayed)
+        self.module = module
+        self.dim = dim
+        self.device = self.replica.device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in self.replica.parameters}) > 1
+        self._set_devices(device_ids, output_device)
+        _refuse_cpu_sync_batch_norm(module, self.device_type)
+        self.mixed_precision = mixed_precision
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_forward_param_sync = True
+        self.divide_by_initial_world_size = True
+        self.forward_sync_buffers = _choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self._low_precision = (
+            LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision is not None else None
+        )
+        self.synchronizer = self.replica.connect(
+            self.communicator,
+            self.settings,
+            init_sync=init_sync,
+            sync_buffers=forward_sync_buffers is not None or self.forward_sync_buffers,
+            keeper=self._low_precision,
+        )
+
+    def _set_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
+        self.device_ids: list[int] | None = None
+        self.output_device: int | None = None
+        if device_ids and len(device_ids) > 1:
+            raise ConfigurationError(f"device_ids must be None or hold one device, got {list(device_ids)}")
+        movable = self.device_type != "cpu" and not self.is_multi_device_module
+        if not movable:
+            if device_ids or output_device is not None:
+                raise ConfigurationError(
+                    "device_ids and output_device are for modules on one GPU; this module's parameters are on "
+                    f"{sorted({str(p.device) for p in self.replica.parameters})}. Leave both out"
+                )
+            return
+        if device_ids:
+            index = torch.device(device_ids[0] if not isinstance(device_ids[0], int) else f"cuda:{device_ids[0]}").index
+            if index is not None and index != self.device.index:
+                raise ConfigurationError(
+                    f"device_ids is {list(device_ids)}, but the module is on {self.device}. Move it there before you "
+                    "wrap it"
+                )
+            self.device_ids = [self.device.index]
+            self.output_device = self.device.index
+
+    # -- forward and backward ----------------------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; its backward will average the gradients."""
+        learning = torch.is_grad_enabled()
+        if learning:
+            self.replica.require_unchanged()
+            self.synchronizer.begin_forward()
+        self._prepare_ranks(learning)
+        if self.device_ids:
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), True)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self._low_precision is not None:
+            self._low_precision.enter()
+            inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
+        with self._seen_by_compiler():
+            output = self.module(*inputs, **kwargs)
+        if learning:
+            self.synchronizer.end_forward(output)
+            self.require_forward_param_sync = self.synchronizer.enabled
+        elif self._low_precision is not None:
+            self._low_precision.release_all()
+        return output
+
+    def _prepare_ranks(self, learning: bool) -> None:
+        """The collectives of a forward: uneven inputs, buffers."""
+        notified = Join.notify_join_context(self)
+        if notified is not None:
+            notified.wait()
+        joining = self._join_config.enable
+        if self.will_sync_module_buffers():
+            source = agree_on_rank(self.communicator, candidate=True) if joining else 0
+            buffers = self.replica.buffers
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers)):
+                broadcast_tensors(buffers, self.communicator, source)
+        if joining:
+            active = count_active(self.communicator, active=learning and self.synchronizer.enabled)
+            set_divisor(self, active)
+
+    @contextmanager
+    def _seen_by_compiler(self) -> Iterator[None]:
+        """Dynamo cuts the graph at bucket boundaries for the module that torch's class names as active."""
+        owner: Any = nn.parallel.DistributedDataParallel
+        previous, owner._active_ddp_module = owner._active_ddp_module, self
+        try:
+            yield
+        finally:
+            owner._active_ddp_module = previous
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The largest bucket's cap, in bytes."""
+        return max(self.synchronizer.options.caps.caps)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards in here accumulate on this rank alone. Around the backward is enough."""
+        return self.synchronizer.no_sync()
+
+    def local_steps(self) -> AbstractContextManager[None]:
+        """Optimizer steps in here may use gradients of this rank alone, as local SGD wants."""
+        return self.synchronizer.local_steps()
+
+    def synchronize(self) -> None:
+        """Average what has accumulated, now. All ranks must do so, here or in their backward."""
+        self.synchronizer.synchronize()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward would synchronize now: the attribute that other libraries set and read."""
+        return self.synchronizer.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.synchronizer.enabled = value
+
+    # -- buffers, uneven inputs ------------------------------------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward takes the buffers of rank 0."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.replica.buffers)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs; see ``torch.distributed.algorithms.Join``."""
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> GradientJoinHook:
+        self.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return GradientJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        if self.process_group is None:
+            raise MisuseError(f"join() needs a process group, and {self.communicator} has none")
+        return self.process_group
+
+    # -- torch's further methods -------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Reduce buckets with one of torch's communication hooks: ``hook(state, bucket) -> Future[Tensor]``."""
+        if isinstance(self.synchronizer.reduction, CommHook):
+            raise MisuseError("register_comm_hook can only be called once")
+        self.synchronizer.reduction = CommHook(state, hook)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Name parameters and buffers to leave alone; call it before wrapping."""
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, params_and_buffers_to_ignore
+        )
+
+    def _set_static_graph(self) -> None:
+        """Nothing to do: graphs may be static or not."""
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts about this wrapper under the names torch uses for them."""
+        layout = self.synchronizer.layout
+        backend = self.communicator.backend if isinstance(self.communicator, ProcessGroupCommunicator) else "none"
+        return {
+            "world_size": self.communicator.world_size,
+            "rank": self.communicator.rank,
+            "backend_name": backend,
+            "module_name": type(self.module).__name__,
+            "iteration": self.synchronizer.synchronizations,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": ", ".join(str(plan.numel * plan.dtype.itemsize) for plan in layout.buckets),
+            "num_buckets": len(layout.buckets),
+            "num_parameter_tensors": len(layout.parameters) + len(layout.sparse),
+            "total_parameter_size_bytes": sum(spec.nbytes for spec in self.replica.specs),
+            "comm_hook": repr(self.synchronizer.reduction),
+            "broadcast_buffers": self.forward_sync_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": True,
+            "static_graph": self.static_graph,
+            "device_ids": str(self.device_ids or ""),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is None or self.process_group != dist.distributed_c10d._get_default_group():
+            raise MisuseError(
+                "only a DistributedDataParallel over the default process group can be pickled or copied: a process "
+                "group has no meaning elsewhere. Pickle its .module or state_dict() instead"
+            )
+        state = dict(self.__dict__)
+        for transient in ("communicator", "process_group", "replica", "synchronizer", "_low_precision"):
+            del state[transient]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.communicator = choose_communicator()
+        self.process_group = getattr(self.communicator, "group", None)
+        self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
+        self._low_precision = (
+            LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+            if self.mixed_precision is not None
+            else None
+        )
+        self.synchronizer = self.replica.connect(
+            self.communicator, self.settings, init_sync=False, keeper=self._low_precision
+        )
+
+
+def _choose(module: nn.Module, communicator: Communicator | None, process_group: Any, device_mesh: Any) -> Communicator:
+    given = [
+        name
+        for name, value in (
+            ("communicator", communicator),
+            ("process_group", process_group),
+            ("device_mesh", device_mesh),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ConfigurationError(f"pass one of communicator, process_group and device_mesh, got {' and '.join(given)}")
+    if device_mesh is None:
+        return choose_communicator(communicator if communicator is not None else process_group)
+    if device_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"device_mesh must have one dimension, got {device_mesh}. Pass the data-parallel one, as in mesh['dp']"
+        )
+    if device_mesh._get_root_mesh() != device_mesh:
+        # A slice of a larger mesh: the module may hold DTensors of the other dimensions, which torch localizes.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    return choose_communicator(device_mesh.get_group(mesh_dim=0))
+
+
+def _default_reduction(mixed_precision: MixedPrecisionConfig | None) -> Reduction:
+    dtype = None if mixed_precision is None else LowPrecision.wire_dtype(mixed_precision)
+    return Mean() if dtype is None else Cast(dtype)
+
+
+def _choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        warnings.warn("broadcast_buffers is ignored because forward_sync_buffers is given", FutureWarning, stacklevel=3)
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers
+    return True if broadcast_buffers is None else broadcast_buffers
+
+
+def _refuse_cpu_sync_batch_norm(module: nn.Module, device_type: str) -> None:
+    if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ConfigurationError(
+            "SyncBatchNorm works on GPUs only, and this module is on the CPU. Move it to a GPU, or keep BatchNorm"
+        )

@@ -1,0 +1,142 @@
+"""Buckets start in one order, the same on all ranks, and finish in that order.
+
+Gradients become ready in any order, and a bucket may be full long before its turn; it then waits. That alone makes
+mismatched collectives impossible. Whoever has nothing left to wait for calls :meth:`Pipeline.flush`.
+"""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from gradsync.bucket import Bucket, BucketState
+from gradsync.communicator import Communicator, Handle
+from gradsync.errors import PeerFailedError
+from gradsync.observer import Observer
+from gradsync.reduction import Reduction
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """The buckets of one synchronization on their way over the wire."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        communicator: Communicator,
+        reduction: Reduction,
+        observer: Observer | None = None,
+    ) -> None:
+        self.buckets = list(buckets)
+        self.communicator = communicator
+        self.reduction = reduction
+        self.observer = observer
+        self.divisor = float(communicator.world_size)
+        self._next = 0
+        self._pending: list[tuple[Bucket, list[Handle]]] = []
+        self._failed_rank: int | None = None
+        self._deferred_ballot: _DeferredBallot | None = None
+
+    def start_ready(self) -> None:
+        """Start all buckets whose turn has come and which are full."""
+        while self._next < len(self.buckets) and self.buckets[self._next].state is BucketState.READY:
+            self._start(self.buckets[self._next])
+
+    def flush(self) -> None:
+        """Start everything that is left, full or not. Slots without a gradient contribute zeros."""
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
+
+    def finish(self) -> None:
+        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed."""
+        for bucket, handles in self._pending:
+            if self.reduction.carries_tail:
+                bucket.require_untouched()
+            for handle in handles:
+                handle.wait()
+            bucket.finish()
+            if self.observer is not None:
+                self.observer.bucket_finished(bucket)
+        self._close()
+        self._raise_for_failed_ranks()
+
+    def abandon(self) -> None:
+        """Bring a synchronization whose backward failed here to its end, so that no rank is left waiting.
+
+        The other ranks may have started all buckets. This one starts those that are missing, with its vote in the
+        ballot, and everybody learns that the gradients are worthless. If that fails too, the wire itself is gone (or
+        the reduction raises on every rank alike), and there is nobody left to tell.
+        """
+        self._failed_rank = self.communicator.rank
+        with contextlib.suppress(Exception):
+            self.flush()
+            for _, handles in self._pending:
+                for handle in handles:
+                    handle.wait()
+        self._failed_rank = None
+        self._close()
+        for bucket in self.buckets:
+            bucket.reopen()
+
+    def _close(self) -> None:
+        self._pending = []
+        self._next = 0
+
+    def check_deferred(self) -> None:
+        """Raise if an earlier synchronization on an accelerator turns out to have failed. Never waits."""
+        if self._deferred_ballot is not None and self._deferred_ballot.arrived():
+            votes, self._deferred_ballot = self._deferred_ballot.votes(), None
+            _raise_for(votes)
+
+    def _start(self, bucket: Bucket) -> None:
+        self._next += 1
+        bucket.gather(self.reduction.landing_scale(bucket, self.communicator, self.divisor))
+        bucket.load_tail(failed_rank=self._failed_rank)
+        handles: list[Handle] = []
+        self._pending.append((bucket, handles))
+        if not bucket.has_wire:
+            bucket.started()
+            return
+        handles.append(self.reduction.start(bucket, self.communicator, self.divisor))
+        if self.observer is not None:
+            self.observer.bucket_started(bucket, handles[0])
+        if not self.reduction.carries_tail:
+            handles.append(self.communicator.all_reduce(bucket.tail))
+        bucket.started()
+
+    def _raise_for_failed_ranks(self) -> None:
+        if not self.buckets:
+            return
+        ballot = self.buckets[-1].ballot
+        if ballot.device.type == "cpu":
+            _raise_for(ballot.tolist())
+        else:
+            self._deferred_ballot = _DeferredBallot(ballot)
+
+
+class _DeferredBallot:
+    """The ballot of an accelerator's bucket, on its way to the host while backward goes on."""
+
+    def __init__(self, ballot: torch.Tensor) -> None:
+        self._copy = torch.empty(ballot.shape, dtype=ballot.dtype, pin_memory=True)
+        self._copy.copy_(ballot, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def arrived(self) -> bool:
+        return bool(self._event.query())
+
+    def votes(self) -> list[float]:
+        votes: list[float] = self._copy.tolist()
+        return votes
+
+
+def _raise_for(votes: list[float]) -> None:
+    failed = [rank for rank, vote in enumerate(votes) if vote > 0]
+    if failed:
+        names = ", ".join(f"rank {rank}" for rank in failed)
+        raise PeerFailedError(
+            f"the backward of {names} failed, so these gradients are not the mean over all ranks. See the error "
+            "there; call zero_grad() before the next backward"
+        )

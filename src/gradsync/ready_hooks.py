@@ -1,0 +1,117 @@
+"""Stop 1: hooks that say that gradients are ready.
+
+A Python hook costs microseconds, and one runs for every parameter in every backward. There are two ways to do it:
+
+*counting*: a hook on every parameter, which counts in the bucket and notes the order. Always right.
+
+*by sight*: a hook on the parameter of each bucket that comes last in the learned order. When it runs, the bucket's
+gradients are looked at, all at once. That works whenever no parameter had a gradient when the backward began (the
+rule after ``zero_grad()``): those that have one now have received it. If one is still missing, the bucket is looked
+at again at the next hook, and at the latest when backward ends: a changed order costs overlap, never correctness. A
+gradient that comes after its bucket has started is noticed by the version counter of the bucket's memory.
+
+Alternatives considered: ``torch.autograd.graph.register_multi_grad_hook`` has the batching, but must be registered
+anew in every forward; hooks on a sample of parameters per bucket find out no more than the one on the last does.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradsync.bucket import Bucket
+
+__all__ = ["Place", "ReadyHooks"]
+
+Place = tuple[Bucket, int]
+Hook = Callable[[torch.Tensor], None]
+
+
+class ReadyHooks:
+    """Registers, and exchanges, the hooks of one synchronizer's parameters."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], listener: Any) -> None:
+        self._parameters = parameters
+        self._listener: Callable[[], Any] = weakref.ref(listener)
+        self._handles: list[Any] = []
+        # One autograd thread per device: with several, what they share must be taken in turns.
+        self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None
+        self.counting = False
+        # Empty during a backward. Hooks hold the list itself: its truth is the cheapest question there is.
+        self.idle = [True]
+        self.arrivals: list[int] = []
+        weakref.finalize(listener, _remove, self._handles)
+
+    def register(self, places: Sequence[Place | None], *, counting: bool) -> None:
+        """Put hooks where ``places`` say (None: a parameter outside the buckets), in place of the former ones."""
+        self.remove()
+        self.counting = counting
+        for index, (parameter, place) in enumerate(zip(self._parameters, places, strict=True)):
+            if not parameter.requires_grad:
+                continue
+            if place is None:
+                hook = self._outside(index)
+            elif counting:
+                hook = self._counting(index, *place)
+            elif place[1] == len(place[0].parameters) - 1:
+                hook = self._by_sight(place[0])
+            else:
+                continue
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._in_turn(hook)))
+
+    def remove(self) -> None:
+        _remove(self._handles)
+
+    # Hooks look nothing up: all they need is bound when they are made. They must not keep the listener alive.
+
+    def _counting(self, index: int, bucket: Bucket, slot: int) -> Hook:
+        listener, idle, arrived, land = self._listener, self.idle, self.arrivals.append, bucket.land
+
+        def on_gradient_ready(_: torch.Tensor) -> None:
+            if idle:
+                listener().begin_backward_at_parameter()
+            arrived(index)
+            if land(slot):
+                listener().on_bucket_full(bucket)
+
+        return on_gradient_ready
+
+    def _by_sight(self, bucket: Bucket) -> Hook:
+        listener, idle = self._listener, self.idle
+
+        def on_last_gradient_ready(_: torch.Tensor) -> None:
+            if idle:
+                listener().begin_backward_at_parameter()
+            listener().look_at(bucket)
+
+        return on_last_gradient_ready
+
+    def _outside(self, index: int) -> Hook:
+        listener, idle, arrived = self._listener, self.idle, self.arrivals.append
+
+        def on_sparse_gradient_ready(_: torch.Tensor) -> None:
+            if idle:
+                listener().begin_backward_at_parameter()
+            arrived(index)
+            listener().on_sparse_gradient(index)
+
+        return on_sparse_gradient_ready
+
+    def _in_turn(self, hook: Hook) -> Hook:
+        lock = self._lock
+        if lock is None:
+            return hook
+
+        def with_lock(parameter: torch.Tensor) -> None:
+            with lock:
+                hook(parameter)
+
+        return with_lock
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,97 @@
+"""torch's communication hooks, unchanged: ``hook(state, bucket) -> Future[Tensor]``.
+
+The hook sees the bucket as torch's ``GradBucket`` shows it and is responsible for the division, as under torch. The
+flags do not pass through it (a low-rank hook would not leave them whole), so they travel in a collective of their own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Communicator, Handle
+from gradsync.errors import ConfigurationError, MisuseError
+
+__all__ = ["CommHook", "GradBucket", "Hook"]
+
+Hook = Callable[[Any, Any], Any]
+
+
+class GradBucket:
+    """A bucket with the methods of ``torch.distributed.GradBucket``, which has no constructor of its own."""
+
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._is_last = is_last
+        self._buffer = bucket.payload
+
+    def index(self) -> int:
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._bucket.views)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+class _FutureHandle:
+    """Waits for the hook's future and puts its tensor where the gradients belong."""
+
+    def __init__(self, future: "torch.futures.Future[Any]", bucket: Bucket, hook_name: str) -> None:
+        self._future, self._bucket, self._hook_name = future, bucket, hook_name
+
+    def wait(self) -> None:
+        result = self._future.wait()
+        if isinstance(result, list | tuple) and len(result) == 1:
+            result = result[0]
+        payload = self._bucket.payload
+        if not isinstance(result, torch.Tensor) or result.numel() != payload.numel():
+            came = f"{type(result).__name__}" + (
+                f" of {result.numel()} elements" if isinstance(result, torch.Tensor) else ""
+            )
+            raise MisuseError(
+                f"the future of the communication hook {self._hook_name!r} must hold a tensor of "
+                f"{payload.numel()} elements like bucket {self._bucket.index}'s buffer, got {came}"
+            )
+        if result.data_ptr() != payload.data_ptr() or result.dtype != payload.dtype:
+            payload.copy_(result.view(-1))
+
+
+class CommHook:
+    """Runs one of torch's communication hooks as a reduction."""
+
+    carries_tail = False
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        if not callable(hook):
+            raise ConfigurationError(f"a communication hook must be callable as hook(state, bucket), got {hook!r}")
+        self._state = state
+        self._hook = hook
+        self._name = getattr(hook, "__name__", type(hook).__name__)
+
+    def __repr__(self) -> str:
+        return f"CommHook({self._name})"
+
+    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return 1.0
+
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        is_last = bucket.plan.ballot > 0
+        future = self._hook(self._state, GradBucket(bucket, is_last=is_last))
+        if not isinstance(future, torch.futures.Future):
+            raise MisuseError(
+                f"the communication hook {self._name!r} must return a torch.futures.Future[torch.Tensor], "
+                f"got {type(future).__name__}. Return work.get_future(), or a future with set_result(tensor)"
+            )
+        return _FutureHandle(future, bucket, self._name)

@@ -1,0 +1,31 @@
+"""The plain mean: one all-reduce a bucket. Exact, and the model for every other reduction."""
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Communicator, Handle, ReduceOp
+
+__all__ = ["Mean"]
+
+
+class Mean:
+    """The sum over the ranks divided by the divisor, at the gradients' own precision.
+
+    The division costs no pass of its own: the collective does it where the backend can (NCCL), otherwise it is
+    folded into the copy that brings the gradients into the bucket. Dividing before summing also keeps float16 sums in
+    range.
+    """
+
+    carries_tail = True
+
+    def __repr__(self) -> str:
+        return "Mean()"
+
+    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return 1.0 if self._divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
+
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        op: ReduceOp = "average" if self._divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        return communicator.all_reduce(bucket.wire(), op)
+
+    @staticmethod
+    def _divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
+        return divisor == communicator.world_size and communicator.averages(bucket.plan.device)

@@ -1,0 +1,220 @@
+"""A module as one replica among several: which parameters the engine manages, checked and compared over ranks."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from gradsync.agreement import describe_parameters, require_agreement
+from gradsync.bucket_layout import BucketCaps, ParameterSpec
+from gradsync.communicator import Communicator
+from gradsync.cost_model import auto_caps
+from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.observer import Observer
+from gradsync.reduction import Mean, Reduction
+from gradsync.replica_state import broadcast_tensors
+from gradsync.synchronizer import ParameterKeeper, Schedule, Synchronizer, SynchronizerOptions
+
+__all__ = ["MIB", "BucketSize", "EngineSettings", "Replica"]
+
+MIB = 1024 * 1024
+
+# Where ranks must not talk at set-up (init_sync=False) nothing can be measured; this is torch's own size.
+UNMEASURED_CAP = 25 * MIB
+
+BucketSize = float | Sequence[float] | Literal["auto"] | None
+
+_SCHEDULES = ("overlapped", "bucketed", "naive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What a user chose for the engine. ``bucket_cap_mb`` is a size in MiB, sizes for the first buckets, or auto."""
+
+    reduction: Reduction = field(default_factory=Mean)
+    schedule: Schedule = "overlapped"
+    bucket_cap_mb: BucketSize = "auto"
+    observer: Observer | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in _SCHEDULES:
+            raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
+        if not isinstance(self.reduction, Reduction):
+            raise ConfigurationError(
+                f"reduction must be a Reduction such as gradsync.reduction.Mean(), got {self.reduction!r}"
+            )
+        for size in self.sizes or ():
+            if not isinstance(size, int | float) or not math.isfinite(size) or size <= 0:
+                raise ConfigurationError(
+                    f"a bucket size must be a positive number of MiB, got {size!r}. Leave bucket_cap_mb out to have "
+                    "it chosen by the measured speed of the group"
+                )
+
+    @property
+    def sizes(self) -> tuple[float, ...] | None:
+        chosen: Any = self.bucket_cap_mb
+        if chosen is None or chosen == "auto":
+            return None
+        return tuple(chosen) if isinstance(chosen, list | tuple) else (chosen,)
+
+
+class Replica:
+    """The managed parameters and buffers of ``module``. Ignored names are left alone, delayed ones come last."""
+
+    def __init__(self, module: nn.Module, *, ignored: set[str] | None = None, delayed: set[str] | None = None) -> None:
+        self.module = module
+        self.ignored = ignored or set()
+        sparse = _sparse_parameters(module)
+        named = [(name, p) for name, p in module.named_parameters() if name not in self.ignored]
+        _check(module, named)
+        self.parameters = [parameter for _, parameter in named]
+        self.specs = [
+            ParameterSpec.of(name, parameter, sparse=id(parameter) in sparse, delayed=name in (delayed or ()))
+            for name, parameter in named
+        ]
+        self._buffer_places = _buffer_places(module, self.ignored)
+        self._added: list[str] = []
+        _watch_registrations(self, module)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers as they are now: modules may put others in their place."""
+        current = (owner._buffers.get(name) for owner, name in self._buffer_places)
+        return [buffer for buffer in current if buffer is not None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def connect(
+        self,
+        communicator: Communicator,
+        settings: EngineSettings,
+        *,
+        init_sync: bool = True,
+        sync_buffers: bool = True,
+        keeper: ParameterKeeper | None = None,
+    ) -> Synchronizer:
+        """Compare with the other ranks, take rank 0's values, and attach the engine. Collective with init_sync."""
+        if init_sync:
+            require_agreement(communicator, "the wrapped module", self._described(settings))
+            states = [*self.parameters, *(self.buffers if sync_buffers else [])]
+            broadcast_tensors(states, communicator)
+        options = SynchronizerOptions(
+            communicator=communicator,
+            caps=self._caps(communicator, settings, init_sync),
+            reduction=settings.reduction,
+            schedule=settings.schedule,
+            observer=settings.observer,
+            keeper=keeper,
+        )
+        return Synchronizer(self.parameters, self.specs, options)
+
+    def require_unchanged(self) -> None:
+        """Raise if parameters were registered since wrapping: the engine does not know them."""
+        if self._added:
+            raise MisuseError(
+                f"parameter {self._added[0]!r} was added to the module after it was wrapped, so its gradient would "
+                "differ on every rank. Add parameters first and wrap (and make the optimizer) afterwards"
+            )
+
+    def _caps(self, communicator: Communicator, settings: EngineSettings, measure: bool) -> BucketCaps:
+        if settings.sizes is not None:
+            return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in settings.sizes))
+        if not measure or communicator.world_size == 1:
+            return BucketCaps.uniform(UNMEASURED_CAP)
+        return auto_caps(communicator, self.device, sum(spec.nbytes for spec in self.specs))
+
+    def _described(self, settings: EngineSettings) -> list[tuple[str, Any]]:
+        return [
+            *describe_parameters(self.specs, [parameter.requires_grad for parameter in self.parameters]),
+            ("setting bucket_cap_mb", "auto" if settings.sizes is None else list(settings.sizes)),
+            ("setting schedule", settings.schedule),
+            ("setting reduction", repr(settings.reduction)),
+        ]
+
+    def note_registration(self, path: str, parameter: nn.Parameter) -> None:
+        if parameter.requires_grad and not any(parameter is known for known in self.parameters):
+            self._added.append(path)
+
+
+def _check(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigurationError(
+                f"parameter {name!r} is not initialized yet. Run a forward of the lazy module before you wrap it"
+            )
+        if parameter.device.type == "meta":
+            raise ConfigurationError(
+                f"parameter {name!r} is on the meta device, which holds no values. Move the module to a real device "
+                "(module.to_empty(device=...)) and initialize it before you wrap it"
+            )
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to synchronize. "
+            "Use the module itself, or unfreeze a parameter before you wrap it"
+        )
+    kinds = sorted({parameter.device.type for _, parameter in named})
+    if len(kinds) > 1:
+        examples = {p.device.type: name for name, p in reversed(named)}
+        raise ConfigurationError(
+            "all parameters must be on one type of device, got "
+            + ", ".join(f"{kind} ({examples[kind]!r})" for kind in kinds)
+            + ". Move the whole module before you wrap it"
+        )
+
+
+def _buffer_places(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str]]:
+    """Who holds the managed buffers. Walking a large module takes longer than many a forward, so it is done once."""
+    places = {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_buffers()}
+    return [(owner, name.rpartition(".")[2]) for name, owner in places.items() if name not in ignored]
+
+
+def _sparse_parameters(module: nn.Module) -> set[int]:
+    return {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
+
+
+# -- parameters added after wrapping ------------------------------------------------------------------------------
+
+_watched: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Replica]]]" = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def _watch_registrations(replica: Replica, module: nn.Module) -> None:
+    global _installed
+    if not _installed:
+        register_module_parameter_registration_hook(_on_parameter)
+        register_module_module_registration_hook(_on_module)
+        _installed = True
+    for child in module.modules():
+        _watched.setdefault(child, []).append(weakref.ref(replica))
+
+
+def _replicas_with(module: nn.Module) -> list[Replica]:
+    return [replica for reference in _watched.get(module, ()) if (replica := reference()) is not None]
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    for replica in _replicas_with(module):
+        if parameter is not None:
+            replica.note_registration(f"{type(module).__name__}.{name}", parameter)
+
+
+def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    for replica in _replicas_with(module):
+        if child is not None:
+            for path, parameter in child.named_parameters():
+                replica.note_registration(f"{type(module).__name__}.{name}.{path}", parameter)
+            _watch_registrations(replica, child)

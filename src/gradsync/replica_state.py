@@ -1,0 +1,49 @@
+"""Parameters and buffers of a replica: brought to the same values on all ranks, coalesced by dtype and device."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+from gradsync.communicator import Communicator
+
+__all__ = ["broadcast_tensors"]
+
+# No more than this is copied at a time: a model must not need room for a second copy of itself.
+CHUNK_BYTES = 64 * 1024 * 1024
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], communicator: Communicator, source: int = 0) -> None:
+    """Overwrite the tensors with those of rank ``source``. Collective."""
+    if communicator.world_size == 1:
+        return
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            alike[(tensor.dtype, tensor.device)].append(tensor.detach())
+    for group in alike.values():
+        for chunk in _chunks(group):
+            _broadcast_chunk(chunk, communicator, source)
+
+
+def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    chunk: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if chunk and size + tensor.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _broadcast_chunk(tensors: list[torch.Tensor], communicator: Communicator, source: int) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    # As bytes: values are copied, not computed with, and every backend knows bytes (not every one knows bool).
+    communicator.broadcast(flat.view(torch.uint8), source).wait()
+    if communicator.rank != source:
+        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))

@@ -1,0 +1,77 @@
+"""The mean of sparse gradients, as ``nn.Embedding(sparse=True)`` makes them.
+
+They have no place in a flat bucket: which rows there are differs over ranks. Every rank's rows are gathered and summed
+in rank order, so all ranks do the same additions on the same numbers and hold the same bits. A parameter whose
+gradient is dense on some rank (a tied embedding) is reduced densely on all.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from gradsync.communicator import Communicator
+
+__all__ = ["reduce_sparse_gradients"]
+
+NOTHING, SPARSE, DENSE = 0, 1, 2
+
+
+@torch.no_grad()
+def reduce_sparse_gradients(
+    parameters: Sequence[torch.nn.Parameter], used: Sequence[bool], communicator: Communicator, divisor: float
+) -> None:
+    """Replace each parameter's gradient by the mean, where at least one rank used the parameter."""
+    if not parameters:
+        return
+    local = torch.tensor(
+        [[_kind(parameter, flag), _nnz(parameter)] for parameter, flag in zip(parameters, used, strict=True)]
+    )
+    gathered = torch.empty(local.numel() * communicator.world_size, dtype=local.dtype, device=communicator.device)
+    communicator.all_gather(gathered, local.view(-1).to(communicator.device)).wait()
+    kinds, counts = gathered.cpu().view(communicator.world_size, -1, 2).unbind(2)
+    for number, parameter in enumerate(parameters):
+        kind = int(kinds[:, number].max())
+        if kind == DENSE:
+            parameter.grad = _dense_mean(parameter, communicator, divisor)
+        elif kind == SPARSE:
+            parameter.grad = _sparse_mean(parameter, counts[:, number].tolist(), communicator, divisor)
+
+
+def _kind(parameter: torch.nn.Parameter, used: bool) -> int:
+    if parameter.grad is None or not used:
+        return NOTHING
+    return SPARSE if parameter.grad.is_sparse else DENSE
+
+
+def _nnz(parameter: torch.nn.Parameter) -> int:
+    gradient = parameter.grad
+    return gradient._nnz() if gradient is not None and gradient.is_sparse else 0
+
+
+def _dense_mean(parameter: torch.nn.Parameter, communicator: Communicator, divisor: float) -> torch.Tensor:
+    total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    if parameter.grad is not None:
+        total.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).div_(divisor)
+    communicator.all_reduce(total).wait()
+    return total
+
+
+def _sparse_mean(
+    parameter: torch.nn.Parameter, counts: list[int], communicator: Communicator, divisor: float
+) -> torch.Tensor:
+    """Rows are padded to the longest rank's number, gathered, cut to the true numbers and added up."""
+    rows, longest, world_size = parameter.shape[1:], max(counts), communicator.world_size
+    indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)
+    values = torch.zeros((longest, *rows), dtype=parameter.dtype, device=parameter.device)
+    gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        indices[: gradient._nnz()] = gradient._indices()[0]
+        values[: gradient._nnz()] = gradient._values() / divisor
+    all_indices = torch.empty(longest * world_size, dtype=torch.int64, device=parameter.device)
+    all_values = torch.empty(values.numel() * world_size, dtype=parameter.dtype, device=parameter.device)
+    communicator.all_gather(all_indices, indices).wait()
+    communicator.all_gather(all_values, values.view(-1)).wait()
+    by_rank = all_values.view(world_size, longest, *rows)
+    kept_indices = torch.cat([all_indices.view(world_size, longest)[r, :n] for r, n in enumerate(counts)])
+    kept_values = torch.cat([by_rank[r, :n] for r, n in enumerate(counts)])
+    return torch.sparse_coo_tensor(kept_indices.unsqueeze(0), kept_values, parameter.shape).coalesce()

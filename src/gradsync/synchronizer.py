@@ -1,0 +1,487 @@
+"""From ``backward()`` to averaged gradients: autograd's hooks, the buckets, the reduction, the end of backward.
+
+The walk of a gradient::
+
+    ready_hooks          a parameter's gradient is ready             stop 1
+    bucket.land          it is noted in its bucket                   stop 2
+    pipeline             full buckets are gathered and started       stops 3 and 4
+    _end_backward        the rest is started, all are finished       stop 5
+
+The synchronizer knows parameters, not modules; wrappers tell it of forwards.
+
+[Note: which backward synchronizes] It is read at the first sign of a backward, from ``enabled`` (which ``no_sync``
+turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
+backward runs through several forwards and one of them synchronizes, the backward does.
+
+[Note: the first window] Nothing is started before the first synchronized backward has ended: until then it is not
+known in which order gradients come, nor how often a parameter's hook fires (more than once where reentrant
+checkpointing runs through a shared parameter). From the second window on buckets overlap.
+
+[Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
+other ranks wait for it. It takes part when its optimizer is about to step.
+
+[Note: a failed backward] Autograd runs no end-of-backward callback when a backward raises. The next forward, backward
+or step finds the synchronization unfinished, brings it to its end with a vote in the ballot (the other ranks raise),
+and refuses to go on until the half-made gradients have been zeroed.
+"""
+
+import enum
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
+from gradsync.bucket import Bucket
+from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from gradsync.communicator import Communicator
+from gradsync.errors import MisuseError, PeerFailedError
+from gradsync.gradient_order import GradientOrder
+from gradsync.observer import Observer
+from gradsync.pipeline import Pipeline
+from gradsync.ready_hooks import Place, ReadyHooks
+from gradsync.reduction import Mean, Reduction
+from gradsync.sparse_reduction import reduce_sparse_gradients
+from gradsync.step_guard import wants_attention, watch_steps
+
+__all__ = ["Schedule", "Synchronizer", "SynchronizerOptions", "synchronizer_of"]
+
+Schedule = Literal["overlapped", "bucketed", "naive"]
+
+
+class ParameterKeeper(Protocol):
+    """Has exchanged what parameters hold for the duration of a forward and backward, and takes it back."""
+
+    def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """These parameters take no further part in the backward; their gradients are about to be gathered."""
+
+    def release_all(self) -> None:
+        """The backward has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronizerOptions:
+    """How gradients travel. ``schedule`` is *overlapped* (buckets start during backward), *bucketed* (after it) or
+    *naive* (one collective per parameter, after it)."""
+
+    communicator: Communicator
+    caps: BucketCaps
+    reduction: Reduction = field(default_factory=Mean)
+    schedule: Schedule = "overlapped"
+    observer: Observer | None = None
+    keeper: ParameterKeeper | None = None
+
+
+class Window(enum.Enum):
+    """What has happened since the last optimizer step."""
+
+    CLOSED = "nothing"
+    OPEN = "a forward, no gradient yet"
+    UNSYNCHRONIZED = "gradients of this rank alone"
+    SYNCHRONIZED = "means"
+
+
+_owners: Any = WeakIdKeyDictionary()
+
+
+def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
+    """The synchronizer that averages the parameter's gradient, if there is one."""
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()
+
+
+class Synchronizer:
+    """Averages the gradients of ``parameters`` over the ranks of a communicator, during backward."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        options: SynchronizerOptions,
+    ) -> None:
+        self.options = options
+        self.parameters = list(parameters)
+        self.specs = list(specs)
+        self.reduction = options.reduction
+        self.enabled = True
+        self.divisor = float(options.communicator.world_size)
+        self.window = Window.CLOSED
+        self.synchronizations = 0
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._order = GradientOrder(len(self.parameters))
+        self._trainable = [parameter.requires_grad for parameter in self.parameters]
+        self._multiplicity = [1] * len(self.parameters)
+        self._hooks = ReadyHooks(self.parameters, self)
+        self._arrivals = self._hooks.arrivals
+        self._sparse_used: set[int] = set()
+        self._overdue: list[Bucket] = []
+        self._synchronizing = False
+        self._task = NO_TASK
+        self._last_forward_synchronizes: bool | None = None
+        self._unwatched_backwards = False
+        self._local_steps = False
+        self._broken = False
+        self._absent_in_forward: set[int] | None = None
+        self._absent_in_window: set[int] | None = None
+        self._build()
+        for parameter in self.parameters:
+            _owners[parameter] = weakref.ref(self)
+        watch_steps()
+        wants_attention(self, True)
+
+    @property
+    def _in_backward(self) -> bool:
+        return not self._hooks.idle
+
+    @_in_backward.setter
+    def _in_backward(self, value: bool) -> None:
+        self._hooks.idle[:] = [] if value else [True]
+
+    # -- set-up and relearning -----------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Plan the layout by the agreed order and make buckets for it."""
+        options = self.options
+        caps = BucketCaps.one_parameter_each() if options.schedule == "naive" else options.caps
+        order = [index for index in self._order.order if self._trainable[index]]
+        self.layout: BucketLayout = plan_layout(self.specs, order, caps, ballot=options.communicator.world_size)
+        self.buckets: list[Bucket] = []
+        self._places: list[Place | None] = [None] * len(self.parameters)
+        for plan in self.layout.buckets:
+            bucket = Bucket(plan, self.parameters, self.specs, options.communicator)
+            bucket.before_gather = None if options.keeper is None else options.keeper.release
+            self.buckets.append(bucket)
+            for number, slot in enumerate(plan.slots):
+                self._places[slot.parameter] = (bucket, number)
+                bucket.arrivals_expected[number] = self._multiplicity[slot.parameter]
+            bucket.reopen()
+        self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, options.observer)
+        self._frozen = [p for p, trainable in zip(self.parameters, self._trainable, strict=True) if not trainable]
+        self._hooks.register(self._places, counting=True)
+
+    def _agree_on_layout(self) -> None:
+        """Meet the other ranks: which parameters are trained, and in which order gradients come. Collective."""
+        communicator = self.options.communicator
+        trainable = torch.tensor(
+            [parameter.requires_grad for parameter in self.parameters], dtype=torch.int32, device=communicator.device
+        )
+        communicator.all_reduce(trainable, "max").wait()
+        now_trainable = [bool(flag) for flag in trainable.tolist()]
+        changed = now_trainable != self._trainable
+        self._trainable = now_trainable
+        changed = self._order.agree(communicator) or changed
+        if changed or self._multiplicity_changed():
+            self._build()
+            for index in self._arrivals:
+                # What has landed in this backward lands again.
+                place = self._places[index]
+                if place is not None:
+                    place[0].land(place[1])
+
+    def _multiplicity_changed(self) -> bool:
+        return any(
+            bucket.arrivals_expected[number] != self._multiplicity[slot.parameter]
+            for bucket in self.buckets
+            for number, slot in enumerate(bucket.plan.slots)
+        )
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward with gradients on is about to run."""
+        if self._in_backward and current_task() == NO_TASK:
+            self._recover()
+        self._pipeline.check_deferred()
+        self._absent_in_forward = set()
+
+    def end_forward(self, output: Any) -> None:
+        """The forward has run: watch its output for the backward to come."""
+        if self._absent_in_forward is not None:
+            if self._absent_in_window is None:
+                self._absent_in_window = self._absent_in_forward
+            else:
+                self._absent_in_window &= self._absent_in_forward
+            self._absent_in_forward = None
+        synchronizes, task, reference = self.enabled, current_task(), weakref.ref(self)
+        self._last_forward_synchronizes = synchronizes
+        if self.window is Window.CLOSED and synchronizes:
+            self.window = Window.OPEN
+
+        def hook(_: torch.Tensor) -> None:
+            synchronizer = reference()
+            if synchronizer is not None:
+                synchronizer._on_output_gradient(synchronizes, task)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+
+    def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
+        """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
+        if self._absent_in_forward is not None:
+            self._absent_in_forward.update(
+                self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index
+            )
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _on_output_gradient(self, forward_synchronizes: bool, forward_task: int) -> None:
+        if self._in_backward and forward_task == NO_TASK and current_task() != self._task:
+            self._recover()
+        if not self._in_backward:
+            self._begin_backward()
+        if forward_synchronizes and self.enabled and not self._synchronizing:
+            self._become_synchronizing()
+
+    def _begin_backward(self) -> None:
+        if self._broken:
+            self._require_zeroed()
+        self._in_backward = True
+        self._synchronizing = False
+        self._task = current_task()
+        self._arrivals.clear()
+        self._overdue.clear()
+        at_end_of_backward(self._end_backward)
+        if self.options.observer is not None:
+            self.options.observer.backward_began(synchronizes=self.enabled)
+
+    def begin_backward_at_parameter(self) -> None:
+        """No output was watched. See the module docstring of :mod:`gradsync.backward_watch`."""
+        self._unwatched_backwards = True
+        if inside_inner_task():
+            # Its end is not the end. Gradients stay as they are until a later sign, or the optimizer's step.
+            return
+        self._begin_backward()
+        if self.enabled and self._last_forward_synchronizes is not False:
+            self._become_synchronizing()
+
+    def _become_synchronizing(self) -> None:
+        self._synchronizing = True
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._order.invalidate()
+        if self._order.due:
+            self._agree_on_layout()
+        counting = self._must_count()
+        if counting != self._hooks.counting:
+            self._hooks.register(self._places, counting=counting)
+        self._pipeline.divisor = self.divisor
+        self._pipeline.reduction = self.reduction
+        self._mark_absent()
+        self._start_ready()
+
+    def _must_count(self) -> bool:
+        """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
+        return (
+            self._order.observing
+            or self._unwatched_backwards
+            or max(self._multiplicity) > 1
+            or any(parameter.grad is not None for parameter in self.parameters)
+        )
+
+    def _mark_absent(self) -> None:
+        if not self._absent_in_window or not self.reduction.carries_tail:
+            return
+        for bucket in self.buckets:
+            absent = frozenset(
+                number
+                for number, slot in enumerate(bucket.plan.slots)
+                if slot.parameter in self._absent_in_window and bucket.parameters[number].grad is None
+            )
+            if absent:
+                bucket.announce_absent(absent)
+
+    def look_at(self, bucket: Bucket) -> None:
+        """The last gradient of the bucket, by the learned order, is ready: see whether all are."""
+        self._overdue.append(bucket)
+        for candidate in list(self._overdue):
+            if candidate.land_by_sight():
+                self._overdue.remove(candidate)
+                self.on_bucket_full(candidate)
+
+    def on_bucket_full(self, bucket: Bucket) -> None:
+        """All gradients of the bucket are ready: start it when its turn comes, or let it lie in its memory."""
+        if self.options.observer is not None:
+            self.options.observer.bucket_ready(bucket)
+        if self._synchronizing:
+            self._start_ready()
+        else:
+            bucket.gather(1.0)
+
+    def on_sparse_gradient(self, index: int) -> None:
+        """A gradient that has no place in a bucket; it is reduced after the buckets."""
+        self._sparse_used.add(index)
+
+    def _start_ready(self) -> None:
+        if self.options.schedule == "overlapped" and self._order.learned:
+            self._pipeline.start_ready()
+
+    def _end_backward(self) -> None:
+        """Stop 5: autograd has finished; so do the buckets."""
+        if self.options.observer is not None:
+            self.options.observer.backward_ended()
+        accumulated = self.window is Window.UNSYNCHRONIZED
+        arrived = bool(self._arrivals) or (
+            not self._hooks.counting and any(parameter.grad is not None for parameter in self.parameters)
+        )
+        if self._synchronizing and (arrived or accumulated):
+            self._finish()
+        else:
+            for bucket in self.buckets:
+                bucket.gather(1.0)
+                bucket.reopen()
+            if arrived:
+                self.window = Window.UNSYNCHRONIZED
+        self._in_backward = self._synchronizing = False
+        self._last_forward_synchronizes = None
+        if self.options.keeper is not None:
+            self.options.keeper.release_all()
+
+    def _finish(self) -> None:
+        try:
+            self._pipeline.flush()
+            self._pipeline.finish()
+            sparse = self.layout.sparse
+            reduce_sparse_gradients(
+                [self.parameters[index] for index in sparse],
+                [index in self._sparse_used for index in sparse],
+                self.options.communicator,
+                self.divisor,
+            )
+        except PeerFailedError:
+            self._broken = True
+            raise
+        except BaseException:
+            self._broken = True
+            self._pipeline.abandon()
+            raise
+        finally:
+            self._in_backward = self._synchronizing = False
+            self._absent_in_window = None
+            self._sparse_used.clear()
+            for bucket in self.buckets:
+                bucket.reopen()
+        self.synchronizations += 1
+        self._order.window_finished(self._arrivals)
+        if self._order.due:
+            for index, count in Counter(self._arrivals).items():
+                self._multiplicity[index] = count
+        self.window = Window.SYNCHRONIZED
+        if self.options.observer is not None:
+            self.options.observer.synchronization_finished()
+
+    # -- windows, steps, failures ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here, and backwards of forwards in here, accumulate on this rank alone."""
+        previous, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = previous
+
+    @contextmanager
+    def local_steps(self) -> Iterator[None]:
+        """Optimizer steps in here may use gradients of this rank alone, as local SGD wants."""
+        previous, self._local_steps = self._local_steps, True
+        try:
+            yield
+        finally:
+            self._local_steps = previous
+
+    def synchronize(self) -> None:
+        """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
+        if current_task() != NO_TASK:
+            raise MisuseError("synchronize() was called inside backward. Call it after backward() has returned")
+        if self._in_backward:
+            self._recover()
+        if self._broken:
+            self._require_zeroed()
+        self._arrivals.clear()
+        self._become_synchronizing()
+        self._finish()
+
+    def shadow(self) -> None:
+        """Take part in the synchronization of ranks that still have data, contributing nothing."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.synchronize()
+        self.window = Window.CLOSED
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this synchronizer averages the parameter's gradient."""
+        return id(parameter) in self._index
+
+    def before_step(self) -> None:
+        """An optimizer is about to use the gradients: see that they are means."""
+        if self._in_backward and current_task() != NO_TASK:
+            raise MisuseError(
+                "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
+            )
+        if self._in_backward:
+            self._recover()
+        if self._broken:
+            self._require_zeroed()
+        if self.window is not Window.SYNCHRONIZED and not self._local_steps and self.enabled:
+            self._before_unsynchronized_step()
+        self.window = Window.CLOSED
+
+    def _before_unsynchronized_step(self) -> None:
+        if self.window is Window.UNSYNCHRONIZED and self._has_gradients():
+            raise MisuseError(
+                "optimizer.step() was called on gradients that only this rank has: every backward since the last "
+                "step ran under no_sync(). Run the last backward of the window outside no_sync(), or call "
+                "synchronize() first; for steps that are meant to be local, wrap them in local_steps()"
+            )
+        if self.window is Window.OPEN or self._has_loose_gradients():
+            # [Note: a rank without gradients], or a backward of which no hook told.
+            self._unwatched_backwards = self._unwatched_backwards or self.window is not Window.OPEN
+            self.synchronize()
+
+    def _has_gradients(self) -> bool:
+        gradients = (parameter.grad for parameter in self.parameters)
+        return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+    def _has_loose_gradients(self) -> bool:
+        return any(
+            parameter.grad is not None and parameter.grad is not view
+            for bucket in self.buckets
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+        )
+
+    def _recover(self) -> None:
+        """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
+        synchronizing = self._synchronizing
+        self._in_backward = self._synchronizing = False
+        self._broken = True
+        self._arrivals.clear()
+        self._sparse_used.clear()
+        self._absent_in_window = None
+        if synchronizing:
+            self._pipeline.abandon()
+        else:
+            for bucket in self.buckets:
+                bucket.reopen()
+        if self.options.keeper is not None:
+            self.options.keeper.release_all()
+        self.window = Window.CLOSED
+
+    def _require_zeroed(self) -> None:
+        if self._has_gradients():
+            raise MisuseError(
+                "an earlier backward failed, on this rank or another, and left gradients that are no mean of anything. "
+                "Call zero_grad() before you go on"
+            )
+        self._broken = False
+
+    def detach(self) -> None:
+        """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
+        self._hooks.remove()
+        wants_attention(self, False)
+        for parameter in self.parameters:
+            _owners.pop(parameter, None)

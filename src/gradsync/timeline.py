@@ -1,0 +1,159 @@
+"""An observer that writes down when each bucket was ready, started and finished, and says what that means."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Handle
+
+__all__ = ["BucketTimes", "StepTimes", "Timeline"]
+
+
+Marks = list[tuple[str, Bucket | None, Any]]
+
+
+@dataclass(kw_only=True)
+class BucketTimes:
+    """One bucket's walk, in seconds since the backward began.
+
+    ``reduced`` is when the wire was done with it, ``finish`` when the engine had waited for it.
+    """
+
+    index: int
+    nbytes: int
+    ready: float | None = None
+    start: float | None = None
+    reduced: float | None = None
+    finish: float | None = None
+
+
+@dataclass(kw_only=True)
+class StepTimes:
+    """One synchronized backward."""
+
+    buckets: list[BucketTimes] = field(default_factory=list)
+    backward_end: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether at least one collective was started while backward still computed."""
+        return any(times.start is not None and times.start < self.backward_end for times in self.buckets)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of synchronization that backward did not hide."""
+        return self.finished - self.backward_end
+
+
+class Timeline:
+    """Records every synchronized backward: ``DistributedDataParallel(model, observer=Timeline())``.
+
+    On the CPU times are read from the clock. On CUDA the host runs ahead of the device, so events are recorded on the
+    stream and read when :attr:`steps` is asked for.
+    """
+
+    def __init__(self, *, keep: int = 100) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._marks: Marks = []
+        self._recorded: list[Marks] = []
+
+    @property
+    def steps(self) -> list[StepTimes]:
+        """The recorded steps, oldest first."""
+        return [_read(marks) for marks in self._recorded]
+
+    def backward_began(self, *, synchronizes: bool) -> None:
+        self._marks = []
+        self._mark("began", None)
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        self._mark("ready", bucket)
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        self._mark("start", bucket)
+        marks, get_future = self._marks, getattr(handle, "get_future", None)
+        if get_future is not None:
+            # Runs on the wire's own thread, and on CUDA on a stream that is ordered after the collective.
+            get_future().then(lambda _: self._mark("reduced", bucket, marks))
+
+    def backward_ended(self) -> None:
+        self._mark("ended", None)
+
+    def bucket_finished(self, bucket: Bucket) -> None:
+        self._mark("finish", bucket)
+
+    def synchronization_finished(self) -> None:
+        self._mark("synchronized", None)
+        self._recorded.append(self._marks)
+        del self._recorded[: -self._keep]
+        self._marks = []
+
+    def _mark(self, what: str, bucket: Bucket | None, marks: Marks | None = None) -> None:
+        with self._lock:
+            (self._marks if marks is None else marks).append((what, bucket, _now()))
+
+    def __str__(self) -> str:
+        steps = self.steps
+        return render(steps[-1]) if steps else "no synchronized backward recorded yet"
+
+
+def _now() -> Any:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def _since(mark: Any, origin: Any) -> float:
+    if isinstance(mark, float):
+        return mark - float(origin)
+    mark.synchronize()
+    seconds: float = origin.elapsed_time(mark) / 1e3
+    return seconds
+
+
+def _read(marks: Marks) -> StepTimes:
+    step = StepTimes()
+    by_index: dict[int, BucketTimes] = {}
+    origin = marks[0][2]
+    for what, bucket, mark in marks:
+        seconds = _since(mark, origin)
+        if what == "ended":
+            step.backward_end = seconds
+        elif what == "synchronized":
+            step.finished = seconds
+        elif bucket is not None:
+            times = by_index.setdefault(bucket.index, BucketTimes(index=bucket.index, nbytes=bucket.buffer.nbytes))
+            setattr(times, what, seconds)
+    step.buckets = [by_index[index] for index in sorted(by_index)]
+    return step
+
+
+def render(step: StepTimes, *, width: int = 60) -> str:
+    """The step as text: ``·`` waiting for its turn, ``█`` under way, ``|`` the end of backward."""
+    total = max(step.finished, 1e-9)
+
+    def column(seconds: float) -> int:
+        return min(int(seconds / total * width), width - 1)
+
+    lines = [f"backward ends at {step.backward_end * 1e3:.2f} ms, synchronized at {step.finished * 1e3:.2f} ms"]
+    end = column(step.backward_end)
+    for times in step.buckets:
+        row = [" "] * width
+        if times.ready is not None and times.start is not None:
+            row[column(times.ready) : column(times.start)] = "·" * (column(times.start) - column(times.ready))
+        done = times.finish if times.reduced is None else times.reduced
+        if times.start is not None and done is not None:
+            first, last = column(times.start), column(done)
+            row[first : last + 1] = "█" * (last + 1 - first)
+        if row[end] == " ":
+            row[end] = "|"
+        lines.append(f"bucket {times.index:3d} {times.nbytes / 2**20:8.2f} MiB {''.join(row).rstrip()}")
+    return "\n".join(lines)

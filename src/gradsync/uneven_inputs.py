@@ -1,0 +1,73 @@
+"""``join``: ranks whose data ran out shadow the collectives of those that go on (torch's ``Join`` protocol)."""
+
+from typing import Protocol
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from gradsync.communicator import Communicator
+from gradsync.replica import Replica
+from gradsync.replica_state import broadcast_tensors
+from gradsync.synchronizer import Synchronizer
+
+__all__ = ["GradientJoinHook", "JoinedModel", "agree_on_rank", "count_active"]
+
+
+class JoinedModel(Protocol):
+    """The wrapper, as the hook sees it."""
+
+    replica: Replica
+    synchronizer: Synchronizer
+    communicator: Communicator
+    require_forward_param_sync: bool
+    divide_by_initial_world_size: bool
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward broadcasts buffers."""
+
+
+class GradientJoinHook(JoinHook):
+    """What a rank does, over and over, after its own data has run out."""
+
+    def __init__(self, model: JoinedModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def main_hook(self) -> None:
+        """One iteration of the ranks that still have data: their buffers, their count, their gradients."""
+        model = self._model
+        if model.will_sync_module_buffers():
+            source = agree_on_rank(model.communicator, candidate=False)
+            broadcast_tensors(model.replica.buffers, model.communicator, source)
+        active = count_active(model.communicator, active=False)
+        # As in a rank with data: after a backward without synchronization the next forward broadcasts nothing.
+        model.require_forward_param_sync = active > 0
+        if active:
+            set_divisor(model, active)
+            model.synchronizer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Everybody has run out: all take the final model of one that ran to the end."""
+        model = self._model
+        source = agree_on_rank(model.communicator, candidate=is_last_joiner)
+        broadcast_tensors([*model.replica.parameters, *model.replica.buffers], model.communicator, source)
+        model.synchronizer.divisor = float(model.communicator.world_size)
+
+
+def set_divisor(model: JoinedModel, active: int) -> None:
+    world_size = model.communicator.world_size
+    model.synchronizer.divisor = float(world_size if model.divide_by_initial_world_size else active)
+
+
+def count_active(communicator: Communicator, *, active: bool) -> int:
+    """How many ranks have data and will synchronize this iteration. Collective."""
+    count = torch.tensor([int(active)], device=communicator.device)
+    communicator.all_reduce(count).wait()
+    return int(count)
+
+
+def agree_on_rank(communicator: Communicator, *, candidate: bool) -> int:
+    """The highest rank among the candidates. Collective."""
+    rank = torch.tensor([communicator.rank if candidate else -1], device=communicator.device)
+    communicator.all_reduce(rank, "max").wait()
+    return int(rank)

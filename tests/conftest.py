@@ -1,0 +1,45 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests.ranks import RankPool, Ranks, ThreadRanks, close_pools, pool_of
+
+# No deadline: the first example may start processes. No database: no run remembers another.
+settings.register_profile(
+    "gradsync", deadline=None, max_examples=25, database=None, derandomize="CI" in os.environ
+)
+settings.load_profile("gradsync")
+
+THREADS = (1, 2, 3)
+PROCESSES = (2, 4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_pools() -> Iterator[None]:
+    yield
+    close_pools()
+
+
+# Session scope: these hold no state of a test, hypothesis may use them, and pytest groups the tests by pool.
+
+
+@pytest.fixture(scope="session", params=PROCESSES, ids="processes-{}".format)
+def process_ranks(request: pytest.FixtureRequest) -> RankPool:
+    return pool_of(request.param)
+
+
+@pytest.fixture(scope="session", params=THREADS, ids="threads-{}".format)
+def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
+    return ThreadRanks(request.param)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[("threads", n) for n in THREADS] + [("processes", n) for n in PROCESSES],
+    ids=lambda kind_and_size: "{}-{}".format(*kind_and_size),
+)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    kind, world_size = request.param
+    return ThreadRanks(world_size) if kind == "threads" else pool_of(world_size)

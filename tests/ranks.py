@@ -1,0 +1,390 @@
+"""Run functions as N real processes over Gloo.
+
+Starting a process and importing torch costs seconds, so the processes stay: a `RankPool` sends them one
+function after the other, and `pool_of(n)` hands the same pool to every test.
+
+    parent (pytest)                             worker, one a rank
+    pool.run(function, *args)  ── request ──▶   load, call
+    a result a rank            ◀── answer ───   result or RankError
+
+Nothing is left behind, whatever ends the parent: a worker dies with the thread that started it, its output
+goes to an unlinked file, and the rendezvous store lives in the parent's memory. As under torchrun, that store
+survives the death of any rank, rank 0's too. Linux only.
+
+Alternatives considered: `multiprocessing` spawn (its resource tracker is a process that outlives the pool,
+and torch makes its pickler send tensors as shared memory); a FileStore (leaves its file when the parent is
+killed).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+START_TIMEOUT = 60.0
+# After a first failure the others get this long to fail too: their tracebacks often tell the other half.
+GRACE = 2.0
+CLOSE_TIMEOUT = 10.0
+GROUP_TIMEOUT = timedelta(seconds=30)
+PROBE_TIMEOUT = timedelta(seconds=2)
+OUTPUT_SHOWN = 10_000
+
+# Warnings that torch provokes itself, as regular expressions. All others are errors in the workers.
+TORCH_NOISE = (
+    r"`torch\.jit\.",  # at the import of torch.compile's backend and of torch.distributed.optim
+)
+
+
+class RankFailure(AssertionError):  # noqa: N818 (it fails a test)
+    """A rank raised, died or did not answer; the message has every rank's story."""
+
+
+class RankError(Exception):
+    """What one rank raised. `exception` is the original where it can be pickled.
+
+    A process that ended without answering has kind "RankDied".
+    """
+
+    def __init__(
+        self, kind: str, message: str, traceback: str = "", exception: BaseException | None = None
+    ) -> None:
+        super().__init__(kind, message, traceback, exception)
+        self.kind = kind
+        self.message = message
+        self.traceback = traceback
+        self.exception = exception
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+class Ranks(Protocol):
+    """Something that runs a function as `world_size` ranks and returns their results in rank order."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]: ...
+
+
+class ThreadRanks:
+    """Ranks as threads of this process, for tests that need many cheap runs."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        # Imported late: the tests of the process ranks must not depend on the library under test.
+        from gradsync.testing import run_ranks
+
+        return run_ranks(function, self.world_size, *args, **kwargs)
+
+
+class RankPool:
+    """`world_size` processes in one Gloo group, started at the first `run` and again after a failure."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[_Worker] = []
+        self._store: Any = None  # torch does not export the type to type checkers
+
+    @overload
+    def run(
+        self,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        timeout: float = ...,
+        expect_errors: Literal[False] = ...,
+        **kwargs: Any,
+    ) -> list[T]: ...
+    @overload
+    def run(
+        self,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        timeout: float = ...,
+        expect_errors: Literal[True],
+        **kwargs: Any,
+    ) -> list[T | RankError]: ...
+    def run(
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        timeout: float = 60.0,
+        expect_errors: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call the module-level `function(*args, **kwargs)` on every rank; return the results in rank order.
+
+        Raises RankFailure when a rank raises, dies or does not answer within `timeout` seconds, and ends the
+        processes, whose state is then unknown. With `expect_errors` a rank's RankError stands in the place of
+        its result, and the processes live on if their group still works.
+        """
+        request = _dump((function, args, kwargs))  # first of all: what can't be pickled harms no worker
+        if not self._alive():
+            self._start()
+        name = getattr(function, "__qualname__", repr(function))
+        try:
+            answers = self._ask(name, request, timeout, expect_errors)
+            if any(isinstance(answer, RankError) for answer in answers) and not self._in_step():
+                self.kill()
+        except BaseException:  # pytest-timeout and Ctrl-C also leave workers in the middle of a call
+            self.kill()
+            raise
+        return answers
+
+    def pids(self) -> list[int]:
+        """The running processes in rank order; empty when the pool is not started."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """Let idle workers leave by themselves, so that exit handlers (coverage) run; then end the rest."""
+        for worker in self._workers:
+            worker.connection.close()
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes now. The next `run` starts new ones."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+        self._store = None
+
+    def _alive(self) -> bool:
+        # An idle worker sends nothing, so a connection with something to read is one that was closed.
+        return bool(self._workers) and not any(worker.connection.poll() for worker in self._workers)
+
+    def _start(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("start a RankPool from the main thread: its processes die with their thread")
+        self.kill()
+        self._store = _store(0, is_master=True)
+        try:
+            for rank in range(self.world_size):
+                self._workers.append(_Worker.start(rank, self.world_size, self._store.port))
+            self._collect("start", START_TIMEOUT, patient=False)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _ask(self, name: str, request: bytes, timeout: float, patient: bool) -> list[Any]:
+        for worker in self._workers:
+            worker.send(request)
+        return self._collect(name, timeout, patient)
+
+    def _collect(self, name: str, timeout: float, patient: bool) -> list[Any]:
+        """One answer a rank. Errors are answers if `patient`, else they make a RankFailure."""
+        answers: dict[int, Any] = {}
+        waiting = {worker.connection: worker for worker in self._workers}
+        deadline = time.monotonic() + timeout
+        failed = False
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                assert isinstance(connection, Connection)
+                worker = waiting.pop(connection)
+                answer = answers[worker.rank] = worker.receive()
+                if isinstance(answer, RankError) and not patient and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if waiting or failed:
+            silent = [worker.rank for worker in waiting.values()]
+            cause = "failed" if failed else f"got no answer from ranks {silent} within {timeout:g} s"
+            raise RankFailure(f"{name} on {self.world_size} ranks {cause}\n{self._story(answers)}")
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _story(self, answers: dict[int, Any]) -> str:
+        silent = [worker for worker in self._workers if worker.rank not in answers]
+        for worker in silent:
+            os.kill(worker.process.pid, signal.SIGUSR1)
+        if silent:
+            time.sleep(0.5)  # faulthandler writes the stacks to the worker's output
+        return "\n".join(worker.story(answers) for worker in self._workers)
+
+    def _in_step(self) -> bool:
+        """Whether the group still works: a failed run may leave a collective that not every rank joined."""
+        try:
+            timeout = PROBE_TIMEOUT.total_seconds() + GRACE
+            return all(self._ask("probe", _dump((_probe, (), {})), timeout, patient=False))
+        except RankFailure:
+            return False
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """The parent's end of one rank."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    output: IO[bytes]
+
+    @classmethod
+    def start(cls, rank: int, world_size: int, port: int) -> "_Worker":
+        ours, theirs = Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 (kill() closes it)
+        root = Path(__file__).parents[1]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            # A function is sent by name: it must be found where the parent found it.
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+        with theirs:
+            call = f"from {__name__} import serve; serve({rank}, {world_size}, {port}, {theirs.fileno()})"
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", call],
+                cwd=root,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is the parent's; and kill() reaches what the worker started
+            )
+        return cls(rank, process, ours, output)
+
+    def send(self, request: bytes) -> None:
+        # A story tells of one run only. The worker writes at the offset it shares with us.
+        os.ftruncate(self.output.fileno(), 0)
+        os.lseek(self.output.fileno(), 0, os.SEEK_SET)
+        with contextlib.suppress(BrokenPipeError):  # receive() will say that the worker died
+            self.connection.send_bytes(request)
+
+    def receive(self) -> Any:
+        try:
+            return _load(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return RankError("RankDied", f"the process ended with exit code {self.process.wait(timeout=30)}")
+
+    def story(self, answers: dict[int, Any]) -> str:
+        answer = answers.get(self.rank)
+        if isinstance(answer, RankError):
+            lines = [f"--- rank {self.rank} raised {answer}", answer.traceback]
+        else:
+            lines = [f"--- rank {self.rank} " + ("returned" if self.rank in answers else "did not answer")]
+        size = os.fstat(self.output.fileno()).st_size
+        output = os.pread(self.output.fileno(), OUTPUT_SHOWN, max(0, size - OUTPUT_SHOWN))
+        if output:
+            lines += [f"--- rank {self.rank} wrote", output.decode(errors="replace")]
+        return "\n".join(line.rstrip() for line in lines if line)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        self.output.close()
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def pool_of(world_size: int) -> RankPool:
+    """The pool of this size that all tests share."""
+    return _pools.setdefault(world_size, RankPool(world_size))
+
+
+@atexit.register
+def close_pools() -> None:
+    """Close all shared pools; they start again when used."""
+    for pool in _pools.values():
+        pool.close()
+
+
+def serve(rank: int, world_size: int, port: int, descriptor: int) -> None:
+    """A worker's life: join the group, then answer requests until the parent hangs up."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for message in TORCH_NOISE:
+        warnings.filterwarnings("ignore", message, DeprecationWarning)
+    connection = Connection(descriptor)
+    store = _store(port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    connection.send_bytes(_dump("ready"))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            break
+        connection.send_bytes(_answer(request))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store(port: int, *, is_master: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=GROUP_TIMEOUT
+    )
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        function, args, kwargs = _load(request)
+        return _dump(function(*args, **kwargs))
+    except BaseException as error:  # SystemExit, pytest.fail and pytest.skip are answers too
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without our own
+        text = traceback.format_exception(error.with_traceback(frames))
+        return _dump(RankError(type(error).__name__, str(error), "".join(text), _portable(error)))
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    """The exception, if it survives: many with an __init__ of their own can be pickled but not loaded."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _probe() -> bool:
+    # Gloo numbers a group's collectives: one that a rank never joined makes this one wait for ever somewhere.
+    count = torch.ones(())
+    work = dist.all_reduce(count, async_op=True)
+    assert work is not None
+    work.wait(PROBE_TIMEOUT)
+    return int(count) == dist.get_world_size()
+
+
+def _dump(message: object) -> bytes:
+    # torch.save, not pickle: gradients that are views of one bucket carry the bucket once, not once each.
+    buffer = io.BytesIO()
+    torch.save(message, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return buffer.getvalue()
+
+
+def _load(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)
