@@ -11,7 +11,9 @@ gradients, and the wire reads it where it lies.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from gradsync.bucket_layout import BucketPlan, ParameterSpec, Slot
 from gradsync.communicator import Communicator
 from gradsync.errors import LateGradientError, MisuseError
 
-__all__ = ["Bucket", "BucketState"]
+__all__ = ["Bucket", "BucketState", "gradients_of"]
 
 # Above this mean size of a slot it is cheaper to scale each gradient while it is copied than to scale the whole
 # bucket in a further pass; below it the cost of an operation per gradient weighs more than the pass.
@@ -66,6 +68,7 @@ class Bucket:
         self.arrivals_expected = [1] * len(plan.slots)
         self._waiting = list(self.arrivals_expected)
         self._missing = len(plan.slots)
+        self._sighted: list[torch.Tensor | None] = []
         self._empty: list[int] = []
         self._absent: frozenset[int] = frozenset()
         self._compacted: torch.Tensor | None = None
@@ -92,10 +95,13 @@ class Bucket:
         """True when every slot has a gradient. Says something only if none had one when the backward began."""
         if self.state is not BucketState.FILLING:
             return False
-        for slot, parameter in enumerate(self.parameters):
-            if parameter.grad is None and slot not in self._absent:
-                return False
+        gradients = list(gradients_of(self.parameters))
+        if any(map(operator.is_, gradients, repeat(None))) and any(
+            gradient is None and slot not in self._absent for slot, gradient in enumerate(gradients)
+        ):
+            return False
         self.state = BucketState.READY
+        self._sighted = gradients
         return True
 
     def _check_surplus(self, slot: int, left: int) -> None:
@@ -129,14 +135,11 @@ class Bucket:
 
     def _take_loose(self) -> tuple[list[Any], list[torch.Tensor]]:
         """Gradients that lie outside, and the views that take their place. Slots without a gradient are zeroed."""
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = self._sighted or list(gradients_of(self.parameters))
         views = self.views
-        self._empty = []
-        for gradient, view in zip(gradients, views, strict=True):
-            if gradient is None or gradient is view:
-                break
-        else:
-            # After zero_grad() this is the rule, and with many small parameters the time of this loop counts.
+        self._empty, self._sighted = [], []
+        if not any(map(operator.is_, gradients, views)) and not any(map(operator.is_, gradients, repeat(None))):
+            # All lie outside: the rule after zero_grad().
             for parameter, view in zip(self.parameters, views, strict=True):
                 parameter.grad = view
             return gradients, views
@@ -253,10 +256,18 @@ class Bucket:
         """Make ready for the next backward."""
         self._waiting[:] = self.arrivals_expected
         self._missing = len(self._waiting)
-        self._empty = []
+        self._empty, self._sighted = [], []
         self._absent = frozenset()
         self._compacted = None
         self.state = BucketState.FILLING
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:
+    """Their ``.grad``. Thousands of small parameters make the loops over them count, so these run in C."""
+    return map(_grad, parameters)
+
+
+_grad: Callable[[torch.nn.Parameter], torch.Tensor | None] = operator.attrgetter("grad")
 
 
 def _view(buffer: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:

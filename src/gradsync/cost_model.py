@@ -2,9 +2,14 @@
 
 Reducing S bytes in buckets of b bytes costs about ``S/b · latency`` for starting them and, after backward has ended,
 ``b / bandwidth`` for the last one, which nothing hides. The sum is smallest at ``b = sqrt(S · latency · bandwidth)``.
+
+That is so where the wire works by itself. Where ranks use all cores of a machine and the wire is its memory, moving
+bytes takes the time of the cores that compute; what overlaps then gains nothing, and only the number of buckets
+counts. ``hidden`` is the share of a transfer during which the cores are free.
 """
 
 import math
+import os
 import statistics
 import time
 import weakref
@@ -23,6 +28,8 @@ LARGE_BYTES = 4 * 1024 * 1024
 REPEATS = 5
 MIN_BUCKET_BYTES = 256 * 1024
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
+MIN_HIDDEN = 0.02
+WORTH_OVERLAPPING = 0.5
 
 # The engine's own work for a bucket (gathering, starting, finishing) is latency too.
 HOST_SECONDS_PER_BUCKET = 100e-6
@@ -30,14 +37,15 @@ HOST_SECONDS_PER_BUCKET = 100e-6
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """An all-reduce of n bytes takes ``latency + n · seconds_per_byte``."""
+    """An all-reduce of n bytes takes ``latency + n · seconds_per_byte``; compute can hide a share of it."""
 
     latency: float
     seconds_per_byte: float
+    hidden: float = 1.0
 
     def best_bucket_bytes(self, total_bytes: int) -> int:
         latency = self.latency + HOST_SECONDS_PER_BUCKET
-        best = math.sqrt(max(total_bytes, 1) * latency / self.seconds_per_byte)
+        best = math.sqrt(max(total_bytes, 1) * latency / (self.seconds_per_byte * self.hidden))
         return int(min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))
 
 
@@ -47,7 +55,10 @@ _measured: "weakref.WeakKeyDictionary[Any, LinkCost]" = weakref.WeakKeyDictionar
 
 def auto_caps(communicator: Communicator, device: torch.device, total_bytes: int) -> BucketCaps:
     """Caps by the cost model: the best size, with smaller buckets at the end, where nothing hides them."""
-    best = measure_link(communicator, device).best_bucket_bytes(total_bytes)
+    cost = measure_link(communicator, device)
+    best = cost.best_bucket_bytes(total_bytes)
+    if cost.hidden < WORTH_OVERLAPPING:
+        return BucketCaps.uniform(best)
     return BucketCaps(caps=(max(best // 4, MIN_BUCKET_BYTES // 4), max(best // 2, 1), best), from_the_end=True)
 
 
@@ -57,24 +68,45 @@ def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
     cost = _measured.get(key)
     if cost is None:
         _time_all_reduce(communicator, device, LARGE_BYTES)
-        small = statistics.median(_time_all_reduce(communicator, device, SMALL_BYTES) for _ in range(REPEATS))
-        large = statistics.median(_time_all_reduce(communicator, device, LARGE_BYTES) for _ in range(REPEATS))
-        times = torch.tensor([small, large], dtype=torch.float64, device=communicator.device)
-        communicator.all_reduce(times, "max").wait()
-        small, large = times.tolist()
+        small, _ = _median_times(communicator, device, SMALL_BYTES)
+        large, busy = _median_times(communicator, device, LARGE_BYTES)
+        share_busy = _share_of_compute(communicator, device, busy / large)
+        readings = torch.tensor([small, large, share_busy], dtype=torch.float64, device=communicator.device)
+        communicator.all_reduce(readings, "max").wait()
+        small, large, share_busy = readings.tolist()
         per_byte = max(large - small, large * 0.05, 1e-9) / (LARGE_BYTES - SMALL_BYTES)
-        cost = LinkCost(latency=max(small - SMALL_BYTES * per_byte, 1e-7), seconds_per_byte=per_byte)
+        cost = LinkCost(
+            latency=max(small - SMALL_BYTES * per_byte, 1e-7),
+            seconds_per_byte=per_byte,
+            hidden=min(max(1.0 - share_busy, MIN_HIDDEN), 1.0),
+        )
         _measured[key] = cost
     return cost
 
 
-def _time_all_reduce(communicator: Communicator, device: torch.device, nbytes: int) -> float:
+def _median_times(communicator: Communicator, device: torch.device, nbytes: int) -> tuple[float, float]:
+    readings = [_time_all_reduce(communicator, device, nbytes) for _ in range(REPEATS)]
+    return statistics.median(wall for wall, _ in readings), statistics.median(busy for _, busy in readings)
+
+
+def _share_of_compute(communicator: Communicator, device: torch.device, busy: float) -> float:
+    """How much of a transfer takes time from the cores that compute. ``busy``: this process's share of a core."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", communicator.world_size))
+    spare_cores = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
+    if device.type != "cpu" or spare_cores:
+        return 0.0
+    # When all ranks are here, a rank that waits waits for another one that works on the same cores.
+    return 1.0 if ranks_here >= communicator.world_size else min(busy, 1.0)
+
+
+def _time_all_reduce(communicator: Communicator, device: torch.device, nbytes: int) -> tuple[float, float]:
+    """Seconds on the clock, and seconds of processor time this process spent."""
     tensor = communicator.allocate(nbytes // 4, torch.float32, device)
     _wait_for_device(device)
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     communicator.all_reduce(tensor).wait()
     _wait_for_device(device)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - busy
 
 
 def _wait_for_device(device: torch.device) -> None:

@@ -26,18 +26,20 @@ and refuses to go on until the half-made gradients have been zeroed.
 """
 
 import enum
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
-from gradsync.bucket import Bucket
+from gradsync.bucket import Bucket, gradients_of
 from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from gradsync.communicator import Communicator
 from gradsync.errors import MisuseError, PeerFailedError
@@ -276,12 +278,10 @@ class Synchronizer:
 
     def _must_count(self) -> bool:
         """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
-        return (
-            self._order.observing
-            or self._unwatched_backwards
-            or max(self._multiplicity) > 1
-            or any(parameter.grad is not None for parameter in self.parameters)
-        )
+        return self._order.observing or self._unwatched_backwards or max(self._multiplicity) > 1 or self._any_gradient()
+
+    def _any_gradient(self) -> bool:
+        return any(map(operator.is_not, gradients_of(self.parameters), repeat(None)))
 
     def _mark_absent(self) -> None:
         if not self._absent_in_window or not self.reduction.carries_tail:
@@ -325,9 +325,7 @@ class Synchronizer:
         if self.options.observer is not None:
             self.options.observer.backward_ended()
         accumulated = self.window is Window.UNSYNCHRONIZED
-        arrived = bool(self._arrivals) or (
-            not self._hooks.counting and any(parameter.grad is not None for parameter in self.parameters)
-        )
+        arrived = bool(self._arrivals) or (not self._hooks.counting and self._any_gradient())
         if self._synchronizing and (arrived or accumulated):
             self._finish()
         else:
