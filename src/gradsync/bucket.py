@@ -227,13 +227,17 @@ class Bucket:
         self.state = BucketState.REDUCING
         self._version = self.buffer._version
 
-    def require_untouched(self) -> None:
-        """Raise if autograd accumulated into the bucket while it was on the wire (the views share its version)."""
-        if self.buffer._version != self._version:
-            raise LateGradientError(
-                f"a parameter of bucket {self.index} ({self.specs[0].name!r} … {self.specs[-1].name!r}) received a "
-                f"further gradient after the bucket had started. {LATE_REMEDY}"
-            )
+    @property
+    def touched(self) -> bool:
+        """Whether anybody wrote into the bucket since it started. Autograd does so through the views, which share the
+        version counter of the buffer."""
+        return self.buffer._version != self._version
+
+    def refuse_touched(self) -> None:
+        raise LateGradientError(
+            f"a parameter of bucket {self.index} ({self.specs[0].name!r} … {self.specs[-1].name!r}) received a "
+            f"further gradient after the bucket had started. {LATE_REMEDY}"
+        )
 
     @torch.no_grad()
     def finish(self) -> None:

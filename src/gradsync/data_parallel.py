@@ -263,7 +263,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Reduce buckets with one of torch's communication hooks: ``hook(state, bucket) -> Future[Tensor]``."""
         if isinstance(self.synchronizer.reduction, CommHook):
             raise MisuseError("register_comm_hook can only be called once")
-        self.synchronizer.reduction = CommHook(state, hook)
+        self.synchronizer.reduce_with(CommHook(state, hook))
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:

@@ -33,6 +33,7 @@ class Pipeline:
         self.reduction = reduction
         self.observer = observer
         self.divisor = float(communicator.world_size)
+        self.wire_is_seen = not reduction.carries_tail
         self._next = 0
         self._pending: list[tuple[Bucket, list[Handle]]] = []
         self._failed_rank: int | None = None
@@ -48,11 +49,13 @@ class Pipeline:
         while self._next < len(self.buckets):
             self._start(self.buckets[self._next])
 
-    def finish(self) -> None:
-        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed."""
+    def finish(self, *, counted: bool) -> None:
+        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed.
+
+        ``counted`` says that every gradient was counted while it landed, so that none can have come too late.
+        """
         for bucket, handles in self._pending:
-            if self.reduction.carries_tail:
-                bucket.require_untouched()
+            self._check_touched(bucket, counted)
             for handle in handles:
                 handle.wait()
             bucket.finish()
@@ -60,6 +63,17 @@ class Pipeline:
                 self.observer.bucket_finished(bucket)
         self._close()
         self._raise_for_failed_ranks()
+
+    def _check_touched(self, bucket: Bucket, counted: bool) -> None:
+        """Find gradients that came too late by the bucket's version, unless the wire itself changes versions.
+
+        The windows in which gradients are counted show whether it does: Gloo writes back into GPU memory, and hooks
+        into whatever they like.
+        """
+        if bucket.touched and counted:
+            self.wire_is_seen = True
+        elif bucket.touched and not self.wire_is_seen:
+            bucket.refuse_touched()
 
     def abandon(self) -> None:
         """Bring a synchronization whose backward failed here to its end, so that no rank is left waiting.

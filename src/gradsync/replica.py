@@ -30,6 +30,9 @@ MIB = 1024 * 1024
 # Where ranks must not talk at set-up (init_sync=False) nothing can be measured; this is torch's own size.
 UNMEASURED_CAP = 25 * MIB
 
+# In a world of one nothing travels, so there is nothing to hide: few buckets are least work.
+LONE_CAP = 100 * MIB
+
 BucketSize = float | Sequence[float] | Literal["auto"] | None
 
 _SCHEDULES = ("overlapped", "bucketed", "naive")
@@ -129,7 +132,9 @@ class Replica:
     def _caps(self, communicator: Communicator, settings: EngineSettings, measure: bool) -> BucketCaps:
         if settings.sizes is not None:
             return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in settings.sizes))
-        if not measure or communicator.world_size == 1:
+        if communicator.world_size == 1:
+            return BucketCaps.uniform(LONE_CAP)
+        if not measure:
             return BucketCaps.uniform(UNMEASURED_CAP)
         return auto_caps(communicator, self.device, sum(spec.nbytes for spec in self.specs))
 

@@ -162,7 +162,9 @@ class Synchronizer:
                 self._places[slot.parameter] = (bucket, number)
                 bucket.arrivals_expected[number] = self._multiplicity[slot.parameter]
             bucket.reopen()
+        wire_was_seen = hasattr(self, "_pipeline") and self._pipeline.wire_is_seen
         self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, options.observer)
+        self._pipeline.wire_is_seen |= wire_was_seen
         self._frozen = [p for p, trainable in zip(self.parameters, self._trainable, strict=True) if not trainable]
         self._hooks.register(self._places, counting=True)
 
@@ -191,6 +193,11 @@ class Synchronizer:
             for bucket in self.buckets
             for number, slot in enumerate(bucket.plan.slots)
         )
+
+    def reduce_with(self, reduction: Reduction) -> None:
+        """Exchange the reduction, between two windows."""
+        self.reduction = reduction
+        self._build()
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
@@ -272,13 +279,18 @@ class Synchronizer:
         if counting != self._hooks.counting:
             self._hooks.register(self._places, counting=counting)
         self._pipeline.divisor = self.divisor
-        self._pipeline.reduction = self.reduction
         self._mark_absent()
         self._start_ready()
 
     def _must_count(self) -> bool:
         """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
-        return self._order.observing or self._unwatched_backwards or max(self._multiplicity) > 1 or self._any_gradient()
+        return (
+            self._order.observing
+            or self._unwatched_backwards
+            or self._pipeline.wire_is_seen
+            or max(self._multiplicity) > 1
+            or self._any_gradient()
+        )
 
     def _any_gradient(self) -> bool:
         return any(map(operator.is_not, gradients_of(self.parameters), repeat(None)))
@@ -342,7 +354,7 @@ class Synchronizer:
     def _finish(self) -> None:
         try:
             self._pipeline.flush()
-            self._pipeline.finish()
+            self._pipeline.finish(counted=self._hooks.counting)
             sparse = self.layout.sparse
             reduce_sparse_gradients(
                 [self.parameters[index] for index in sparse],

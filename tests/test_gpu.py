@@ -1,0 +1,118 @@
+"""The engine on a CUDA device. Skipped where there is none; run there with ``pytest tests/test_gpu.py``."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import gradsync
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29517")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(64, 8)).cuda().double()
+
+
+def test_gradients_equal_those_without_a_wrapper(nccl: None) -> None:
+    """Contract 1, on streams: whatever overlaps, the numbers are those of the bare model."""
+    plain, wrapped = make_model(), gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
+    assert len(wrapped.synchronizer.buckets) > 2
+    for step in range(6):
+        inputs = torch.randn(32, 64, dtype=torch.float64, device="cuda")
+        for model in (plain, wrapped):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            model(inputs).square().mean().backward()
+        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=0)
+
+
+def test_host_never_waits_for_the_device_in_a_step(nccl: None) -> None:
+    """Section 4 of the design: a step after the learning windows synchronizes streams, never the host."""
+    wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+    inputs = torch.randn(32, 64, dtype=torch.float64, device="cuda")
+    for step in range(6):
+        torch.cuda.set_sync_debug_mode("error" if step >= 5 else "default")
+        try:
+            optimizer.zero_grad()
+            wrapped(inputs).square().mean().backward()
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert wrapped.synchronizer.synchronizations == 6
+
+
+def test_sync_batch_norm_and_half_precision_train(nccl: None) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8), nn.Flatten(), nn.Linear(8 * 36, 2)).cuda()
+    wrapped = gradsync.DistributedDataParallel(module.to(memory_format=torch.channels_last), device_ids=[0])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cuda")
+    losses = []
+    inputs, targets = torch.randn(16, 3, 8, 8), torch.randint(0, 2, (16,), device="cuda")
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = nn.functional.cross_entropy(wrapped(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_timeline_on_the_device(nccl: None) -> None:
+    timeline = gradsync.Timeline()
+    wrapped = gradsync.DistributedDataParallel(make_model(), bucket_cap_mb=0.05, observer=timeline)
+    for _ in range(4):
+        wrapped.zero_grad()
+        wrapped(torch.randn(32, 64, dtype=torch.float64, device="cuda")).mean().backward()
+    step = timeline.steps[-1]
+    assert step.overlaps
+    assert all(times.start is not None and times.finish is not None for times in step.buckets)
+
+
+def two_ranks(rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.cuda.set_device(0)
+    wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
+    plain = make_model()
+    for step in range(5):
+        everything = torch.randn(
+            2, 16, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        ).cuda()
+        wrapped.zero_grad()
+        plain.zero_grad()
+        wrapped(everything[rank]).square().mean().backward()
+        plain(everything.flatten(0, 1)).square().mean().backward()
+        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-15)
+    dist.destroy_process_group()
+
+
+def test_two_ranks_share_a_device_over_gloo(tmp_path: object) -> None:
+    """Contract 1 with two ranks whose tensors are on one GPU."""
+    mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
