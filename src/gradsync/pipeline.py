@@ -39,6 +39,10 @@ class Pipeline:
         self._failed_rank: int | None = None
         self._deferred_ballot: _DeferredBallot | None = None
 
+    def scale(self, bucket: Bucket) -> float:
+        """What gradients are multiplied with while they are settled."""
+        return self.reduction.landing_scale(bucket, self.communicator, self.divisor)
+
     def start_ready(self) -> None:
         """Start all buckets whose turn has come and which are full."""
         while self._next < len(self.buckets) and self.buckets[self._next].state is BucketState.READY:
@@ -105,19 +109,20 @@ class Pipeline:
 
     def _start(self, bucket: Bucket) -> None:
         self._next += 1
-        bucket.gather(self.reduction.landing_scale(bucket, self.communicator, self.divisor))
+        bucket.settle(self.scale(bucket))
         bucket.load_tail(failed_rank=self._failed_rank)
+        bucket.state = BucketState.REDUCING
+        bucket.mark_version()
         handles: list[Handle] = []
         self._pending.append((bucket, handles))
         if not bucket.has_wire:
-            bucket.started()
             return
         handles.append(self.reduction.start(bucket, self.communicator, self.divisor))
         if self.observer is not None:
             self.observer.bucket_started(bucket, handles[0])
         if not self.reduction.carries_tail:
             handles.append(self.communicator.all_reduce(bucket.tail))
-        bucket.started()
+        bucket.mark_version()
 
     def _raise_for_failed_ranks(self) -> None:
         if not self.buckets:

@@ -2,16 +2,16 @@
 
 A Python hook costs microseconds, and one runs for every parameter in every backward. There are two ways to do it:
 
-*counting*: a hook on every parameter, which counts in the bucket and notes the order. Always right.
+*counting*: a hook on every parameter, which counts in its chunk and notes the order. Always right.
 
-*by sight*: a hook on the parameter of each bucket that comes last in the learned order. When it runs, the bucket's
+*by sight*: a hook on the parameter of each chunk that comes last in the learned order. When it runs, the chunk's
 gradients are looked at, all at once. That works whenever no parameter had a gradient when the backward began (the
-rule after ``zero_grad()``): those that have one now have received it. If one is still missing, the bucket is looked
+rule after ``zero_grad()``): those that have one now have received it. If one is still missing, the chunk is looked
 at again at the next hook, and at the latest when backward ends: a changed order costs overlap, never correctness. A
-gradient that comes after its bucket has started is noticed by the version counter of the bucket's memory.
+gradient that comes after its chunk was settled is noticed by the version counter of the bucket's memory.
 
 Alternatives considered: ``torch.autograd.graph.register_multi_grad_hook`` has the batching, but must be registered
-anew in every forward; hooks on a sample of parameters per bucket find out no more than the one on the last does.
+anew in every forward; hooks on a sample of parameters per chunk find out no more than the one on the last does.
 """
 
 import threading
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from gradsync.bucket import Bucket
+from gradsync.chunk import Chunk
 
 __all__ = ["Place", "ReadyHooks"]
 
-Place = tuple[Bucket, int]
+Place = tuple[Bucket, Chunk, int]
 Hook = Callable[[torch.Tensor], None]
 
 
@@ -55,8 +56,8 @@ class ReadyHooks:
                 hook = self._outside(index)
             elif counting:
                 hook = self._counting(index, *place)
-            elif place[1] == len(place[0].parameters) - 1:
-                hook = self._by_sight(place[0])
+            elif place[2] == len(place[1].parameters) - 1:
+                hook = self._by_sight(place[0], place[1])
             else:
                 continue
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._in_turn(hook)))
@@ -66,25 +67,25 @@ class ReadyHooks:
 
     # Hooks look nothing up: all they need is bound when they are made. They must not keep the listener alive.
 
-    def _counting(self, index: int, bucket: Bucket, slot: int) -> Hook:
-        listener, idle, arrived, land = self._listener, self.idle, self.arrivals.append, bucket.land
+    def _counting(self, index: int, bucket: Bucket, chunk: Chunk, slot: int) -> Hook:
+        listener, idle, arrived, land = self._listener, self.idle, self.arrivals.append, chunk.land
 
         def on_gradient_ready(_: torch.Tensor) -> None:
             if idle:
                 listener().begin_backward_at_parameter()
             arrived(index)
             if land(slot):
-                listener().on_bucket_full(bucket)
+                listener().on_chunk_full(bucket, chunk)
 
         return on_gradient_ready
 
-    def _by_sight(self, bucket: Bucket) -> Hook:
+    def _by_sight(self, bucket: Bucket, chunk: Chunk) -> Hook:
         listener, idle = self._listener, self.idle
 
         def on_last_gradient_ready(_: torch.Tensor) -> None:
             if idle:
                 listener().begin_backward_at_parameter()
-            listener().look_at(bucket)
+            listener().look_at(bucket, chunk)
 
         return on_last_gradient_ready
 

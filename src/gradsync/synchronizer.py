@@ -3,7 +3,7 @@
 The walk of a gradient::
 
     ready_hooks          a parameter's gradient is ready             stop 1
-    bucket.land          it is noted in its bucket                   stop 2
+    chunk.land           it lands in its slot of a bucket            stop 2
     pipeline             full buckets are gathered and started       stops 3 and 4
     _end_backward        the rest is started, all are finished       stop 5
 
@@ -39,8 +39,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
-from gradsync.bucket import Bucket, gradients_of
+from gradsync.bucket import Bucket
 from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from gradsync.chunk import Chunk, gradients_of
 from gradsync.communicator import Communicator
 from gradsync.errors import MisuseError, PeerFailedError
 from gradsync.gradient_order import GradientOrder
@@ -121,11 +122,12 @@ class Synchronizer:
         self._hooks = ReadyHooks(self.parameters, self)
         self._arrivals = self._hooks.arrivals
         self._sparse_used: set[int] = set()
-        self._overdue: list[Bucket] = []
+        self._overdue: list[tuple[Bucket, Chunk]] = []
         self._synchronizing = False
         self._task = NO_TASK
         self._last_forward_synchronizes: bool | None = None
         self._unwatched_backwards = False
+        self._wire_is_seen = False
         self._local_steps = False
         self._broken = False
         self._absent_in_forward: set[int] | None = None
@@ -152,19 +154,24 @@ class Synchronizer:
         caps = BucketCaps.one_parameter_each() if options.schedule == "naive" else options.caps
         order = [index for index in self._order.order if self._trainable[index]]
         self.layout: BucketLayout = plan_layout(self.specs, order, caps, ballot=options.communicator.world_size)
+        # The old buckets go before new ones come: nothing may hold them but gradients that are still wanted.
+        self._hooks.remove()
+        self._overdue.clear()
+        self._pipeline = Pipeline([], options.communicator, self.reduction, options.observer)
         self.buckets: list[Bucket] = []
         self._places: list[Place | None] = [None] * len(self.parameters)
         for plan in self.layout.buckets:
             bucket = Bucket(plan, self.parameters, self.specs, options.communicator)
-            bucket.before_gather = None if options.keeper is None else options.keeper.release
+            if options.keeper is not None:
+                bucket.before_gather(options.keeper.release)
             self.buckets.append(bucket)
             for number, slot in enumerate(plan.slots):
-                self._places[slot.parameter] = (bucket, number)
-                bucket.arrivals_expected[number] = self._multiplicity[slot.parameter]
+                chunk, place = bucket.place_of(number)
+                self._places[slot.parameter] = (bucket, chunk, place)
+                chunk.arrivals_expected[place] = self._multiplicity[slot.parameter]
             bucket.reopen()
-        wire_was_seen = hasattr(self, "_pipeline") and self._pipeline.wire_is_seen
         self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, options.observer)
-        self._pipeline.wire_is_seen |= wire_was_seen
+        self._pipeline.wire_is_seen |= self._wire_is_seen
         self._frozen = [p for p, trainable in zip(self.parameters, self._trainable, strict=True) if not trainable]
         self._hooks.register(self._places, counting=True)
 
@@ -184,14 +191,13 @@ class Synchronizer:
             for index in self._arrivals:
                 # What has landed in this backward lands again.
                 place = self._places[index]
-                if place is not None:
-                    place[0].land(place[1])
+                if place is not None and place[1].land(place[2]):
+                    place[0].note_full_chunk()
 
     def _multiplicity_changed(self) -> bool:
         return any(
-            bucket.arrivals_expected[number] != self._multiplicity[slot.parameter]
-            for bucket in self.buckets
-            for number, slot in enumerate(bucket.plan.slots)
+            place is not None and place[1].arrivals_expected[place[2]] != expected
+            for place, expected in zip(self._places, self._multiplicity, strict=True)
         )
 
     def reduce_with(self, reduction: Reduction) -> None:
@@ -307,22 +313,33 @@ class Synchronizer:
             if absent:
                 bucket.announce_absent(absent)
 
-    def look_at(self, bucket: Bucket) -> None:
-        """The last gradient of the bucket, by the learned order, is ready: see whether all are."""
-        self._overdue.append(bucket)
+    def look_at(self, bucket: Bucket, chunk: Chunk) -> None:
+        """The last gradient of the chunk, by the learned order, is ready: see whether all are."""
+        self._overdue.append((bucket, chunk))
         for candidate in list(self._overdue):
-            if candidate.land_by_sight():
+            if candidate[1].land_by_sight():
                 self._overdue.remove(candidate)
-                self.on_bucket_full(candidate)
+                self.on_chunk_full(*candidate)
 
-    def on_bucket_full(self, bucket: Bucket) -> None:
-        """All gradients of the bucket are ready: start it when its turn comes, or let it lie in its memory."""
-        if self.options.observer is not None:
-            self.options.observer.bucket_ready(bucket)
-        if self._synchronizing:
-            self._start_ready()
+    def on_chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
+        """All gradients of the chunk are ready: bring them in, and start the bucket if that was the last of it."""
+        if self._synchronizing and self._order.learned:
+            self._settle(bucket, chunk)
         else:
-            bucket.gather(1.0)
+            # It may not be the end of it: this rank accumulates, or how often hooks fire is not known yet.
+            chunk.gather()
+        if bucket.note_full_chunk():
+            if self.options.observer is not None:
+                self.options.observer.bucket_ready(bucket)
+            if self._synchronizing:
+                self._start_ready()
+
+    def _settle(self, bucket: Bucket, chunk: Chunk) -> None:
+        watched = not self._hooks.counting
+        if watched and bucket.touched and any(other.settled for other in bucket.chunks):
+            bucket.refuse_touched()
+        chunk.settle(self._pipeline.scale(bucket))
+        bucket.mark_version()
 
     def on_sparse_gradient(self, index: int) -> None:
         """A gradient that has no place in a bucket; it is reduced after the buckets."""
@@ -342,7 +359,7 @@ class Synchronizer:
             self._finish()
         else:
             for bucket in self.buckets:
-                bucket.gather(1.0)
+                bucket.gather()
                 bucket.reopen()
             if arrived:
                 self.window = Window.UNSYNCHRONIZED
@@ -376,6 +393,7 @@ class Synchronizer:
             for bucket in self.buckets:
                 bucket.reopen()
         self.synchronizations += 1
+        self._wire_is_seen = self._pipeline.wire_is_seen
         self._order.window_finished(self._arrivals)
         if self._order.due:
             for index, count in Counter(self._arrivals).items():

@@ -1,0 +1,127 @@
+"""A training step with gradsync, no wrapper, and torch's DDP stock and tuned: two Gloo ranks, variants in turns.
+
+    make bench-engine
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/engine.py --model small-layers
+
+``transformer``: 5M parameters. ``small-layers``: 1,000 linear layers of 16×16, where bookkeeping is all that counts.
+``unused-layers``: the same, and every tenth layer is left out, others on each rank; torch then needs
+``find_unused_parameters=True``. The column to look at there is what each wrapper adds to the step without one.
+"""
+
+import argparse
+import inspect
+import statistics
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from interleave import Step, interleave, ratio, table
+from torch import nn
+
+import gradsync
+
+TorchDDP = nn.parallel.DistributedDataParallel
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class SmallLayers(nn.Module):
+    """Many layers with next to nothing in them; ``left_out`` of every ten are skipped."""
+
+    def __init__(self, layers: int = 1000, width: int = 16, *, left_out: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.left_out = left_out
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.left_out is None or number % 10 != self.left_out:
+                hidden = layer(hidden)
+        return hidden
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(4, 64, 256)
+
+
+def small_layers() -> tuple[nn.Module, torch.Tensor]:
+    return SmallLayers(), torch.randn(8, 16)
+
+
+def unused_layers() -> tuple[nn.Module, torch.Tensor]:
+    return SmallLayers(left_out=dist.get_rank()), torch.randn(8, 16)
+
+
+MODELS = {"transformer": transformer, "small-layers": small_layers, "unused-layers": unused_layers}
+
+
+def variants(model: str) -> dict[str, Wrap]:
+    chosen: dict[str, Wrap] = {"no wrapper": lambda module: module}
+    if model == "unused-layers":
+        finding = {"find_unused_parameters": True}
+        chosen["torch stock"] = lambda module: TorchDDP(module, **finding)
+        chosen["torch tuned"] = lambda module: TorchDDP(module, **finding, **tuned())
+    else:
+        chosen["torch stock"] = TorchDDP
+        chosen["torch tuned"] = lambda module: TorchDDP(module, **tuned())
+        chosen["torch tuned 5 MB"] = lambda module: TorchDDP(module, bucket_cap_mb=5, **tuned())
+    chosen["gradsync"] = gradsync.DistributedDataParallel
+    return chosen
+
+
+def tuned() -> dict[str, bool]:
+    options = {"gradient_as_bucket_view": True}
+    if "batched_grad_copy" in inspect.signature(TorchDDP).parameters:
+        options["batched_grad_copy"] = True
+    return options
+
+
+def make_step(module: nn.Module, inputs: torch.Tensor) -> Step:
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module(inputs).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(model: str, rounds: int) -> None:
+    steps = {}
+    for name, wrap in variants(model).items():
+        torch.manual_seed(0)
+        module, inputs = MODELS[model]()
+        steps[name] = make_step(wrap(module), inputs)
+    # Past the windows in which order is learned; later ones (16, 32, …) are among those measured.
+    times = interleave(steps, warmup=10, rounds=rounds)
+    if dist.get_rank() == 0:
+        print(f"\n{model}: {dist.get_world_size()} Gloo ranks, {rounds} rounds, torch {torch.__version__}")
+        print(table(times, ["torch tuned"]))
+        base = statistics.median(times["no wrapper"])
+        added = {name: statistics.median(values) - base for name, values in times.items()}
+        print("added to the step: " + ", ".join(f"{name} {more * 1e3:+.2f} ms" for name, more in added.items()))
+        if model == "unused-layers":
+            share = added["gradsync"] / added["torch stock"], added["gradsync"] / added["torch tuned"]
+            print(f"gradsync adds {share[0]:.2f} of what torch stock adds, {share[1]:.2f} of torch tuned")
+        else:
+            best = max(ratio(times["gradsync"], times[name]) for name in times if "tuned" in name)
+            print(f"gradsync / the best tuned torch: {best[0]:.3f} ({best[1]:.3f}–{best[2]:.3f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for model in MODELS if options.model == "all" else [options.model]:
+        measure(model, options.rounds)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Peak memory of a training step on the CPU, as bytes of live tensors: gradsync against torch's DDP.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/memory.py
+
+torch's profiler reports every allocation of tensor memory; the running sum and its maximum are exact and the same in
+every run, which the process's resident size is not.
+"""
+
+import gc
+import warnings
+
+import torch
+import torch.distributed as dist
+from engine import Wrap, make_step, transformer
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import gradsync
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+VARIANTS: dict[str, Wrap] = {
+    "no wrapper": lambda module: module,
+    "torch stock": TorchDDP,
+    "torch view": lambda module: TorchDDP(module, gradient_as_bucket_view=True),
+    "gradsync": gradsync.DistributedDataParallel,
+    "gradsync 1 MiB": lambda module: gradsync.DistributedDataParallel(module, bucket_cap_mb=1),
+}
+
+
+def peak_bytes(wrap: Wrap) -> int:
+    """The most that was live at once in two steps, beyond what was live before the wrapper was made."""
+    torch.manual_seed(0)
+    module, inputs = transformer()
+    held = []
+
+    def run() -> None:
+        step = make_step(wrap(module), inputs)
+        held.append(step)
+        for _ in range(4):
+            step()
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    live = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    held.clear()
+    gc.collect()
+    return peak
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, wrap in VARIANTS.items():
+        peak = peak_bytes(wrap)
+        if dist.get_rank() == 0:
+            print(f"{name:<20}{peak / 2**20:10.2f} MiB")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
