@@ -20,7 +20,7 @@ from gradsync.errors import LateGradientError
 
 __all__ = ["Bucket", "BucketState"]
 
-# A chunk is closed when it has this many bytes.
+# A chunk has at most this many bytes, or a single gradient.
 CHUNK_BYTES = 256 * 1024
 
 
@@ -61,14 +61,15 @@ class Bucket:
         self._version = 0
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Where chunks begin and end, in slots."""
+        """Where chunks begin and end, in slots. A slot too large for a chunk is one by itself: it waits for nobody."""
+        most = CHUNK_BYTES // self.plan.dtype.itemsize
         runs: list[tuple[int, int]] = []
-        first = 0
-        for end in range(1, len(self.plan.slots) + 1):
-            nbytes = (self._starts[end] - self._starts[first]) * self.plan.dtype.itemsize
-            if nbytes >= CHUNK_BYTES or end == len(self.plan.slots):
-                runs.append((first, end))
-                first = end
+        for slot in range(len(self.plan.slots)):
+            first = runs[-1][0] if runs else slot
+            if runs and self._starts[slot + 1] - self._starts[first] <= most:
+                runs[-1] = (first, slot + 1)
+            else:
+                runs.append((slot, slot + 1))
         return runs
 
     def _make_chunk(self, first: int, end: int) -> Chunk:
