@@ -7,6 +7,7 @@ every run, which the process's resident size is not.
 """
 
 import gc
+import time
 import warnings
 
 import torch
@@ -38,15 +39,17 @@ def peak_bytes(wrap: Wrap) -> int:
         step = make_step(wrap(module), inputs)
         held.append(step)
         for _ in range(4):
+            # Gloo's threads let go of a tensor a moment after the collective is done; on busy cores a long moment.
+            time.sleep(0.2)
             step()
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     live = peak = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
     held.clear()
     gc.collect()
     return peak
