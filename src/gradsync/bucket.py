@@ -58,6 +58,8 @@ class Bucket:
         self.state = BucketState.FILLING
         self._absent: frozenset[int] = frozenset()
         self._compacted: torch.Tensor | None = None
+        # Whether gradients land by sight, so that only the version can show one that comes too late.
+        self.watched = False
         self._version = 0
 
     def _cut(self) -> list[tuple[int, int]]:
@@ -113,10 +115,13 @@ class Bucket:
         for chunk in self.chunks:
             chunk.gather()
 
-    def settle(self, scale: float) -> None:
-        """Bring in all gradients, multiplied by ``scale``."""
-        for chunk in self.chunks:
+    def settle(self, scale: float, chunks: Sequence[Chunk] | None = None) -> None:
+        """Bring in the gradients of ``chunks``, or of all, multiplied by ``scale``."""
+        if self.watched and self.touched and any(chunk.settled for chunk in self.chunks):
+            self.refuse_touched()
+        for chunk in self.chunks if chunks is None else chunks:
             chunk.settle(scale)
+        self.mark_version()
 
     # -- the wire ----------------------------------------------------------------------------------------------
 

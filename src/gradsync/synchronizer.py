@@ -284,6 +284,8 @@ class Synchronizer:
         counting = self._must_count()
         if counting != self._hooks.counting:
             self._hooks.register(self._places, counting=counting)
+        for bucket in self.buckets:
+            bucket.watched = not counting
         self._pipeline.divisor = self.divisor
         self._mark_absent()
         self._start_ready()
@@ -324,7 +326,7 @@ class Synchronizer:
     def on_chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
         """All gradients of the chunk are ready: bring them in, and start the bucket if that was the last of it."""
         if self._synchronizing and self._order.learned:
-            self._settle(bucket, chunk)
+            bucket.settle(self._pipeline.scale(bucket), [chunk])
         else:
             # It may not be the end of it: this rank accumulates, or how often hooks fire is not known yet.
             chunk.gather()
@@ -333,13 +335,6 @@ class Synchronizer:
                 self.options.observer.bucket_ready(bucket)
             if self._synchronizing:
                 self._start_ready()
-
-    def _settle(self, bucket: Bucket, chunk: Chunk) -> None:
-        watched = not self._hooks.counting
-        if watched and bucket.touched and any(other.settled for other in bucket.chunks):
-            bucket.refuse_touched()
-        chunk.settle(self._pipeline.scale(bucket))
-        bucket.mark_version()
 
     def on_sparse_gradient(self, index: int) -> None:
         """A gradient that has no place in a bucket; it is reduced after the buckets."""
@@ -455,7 +450,7 @@ class Synchronizer:
             self._recover()
         if self._broken:
             self._require_zeroed()
-        if self.window is not Window.SYNCHRONIZED and not self._local_steps and self.enabled:
+        if self.window is not Window.SYNCHRONIZED and not self._local_steps:
             self._before_unsynchronized_step()
         self.window = Window.CLOSED
 
@@ -466,7 +461,7 @@ class Synchronizer:
                 "step ran under no_sync(). Run the last backward of the window outside no_sync(), or call "
                 "synchronize() first; for steps that are meant to be local, wrap them in local_steps()"
             )
-        if self.window is Window.OPEN or self._has_loose_gradients():
+        if self.enabled and (self.window is Window.OPEN or self._has_loose_gradients()):
             # [Note: a rank without gradients], or a backward of which no hook told.
             self._unwatched_backwards = self._unwatched_backwards or self.window is not Window.OPEN
             self.synchronize()
