@@ -36,7 +36,7 @@ class ReadyHooks:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], listener: Any) -> None:
         self._parameters = parameters
         self._listener: Callable[[], Any] = weakref.ref(listener)
-        self._handles: list[Any] = []
+        self._handles: list[tuple[torch.nn.Parameter, Any]] = []
         # One autograd thread per device: with several, what they share must be taken in turns.
         self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None
         self.counting = False
@@ -50,17 +50,24 @@ class ReadyHooks:
         self.remove()
         self.counting = counting
         for index, (parameter, place) in enumerate(zip(self._parameters, places, strict=True)):
-            if not parameter.requires_grad:
-                continue
             if place is None:
+                if not parameter.requires_grad:
+                    continue
                 hook = self._outside(index)
             elif counting:
                 hook = self._counting(index, *place)
             elif place[2] == len(place[1].parameters) - 1:
-                hook = self._by_sight(place[0], place[1])
+                hook = self._by_sight(index, place[0], place[1])
             else:
                 continue
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._in_turn(hook)))
+            self._handles.append((parameter, _register(parameter, self._in_turn(hook))))
+
+    def stay_last(self) -> None:
+        """Let hooks that users registered meanwhile run first: what they make of a gradient is what is averaged."""
+        for parameter, handle in self._handles:
+            hooks = parameter._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def remove(self) -> None:
         _remove(self._handles)
@@ -72,19 +79,21 @@ class ReadyHooks:
 
         def on_gradient_ready(_: torch.Tensor) -> None:
             if idle:
-                listener().begin_backward_at_parameter()
+                listener().begin_backward_at_parameter(index)
+                return
             arrived(index)
             if land(slot):
                 listener().on_chunk_full(bucket, chunk)
 
         return on_gradient_ready
 
-    def _by_sight(self, bucket: Bucket, chunk: Chunk) -> Hook:
+    def _by_sight(self, index: int, bucket: Bucket, chunk: Chunk) -> Hook:
         listener, idle = self._listener, self.idle
 
         def on_last_gradient_ready(_: torch.Tensor) -> None:
             if idle:
-                listener().begin_backward_at_parameter()
+                listener().begin_backward_at_parameter(index)
+                return
             listener().look_at(bucket, chunk)
 
         return on_last_gradient_ready
@@ -94,7 +103,8 @@ class ReadyHooks:
 
         def on_sparse_gradient_ready(_: torch.Tensor) -> None:
             if idle:
-                listener().begin_backward_at_parameter()
+                listener().begin_backward_at_parameter(index)
+                return
             arrived(index)
             listener().on_sparse_gradient(index)
 
@@ -112,7 +122,18 @@ class ReadyHooks:
         return with_lock
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
+def _register(parameter: torch.nn.Parameter, hook: Hook) -> Any:
+    # torch refuses hooks on a parameter that is frozen at the moment; it may be trained again in the next backward.
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle
+
+
+def _remove(handles: list[tuple[torch.nn.Parameter, Any]]) -> None:
+    for _, handle in handles:
         handle.remove()
     handles.clear()

@@ -249,6 +249,9 @@ class Synchronizer:
         if self._in_backward and forward_task == NO_TASK and current_task() != self._task:
             self._recover()
         if not self._in_backward:
+            if not any(parameter.requires_grad for parameter in self.parameters):
+                # All are frozen for the moment, as a discriminator is while the generator learns.
+                return
             self._begin_backward()
         if forward_synchronizes and self.enabled and not self._synchronizing:
             self._become_synchronizing()
@@ -265,15 +268,22 @@ class Synchronizer:
         if self.options.observer is not None:
             self.options.observer.backward_began(synchronizes=self.enabled)
 
-    def begin_backward_at_parameter(self) -> None:
-        """No output was watched. See the module docstring of :mod:`gradsync.backward_watch`."""
+    def begin_backward_at_parameter(self, index: int) -> None:
+        """No output told of this backward; its first gradient does. See :mod:`gradsync.backward_watch`."""
         self._unwatched_backwards = True
-        if inside_inner_task():
-            # Its end is not the end. Gradients stay as they are until a later sign, or the optimizer's step.
-            return
-        self._begin_backward()
-        if self.enabled and self._last_forward_synchronizes is not False:
-            self._become_synchronizing()
+        # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
+        if not inside_inner_task():
+            self._begin_backward()
+            if self.enabled and self._last_forward_synchronizes is not False:
+                self._become_synchronizing()
+        self._arrivals.append(index)
+        place = self._places[index]
+        if place is None:
+            self.on_sparse_gradient(index)
+        elif not self._hooks.counting:
+            self.look_at(place[0], place[1])
+        elif place[1].land(place[2]):
+            self.on_chunk_full(place[0], place[1])
 
     def _become_synchronizing(self) -> None:
         self._synchronizing = True
@@ -284,6 +294,7 @@ class Synchronizer:
         counting = self._must_count()
         if counting != self._hooks.counting:
             self._hooks.register(self._places, counting=counting)
+        self._hooks.stay_last()
         for bucket in self.buckets:
             bucket.watched = not counting
         self._pipeline.divisor = self.divisor
