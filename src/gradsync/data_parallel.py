@@ -1,8 +1,8 @@
 """``DistributedDataParallel``: torch's wrapper, signature and habits, on gradsync's engine."""
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -147,6 +147,21 @@ class DistributedDataParallel(nn.Module, Joinable):
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward will average the gradients."""
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        # Dynamo cuts the graph at bucket boundaries for the module that torch's class names as active.
+        owner: Any = nn.parallel.DistributedDataParallel
+        previous, owner._active_ddp_module = owner._active_ddp_module, self
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            owner._active_ddp_module = previous
+        self._after_forward(output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         learning = torch.is_grad_enabled()
         if learning:
             self.replica.require_unchanged()
@@ -158,14 +173,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._low_precision is not None:
             self._low_precision.enter()
             inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
-        with self._seen_by_compiler():
-            output = self.module(*inputs, **kwargs)
-        if learning:
+        return inputs, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, output: Any) -> None:
+        if torch.is_grad_enabled():
             self.synchronizer.end_forward(output)
             self.require_forward_param_sync = self.synchronizer.enabled
         elif self._low_precision is not None:
             self._low_precision.release_all()
-        return output
 
     def _prepare_ranks(self, learning: bool) -> None:
         """The collectives of a forward: uneven inputs, buffers."""
@@ -182,20 +198,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             active = count_active(self.communicator, active=learning and self.synchronizer.enabled)
             set_divisor(self, active)
 
-    @contextmanager
-    def _seen_by_compiler(self) -> Iterator[None]:
-        """Dynamo cuts the graph at bucket boundaries for the module that torch's class names as active."""
-        owner: Any = nn.parallel.DistributedDataParallel
-        previous, owner._active_ddp_module = owner._active_ddp_module, self
-        try:
-            yield
-        finally:
-            owner._active_ddp_module = previous
-
     @property
     def bucket_bytes_cap(self) -> int:
-        """The largest bucket's cap, in bytes."""
-        return max(self.synchronizer.options.caps.caps)
+        """Where dynamo cuts the graph of a compiled module, in bytes: the largest cap, or what dynamo takes at least."""
+        return max(*self.synchronizer.options.caps.caps, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here accumulate on this rank alone. Around the backward is enough."""
@@ -286,7 +292,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "backend_name": backend,
             "module_name": type(self.module).__name__,
             "iteration": self.synchronizer.synchronizations,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_cap_bytes": max(self.synchronizer.options.caps.caps),
             "bucket_sizes": ", ".join(str(plan.numel * plan.dtype.itemsize) for plan in layout.buckets),
             "num_buckets": len(layout.buckets),
             "num_parameter_tensors": len(layout.parameters) + len(layout.sparse),
