@@ -100,9 +100,7 @@ def two_ranks(rank: int, folder: str) -> None:
     wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
     plain = make_model()
     for step in range(5):
-        everything = torch.randn(
-            2, 16, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float64
-        ).cuda()
+        everything = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float64).cuda()
         wrapped.zero_grad()
         plain.zero_grad()
         wrapped(everything[rank]).square().mean().backward()

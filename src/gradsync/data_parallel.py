@@ -200,8 +200,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Where dynamo cuts the graph of a compiled module, in bytes: the largest cap, or what dynamo takes at least."""
-        return max(*self.synchronizer.options.caps.caps, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        """Where dynamo cuts the graph of a compiled module: at the largest cap, or the least that dynamo takes."""
+        return max(*self.synchronizer.options.caps.caps, MIB)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in here accumulate on this rank alone. Around the backward is enough."""
