@@ -16,7 +16,7 @@ from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.mixed_precision import LowPrecision, MixedPrecisionConfig
 from gradsync.observer import Observer
 from gradsync.reduction import Cast, CommHook, Mean, Reduction
-from gradsync.replica import BucketSize, EngineSettings, Replica
+from gradsync.replica import MIB, BucketSize, EngineSettings, Replica
 from gradsync.replica_state import broadcast_tensors
 from gradsync.synchronizer import Schedule
 from gradsync.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor

@@ -224,7 +224,9 @@ class Synchronizer:
             self._absent_in_forward = None
         synchronizes, task, reference = self.enabled, current_task(), weakref.ref(self)
         self._last_forward_synchronizes = synchronizes
-        if self.window is Window.CLOSED and synchronizes:
+        # Zeroed gradients close a window too: a scaler may have skipped its step.
+        closed = self.window is Window.CLOSED or (self.window is Window.SYNCHRONIZED and not self._any_gradient())
+        if closed and synchronizes:
             self.window = Window.OPEN
 
         def hook(_: torch.Tensor) -> None:
