@@ -68,9 +68,7 @@ class RankError(Exception):
     A process that ended without answering has kind "RankDied".
     """
 
-    def __init__(
-        self, kind: str, message: str, traceback: str = "", exception: BaseException | None = None
-    ) -> None:
+    def __init__(self, kind: str, message: str, traceback: str = "", exception: BaseException | None = None) -> None:
         super().__init__(kind, message, traceback, exception)
         self.kind = kind
         self.message = message

@@ -112,11 +112,7 @@ def wait_until_gone(pids: list[int]) -> bool:
 
 
 def children() -> set[int]:
-    return {
-        int(pid)
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    }
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 def test_results_come_in_rank_order(process_ranks: RankPool) -> None:
@@ -221,9 +217,7 @@ def test_death_between_runs_is_noticed(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(("function", "kind"), [(raise_stubborn, "StubbornError"), (return_a_lambda, None)])
-def test_what_cannot_be_sent_back_is_an_error(
-    pool: RankPool, function: Callable[[], object], kind: str | None
-) -> None:
+def test_what_cannot_be_sent_back_is_an_error(pool: RankPool, function: Callable[[], object], kind: str | None) -> None:
     for error in pool.run(function, expect_errors=True):
         assert isinstance(error, RankError)
         assert kind is None or (error.kind, error.exception) == (kind, None)

@@ -25,9 +25,29 @@ def current_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the current graph task has nothing left to do. It does not run if the task fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def at_end_of_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Run ``ended`` when the current graph task has nothing left to do, or ``failed`` when it raises.
+
+    Autograd drops its callbacks without a word when a backward fails. But it does drop them, before the error reaches
+    the caller of ``backward()``, and that can be noticed.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_Outcome(ended, failed))
+
+
+class _Outcome:
+    """Called when a backward ends well; otherwise its deletion says that it did not."""
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended, self._failed = ended, failed
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._ended()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._failed()
 
 
 def inside_inner_task() -> bool:

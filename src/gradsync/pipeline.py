@@ -44,40 +44,42 @@ class Pipeline:
         return self.reduction.landing_scale(bucket, self.communicator, self.divisor)
 
     def start_ready(self) -> None:
-        """Start all buckets whose turn has come and which are full."""
-        while self._next < len(self.buckets) and self.buckets[self._next].state is BucketState.READY:
+        """Start all buckets whose turn has come and which are full, but for the last one, which holds the ballot."""
+        while self._next < len(self.buckets) - 1 and self.buckets[self._next].state is BucketState.READY:
             self._start(self.buckets[self._next])
 
-    def flush(self) -> None:
-        """Start everything that is left, full or not. Slots without a gradient contribute zeros."""
+    def flush(self, *, counted: bool) -> None:
+        """Backward has ended: start everything that is left, full or not. Slots without a gradient contribute zeros.
+
+        ``counted`` says that every gradient was counted while it landed, so that none can have come too late.
+        Otherwise the versions of the buckets tell, and they are looked at before the ballot goes: see
+        [Note: a failed backward] in the synchronizer.
+        """
+        while self._next < len(self.buckets) - 1:
+            self._start(self.buckets[self._next])
+        if not counted and not self.wire_is_seen:
+            for bucket, _ in self._pending:
+                if bucket.touched:
+                    bucket.refuse_touched()
         while self._next < len(self.buckets):
             self._start(self.buckets[self._next])
 
     def finish(self, *, counted: bool) -> None:
-        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed.
-
-        ``counted`` says that every gradient was counted while it landed, so that none can have come too late.
-        """
-        for bucket, handles in self._pending:
-            self._check_touched(bucket, counted)
-            for handle in handles:
-                handle.wait()
+        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed."""
+        while self._pending:
+            bucket, handles = self._pending[0]
+            # Some wires write into the bucket so that it shows (Gloo does on GPUs). Then its version tells nothing, and
+            # gradients must be counted. The windows in which they are counted anyway find out.
+            self.wire_is_seen |= counted and bucket.touched
+            while handles:
+                handles[0].wait()
+                del handles[0]
             bucket.finish()
+            del self._pending[0]
             if self.observer is not None:
                 self.observer.bucket_finished(bucket)
         self._close()
         self._raise_for_failed_ranks()
-
-    def _check_touched(self, bucket: Bucket, counted: bool) -> None:
-        """Find gradients that came too late by the bucket's version, unless the wire itself changes versions.
-
-        The windows in which gradients are counted show whether it does: Gloo writes back into GPU memory, and hooks
-        into whatever they like.
-        """
-        if bucket.touched and counted:
-            self.wire_is_seen = True
-        elif bucket.touched and not self.wire_is_seen:
-            bucket.refuse_touched()
 
     def abandon(self) -> None:
         """Bring a synchronization whose backward failed here to its end, so that no rank is left waiting.
@@ -88,7 +90,7 @@ class Pipeline:
         """
         self._failed_rank = self.communicator.rank
         with contextlib.suppress(Exception):
-            self.flush()
+            self.flush(counted=True)
             for _, handles in self._pending:
                 for handle in handles:
                     handle.wait()

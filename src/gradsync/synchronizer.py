@@ -20,9 +20,10 @@ checkpointing runs through a shared parameter). From the second window on bucket
 [Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
 other ranks wait for it. It takes part when its optimizer is about to step.
 
-[Note: a failed backward] Autograd runs no end-of-backward callback when a backward raises. The next forward, backward
-or step finds the synchronization unfinished, brings it to its end with a vote in the ballot (the other ranks raise),
-and refuses to go on until the half-made gradients have been zeroed.
+[Note: a failed backward] When a backward raises, the synchronization is brought to its end with a vote in the ballot,
+so that the other ranks raise too, before the error reaches the user. Nobody goes on until the half-made gradients have
+been zeroed. The ballot travels in the last bucket, which therefore starts when backward has ended and not before: a
+rank that fails at the very end would otherwise have told nobody.
 """
 
 import enum
@@ -119,6 +120,7 @@ class Synchronizer:
         self._order = GradientOrder(len(self.parameters))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
         self._multiplicity = [1] * len(self.parameters)
+        self._repeats = False
         self._hooks = ReadyHooks(self.parameters, self)
         self._arrivals = self._hooks.arrivals
         self._sparse_used: set[int] = set()
@@ -266,7 +268,7 @@ class Synchronizer:
         self._task = current_task()
         self._arrivals.clear()
         self._overdue.clear()
-        at_end_of_backward(self._end_backward)
+        at_end_of_backward(self._end_backward, self._backward_failed)
         if self.options.observer is not None:
             self.options.observer.backward_began(synchronizes=self.enabled)
 
@@ -309,7 +311,7 @@ class Synchronizer:
             self._order.observing
             or self._unwatched_backwards
             or self._pipeline.wire_is_seen
-            or max(self._multiplicity) > 1
+            or self._repeats
             or self._any_gradient()
         )
 
@@ -338,10 +340,10 @@ class Synchronizer:
 
     def on_chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
         """All gradients of the chunk are ready: bring them in, and start the bucket if that was the last of it."""
-        if self._synchronizing and self._order.learned:
+        if self._synchronizing and self._overlaps:
             bucket.settle(self._pipeline.scale(bucket), [chunk])
         else:
-            # It may not be the end of it: this rank accumulates, or how often hooks fire is not known yet.
+            # It may not be the end of it: this rank accumulates, or more gradients of the same parameter may come.
             chunk.gather()
         if bucket.note_full_chunk():
             if self.options.observer is not None:
@@ -353,8 +355,13 @@ class Synchronizer:
         """A gradient that has no place in a bucket; it is reduced after the buckets."""
         self._sparse_used.add(index)
 
+    @property
+    def _overlaps(self) -> bool:
+        """Whether buckets start before backward has ended. See [Note: the first window]."""
+        return self.options.schedule == "overlapped" and self._order.learned
+
     def _start_ready(self) -> None:
-        if self.options.schedule == "overlapped" and self._order.learned:
+        if self._overlaps:
             self._pipeline.start_ready()
 
     def _end_backward(self) -> None:
@@ -378,7 +385,7 @@ class Synchronizer:
 
     def _finish(self) -> None:
         try:
-            self._pipeline.flush()
+            self._pipeline.flush(counted=self._hooks.counting)
             self._pipeline.finish(counted=self._hooks.counting)
             sparse = self.layout.sparse
             reduce_sparse_gradients(
@@ -406,6 +413,7 @@ class Synchronizer:
         if self._order.due:
             for index, count in Counter(self._arrivals).items():
                 self._multiplicity[index] = count
+            self._repeats = max(self._multiplicity) > 1
         self.window = Window.SYNCHRONIZED
         if self.options.observer is not None:
             self.options.observer.synchronization_finished()
@@ -489,6 +497,10 @@ class Synchronizer:
             for bucket in self.buckets
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
         )
+
+    def _backward_failed(self) -> None:
+        if self._in_backward:
+            self._recover()
 
     def _recover(self) -> None:
         """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""

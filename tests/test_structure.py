@@ -1,0 +1,163 @@
+"""The shape of the package: its layers, its surface, and what it needs."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gradsync
+
+PACKAGE = Path(gradsync.__file__).parent
+
+# Bottom to top. A module imports only from modules above it in this list. A package stands after its modules.
+LAYERS = (
+    "errors",
+    "communicator.base",
+    "communicator.process_group",
+    "communicator.in_process",
+    "communicator.choose",
+    "communicator",
+    "bucket_layout",
+    "chunk",
+    "bucket",
+    "agreement",
+    "cost_model",
+    "gradient_order",
+    "backward_watch",
+    "step_guard",
+    "observer",
+    "reduction.base",
+    "reduction.mean",
+    "reduction.cast",
+    "reduction.comm_hook",
+    "reduction",
+    "pipeline",
+    "ready_hooks",
+    "sparse_reduction",
+    "synchronizer",
+    "layer_drop",
+    "replica_state",
+    "replica",
+    "mixed_precision",
+    "uneven_inputs",
+    "data_parallel",
+    "attach",
+    "averaging",
+    "timeline",
+    "testing",
+)
+
+PUBLIC = {
+    "ConfigurationError",
+    "DistributedDataParallel",
+    "GradientSynchronization",
+    "GradsyncError",
+    "LayerDrop",
+    "MismatchError",
+    "MisuseError",
+    "PeerFailedError",
+    "Timeline",
+    "average_gradients",
+    "synchronize_gradients",
+}
+
+
+def module_name(path: Path) -> str:
+    """`communicator/base.py` is `communicator.base`, `communicator/__init__.py` is `communicator`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The gradsync modules that a file imports anywhere, functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import in line {node.lineno}"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            module = node.module or ""
+            # `from gradsync import errors` imports a module, `from gradsync.errors import X` a name.
+            names = [name if name.removeprefix("gradsync.") in FILES else module for name in names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (
+            name.removeprefix("gradsync").removeprefix(".") for name in names if name.split(".")[0] == "gradsync"
+        )
+
+
+def test_every_module_has_its_place() -> None:
+    assert sorted(LAYERS) == sorted(name for name in FILES if name)
+    assert len(set(LAYERS)) == len(LAYERS)
+
+
+def test_imports_go_one_way() -> None:
+    """The whole package, `gradsync` itself, is above everything and imported by nothing inside."""
+    place = {name: number for number, name in enumerate(LAYERS)}
+    wrong = [
+        f"{name} imports {imported or 'gradsync'}"
+        for name in LAYERS
+        for imported in imports_of(FILES[name])
+        if place.get(imported, len(LAYERS)) >= place[name]
+    ]
+    assert wrong == []
+
+
+def test_the_check_sees_imports() -> None:
+    """A check that finds nothing anywhere would pass on anything."""
+    assert {"bucket", "pipeline", "communicator"} <= set(imports_of(FILES["synchronizer"]))
+    assert {"attach", "data_parallel", "errors"} <= set(imports_of(FILES[""]))
+
+
+LIST_IMPORTS = """
+import json, sys
+import torch, torch._dynamo, torch.distributed.algorithms.join  # with what torch itself needs: numpy, sympy, ...
+before = set(sys.modules)
+import gradsync
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+"""
+
+
+def test_importing_gradsync_needs_torch_and_nothing_else() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", LIST_IMPORTS], capture_output=True, text=True, check=True, timeout=120
+    )
+    imported = set(json.loads(answer.stdout))
+    assert "gradsync" in imported
+    assert imported - sys.stdlib_module_names - {"gradsync", "torch"} == set()
+
+
+def test_the_public_names() -> None:
+    assert set(gradsync.__all__) == PUBLIC
+    assert gradsync.__all__ == sorted(gradsync.__all__)
+    assert all(getattr(gradsync, name) is not None for name in gradsync.__all__)
+
+
+def test_every_module_says_what_it_exports_and_what_it_is() -> None:
+    for name, path in FILES.items():
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), f"{name} has no docstring"
+        targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+        assert "__all__" in [target.id for target in targets if isinstance(target, ast.Name)], f"{name} has no __all__"
+
+
+def test_errors_are_one_tree() -> None:
+    errors = [getattr(gradsync.errors, name) for name in gradsync.errors.__all__]
+    assert all(issubclass(error, gradsync.GradsyncError) for error in errors)
+    # Code that catches what torch's DistributedDataParallel raises goes on working.
+    assert issubclass(gradsync.GradsyncError, RuntimeError)
+    assert issubclass(gradsync.ConfigurationError, ValueError)
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_files_stay_readable() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert {name: length for name, length in lengths.items() if length >= 500} == {}
