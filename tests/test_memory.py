@@ -198,7 +198,7 @@ def test_the_peak_is_not_above_torchs_with_views(ranks: Ranks, kind: str, bucket
 @in_processes
 def test_small_gradients_in_hand_are_bounded(ranks: Ranks) -> None:
     """Contract point 8: many small gradients wait for one another outside the buckets, but never many bytes of them."""
-    layers, width = 60, 64
+    layers, width = 16, 128
     model_bytes = 4 * layers * (width * width + width)
     assert model_bytes > 3 * IN_HAND
     ours = ranks.run(least_peaks, wrap_with_gradsync, "plain", 25.0, layers, width)

@@ -20,8 +20,10 @@ from gradsync.errors import LateGradientError
 
 __all__ = ["Bucket", "BucketState"]
 
-# A chunk has at most this many bytes, or a single gradient.
+# A chunk has at most this many bytes, or a single gradient. On an accelerator every operation is a kernel, which pays
+# only when it is large; and there the peak of memory comes when backward begins and hardly a gradient is there.
 CHUNK_BYTES = 256 * 1024
+ACCELERATOR_CHUNK_BYTES = 32 * 1024 * 1024
 
 
 class BucketState(enum.Enum):
@@ -64,7 +66,8 @@ class Bucket:
 
     def _cut(self) -> list[tuple[int, int]]:
         """Where chunks begin and end, in slots. A slot too large for a chunk is one by itself: it waits for nobody."""
-        most = CHUNK_BYTES // self.plan.dtype.itemsize
+        nbytes = CHUNK_BYTES if self.plan.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+        most = nbytes // self.plan.dtype.itemsize
         runs: list[tuple[int, int]] = []
         for slot in range(len(self.plan.slots)):
             first = runs[-1][0] if runs else slot

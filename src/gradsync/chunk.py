@@ -1,8 +1,8 @@
 """A run of neighbouring slots that is gathered at once, as soon as its gradients are there.
 
 Autograd leaves a gradient in memory of its own. Moving every one of them by itself would cost an operation each;
-moving a whole bucket at once would keep two copies of a large bucket alive. So a bucket is gathered in chunks of a
-quarter of a megabyte: many small gradients in one batched operation, large ones one by one.
+moving a whole bucket at once would keep two copies of a large bucket alive. So a bucket is gathered in chunks (a
+quarter of a megabyte on the CPU): many small gradients in one batched operation, large ones one by one.
 
 Gathered gradients are attached: ``parameter.grad`` becomes a view of the bucket, where later micro-batches accumulate
 in place. They are *settled* when they have also been multiplied with their share of the mean, which happens once a
