@@ -6,7 +6,7 @@ never pickle.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from gradsync.bucket_layout import ParameterSpec
 from gradsync.communicator import Communicator
 from gradsync.errors import MismatchError
 
-__all__ = ["describe_parameters", "gather_bytes", "require_agreement"]
+__all__ = ["agree_on_absent", "describe_parameters", "gather_bytes", "require_agreement"]
 
 Described = Sequence[tuple[str, Any]]
 
@@ -51,6 +51,15 @@ def require_agreement(communicator: Communicator, subject: str, described: Descr
         if difference is not None:
             raise MismatchError(f"ranks 0 and {rank} differ in {subject}: {_render(difference, rank)}")
     raise MismatchError(f"ranks differ in {subject}")
+
+
+def agree_on_absent(communicator: Communicator, absent: Iterable[int], count: int) -> frozenset[int]:
+    """Which of ``count`` parameters all ranks call absent. Collective."""
+    present = torch.ones(count, dtype=torch.int32)
+    present[list(absent)] = 0
+    shared = present.to(communicator.device)
+    communicator.all_reduce(shared, "max").wait()
+    return frozenset(index for index, flag in enumerate(shared.tolist()) if not flag)
 
 
 def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:

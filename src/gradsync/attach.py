@@ -10,7 +10,7 @@ from gradsync.communicator import Communicator, choose_communicator
 from gradsync.observer import Observer
 from gradsync.reduction import Mean, Reduction
 from gradsync.replica import BucketSize, EngineSettings, Replica
-from gradsync.synchronizer import Schedule
+from gradsync.synchronizer_options import Schedule
 
 __all__ = ["GradientSynchronization", "synchronize_gradients"]
 

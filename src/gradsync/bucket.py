@@ -96,6 +96,12 @@ class Bucket:
         chunk = next(chunk for chunk in reversed(self.chunks) if chunk.first <= slot)
         return chunk, slot - chunk.first
 
+    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where each gradient lies in ``buffer``, which is the payload or like it in another dtype."""
+        if buffer is self.payload:
+            return list(self.views)
+        return [_view(buffer, slot, spec) for slot, spec in zip(self.plan.slots, self.specs, strict=True)]
+
     def reopen(self) -> None:
         """Make ready for the next backward."""
         for chunk in self.chunks:

@@ -1,5 +1,6 @@
 """``DistributedDataParallel``: torch's wrapper, signature and habits, on gradsync's engine."""
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from gradsync.observer import Observer
 from gradsync.reduction import Cast, CommHook, Mean, Reduction
 from gradsync.replica import MIB, BucketSize, EngineSettings, Replica
 from gradsync.replica_state import broadcast_tensors
-from gradsync.synchronizer import Schedule
+from gradsync.synchronizer_options import Schedule
 from gradsync.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor
 
 __all__ = ["DistributedDataParallel"]
@@ -148,6 +149,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward will average the gradients."""
         inputs, kwargs = self._before_forward(inputs, kwargs)
+        if self.process_group is None:
+            # Ranks may be threads here, and what follows belongs to the whole process.
+            output = self.module(*inputs, **kwargs)
+            self._after_forward(output)
+            return output
         # Dynamo cuts the graph at bucket boundaries for the module that torch's class names as active.
         owner: Any = nn.parallel.DistributedDataParallel
         previous, owner._active_ddp_module = owner._active_ddp_module, self
@@ -171,17 +177,21 @@ class DistributedDataParallel(nn.Module, Joinable):
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), True)
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self._low_precision is not None:
+            self._awaits_backward = learning or self._low_precision.entered
             self._low_precision.enter()
             inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
         return inputs, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, output: Any) -> None:
-        if torch.is_grad_enabled():
+        learning = torch.is_grad_enabled()
+        if learning:
             self.synchronizer.end_forward(output)
-            self.require_forward_param_sync = self.synchronizer.enabled
-        elif self._low_precision is not None:
+        elif self._low_precision is not None and not self._awaits_backward:
             self._low_precision.release_all()
+        # As in torch: of several forwards without gradients only the first takes rank 0's buffers, so that ranks may
+        # evaluate different numbers of batches.
+        self.require_forward_param_sync = learning and self.synchronizer.enabled
 
     def _prepare_ranks(self, learning: bool) -> None:
         """The collectives of a forward: uneven inputs, buffers."""
@@ -245,6 +255,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """A context in which ranks may have different numbers of inputs; see ``torch.distributed.algorithms.Join``."""
+        _ = self.join_process_group  # refuse before Join has changed anything
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
@@ -269,7 +280,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Reduce buckets with one of torch's communication hooks: ``hook(state, bucket) -> Future[Tensor]``."""
         if isinstance(self.synchronizer.reduction, CommHook):
             raise MisuseError("register_comm_hook can only be called once")
-        self.synchronizer.reduce_with(CommHook(state, hook))
+        self.settings = dataclasses.replace(self.settings, reduction=CommHook(state, hook))
+        self.synchronizer.reduce_with(self.settings.reduction)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:

@@ -24,6 +24,9 @@ class LayerDrop(nn.Module):
     left out, so their gradients do not travel. For a loop of your own, iterate over :meth:`kept`.
     """
 
+    # Tells the replica that ranks must agree, in every window, on what nobody ran.
+    announces_absence = True
+
     seed: torch.Tensor
     forwards: torch.Tensor
 
@@ -35,8 +38,8 @@ class LayerDrop(nn.Module):
         self.drop = drop
         self.register_buffer("seed", torch.tensor(seed, dtype=torch.int64))
         self.register_buffer("forwards", torch.tensor(0, dtype=torch.int64))
-        self._count: int | None = None
-        self._seed = seed
+        self._count, self._seed = 0, seed
+        self._versions: tuple[int, int] | None = None
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         for layer in self.kept():
@@ -56,11 +59,13 @@ class LayerDrop(nn.Module):
 
     def _draw(self) -> list[bool]:
         # Drawn on the CPU from host numbers, so that a forward on an accelerator need not wait for its buffers.
-        if self._count is None:
+        if self._versions != (self.seed._version, self.forwards._version):
+            # Written by others: at the start, by load_state_dict, or by the broadcast at wrapping.
             self._count, self._seed = int(self.forwards), int(self.seed)
         generator = torch.Generator().manual_seed(hash((self._seed, self._count)) & 0x7FFF_FFFF_FFFF_FFFF)
         self._count += 1
         self.forwards += 1
+        self._versions = (self.seed._version, self.forwards._version)
         draws: list[bool] = (torch.rand(len(self.layers), generator=generator) < self.drop).tolist()
         return draws
 
@@ -76,7 +81,3 @@ class LayerDrop(nn.Module):
         synchronizer = synchronizer_of(absent[0]) if absent else None
         if synchronizer is not None:
             synchronizer.announce_absent(absent)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._count = None

@@ -54,6 +54,15 @@ class LowPrecision:
             _, master = self._masters.setdefault(id(parameter), (parameter, parameter.data))
             parameter.data = master.to(self.dtype)
 
+    @property
+    def entered(self) -> bool:
+        """Whether parameters hold low-precision copies."""
+        return bool(self._masters)
+
+    def resume(self) -> None:
+        if not self.entered:
+            self.enter()
+
     def release(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             kept = self._masters.pop(id(parameter), None)

@@ -37,6 +37,7 @@ class Pipeline:
         self._next = 0
         self._pending: list[tuple[Bucket, list[Handle]]] = []
         self._failed_rank: int | None = None
+        self._tails_sent = False
         self._deferred_ballot: _DeferredBallot | None = None
 
     def scale(self, bucket: Bucket) -> float:
@@ -66,6 +67,8 @@ class Pipeline:
 
     def finish(self, *, counted: bool) -> None:
         """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed."""
+        if not self.reduction.carries_tail:
+            self._exchange_tails()
         while self._pending:
             bucket, handles = self._pending[0]
             # Some wires write into the bucket so that it shows (Gloo does on GPUs). Then its version tells nothing, and
@@ -91,6 +94,8 @@ class Pipeline:
         self._failed_rank = self.communicator.rank
         with contextlib.suppress(Exception):
             self.flush(counted=True)
+            if not self.reduction.carries_tail and not self._tails_sent:
+                self._exchange_tails()
             for _, handles in self._pending:
                 for handle in handles:
                     handle.wait()
@@ -102,6 +107,26 @@ class Pipeline:
     def _close(self) -> None:
         self._pending = []
         self._next = 0
+        self._tails_sent = False
+
+    def _exchange_tails(self) -> None:
+        """Send the tails that the reduction does not carry, all in one, once it has nothing more to send itself.
+
+        A communication hook may start further collectives from the callbacks of its futures. One of the engine's in
+        between would meet another one on the other ranks.
+        """
+        for _, handles in self._pending:
+            while handles:
+                handles[0].wait()
+                del handles[0]
+        if self._failed_rank is not None:
+            self.buckets[-1].ballot[self._failed_rank] = 1
+        self._tails_sent = True
+        tails = [bucket.tail for bucket in self.buckets]
+        shared = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
+        self.communicator.all_reduce(shared).wait()
+        for tail, summed in zip(tails, shared.split([tail.numel() for tail in tails]), strict=True):
+            tail.copy_(summed)
 
     def check_deferred(self) -> None:
         """Raise if an earlier synchronization on an accelerator turns out to have failed. Never waits."""
@@ -122,8 +147,6 @@ class Pipeline:
         handles.append(self.reduction.start(bucket, self.communicator, self.divisor))
         if self.observer is not None:
             self.observer.bucket_started(bucket, handles[0])
-        if not self.reduction.carries_tail:
-            handles.append(self.communicator.all_reduce(bucket.tail))
         bucket.mark_version()
 
     def _raise_for_failed_ranks(self) -> None:

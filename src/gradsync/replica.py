@@ -21,7 +21,8 @@ from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.observer import Observer
 from gradsync.reduction import Mean, Reduction
 from gradsync.replica_state import broadcast_tensors
-from gradsync.synchronizer import ParameterKeeper, Schedule, Synchronizer, SynchronizerOptions
+from gradsync.synchronizer import Synchronizer
+from gradsync.synchronizer_options import ParameterKeeper, Schedule, SynchronizerOptions
 
 __all__ = ["MIB", "BucketSize", "EngineSettings", "Replica"]
 
@@ -91,7 +92,7 @@ class Replica:
     def buffers(self) -> list[torch.Tensor]:
         """The buffers as they are now: modules may put others in their place."""
         current = (owner._buffers.get(name) for owner, name in self._buffer_places)
-        return [buffer for buffer in current if buffer is not None]
+        return list({id(buffer): buffer for buffer in current if buffer is not None}.values())
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +119,7 @@ class Replica:
             schedule=settings.schedule,
             observer=settings.observer,
             keeper=keeper,
+            droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
         )
         return Synchronizer(self.parameters, self.specs, options)
 
@@ -179,8 +181,12 @@ def _check(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
 
 def _buffer_places(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str]]:
     """Who holds the managed buffers. Walking a large module takes longer than many a forward, so it is done once."""
-    places = {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_buffers()}
-    return [(owner, name.rpartition(".")[2]) for name, owner in places.items() if name not in ignored]
+    return [
+        (owner, name)
+        for path, owner in module.named_modules()
+        for name in owner._buffers
+        if (f"{path}.{name}" if path else name) not in ignored
+    ]
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:

@@ -32,53 +32,29 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradsync.absence import Absence
+from gradsync.agreement import agree_on_absent
 from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
 from gradsync.bucket import Bucket
 from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from gradsync.chunk import Chunk, gradients_of
-from gradsync.communicator import Communicator
 from gradsync.errors import MisuseError, PeerFailedError
 from gradsync.gradient_order import GradientOrder
-from gradsync.observer import Observer
 from gradsync.pipeline import Pipeline
 from gradsync.ready_hooks import Place, ReadyHooks
-from gradsync.reduction import Mean, Reduction
+from gradsync.reduction import Reduction
 from gradsync.sparse_reduction import reduce_sparse_gradients
 from gradsync.step_guard import wants_attention, watch_steps
+from gradsync.synchronizer_options import SynchronizerOptions
+from gradsync.turns import Turns
 
-__all__ = ["Schedule", "Synchronizer", "SynchronizerOptions", "synchronizer_of"]
-
-Schedule = Literal["overlapped", "bucketed", "naive"]
-
-
-class ParameterKeeper(Protocol):
-    """Has exchanged what parameters hold for the duration of a forward and backward, and takes it back."""
-
-    def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """These parameters take no further part in the backward; their gradients are about to be gathered."""
-
-    def release_all(self) -> None:
-        """The backward has ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynchronizerOptions:
-    """How gradients travel. ``schedule`` is *overlapped* (buckets start during backward), *bucketed* (after it) or
-    *naive* (one collective per parameter, after it)."""
-
-    communicator: Communicator
-    caps: BucketCaps
-    reduction: Reduction = field(default_factory=Mean)
-    schedule: Schedule = "overlapped"
-    observer: Observer | None = None
-    keeper: ParameterKeeper | None = None
+__all__ = ["Synchronizer", "Window", "synchronizer_of"]
 
 
 class Window(enum.Enum):
@@ -132,8 +108,12 @@ class Synchronizer:
         self._wire_is_seen = False
         self._local_steps = False
         self._broken = False
-        self._absent_in_forward: set[int] | None = None
-        self._absent_in_window: set[int] | None = None
+        self._absence = Absence()
+        self._turns = Turns(self, getattr(options.communicator, "group", options.communicator))
+        self._taken: set[int] = set()
+        self._detached = False
+        for owner in {synchronizer_of(parameter) for parameter in self.parameters} - {None}:
+            owner.hand_over(self.parameters)  # type: ignore[union-attr]
         self._build()
         for parameter in self.parameters:
             _owners[parameter] = weakref.ref(self)
@@ -174,7 +154,11 @@ class Synchronizer:
             bucket.reopen()
         self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, options.observer)
         self._pipeline.wire_is_seen |= self._wire_is_seen
-        self._frozen = [p for p, trainable in zip(self.parameters, self._trainable, strict=True) if not trainable]
+        self._frozen = [
+            parameter
+            for index, parameter in enumerate(self.parameters)
+            if not self._trainable[index] and index not in self._taken
+        ]
         self._hooks.register(self._places, counting=True)
 
     def _agree_on_layout(self) -> None:
@@ -184,7 +168,7 @@ class Synchronizer:
             [parameter.requires_grad for parameter in self.parameters], dtype=torch.int32, device=communicator.device
         )
         communicator.all_reduce(trainable, "max").wait()
-        now_trainable = [bool(flag) for flag in trainable.tolist()]
+        now_trainable = [bool(flag) and index not in self._taken for index, flag in enumerate(trainable.tolist())]
         changed = now_trainable != self._trainable
         self._trainable = now_trainable
         changed = self._order.agree(communicator) or changed
@@ -214,16 +198,11 @@ class Synchronizer:
         if self._in_backward and current_task() == NO_TASK:
             self._recover()
         self._pipeline.check_deferred()
-        self._absent_in_forward = set()
+        self._absence.begin_forward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward to come."""
-        if self._absent_in_forward is not None:
-            if self._absent_in_window is None:
-                self._absent_in_window = self._absent_in_forward
-            else:
-                self._absent_in_window &= self._absent_in_forward
-            self._absent_in_forward = None
+        self._absence.end_forward()
         synchronizes, task, reference = self.enabled, current_task(), weakref.ref(self)
         self._last_forward_synchronizes = synchronizes
         # Zeroed gradients close a window too: a scaler may have skipped its step.
@@ -233,7 +212,7 @@ class Synchronizer:
 
         def hook(_: torch.Tensor) -> None:
             synchronizer = reference()
-            if synchronizer is not None:
+            if synchronizer is not None and not synchronizer._detached:
                 synchronizer._on_output_gradient(synchronizes, task)
 
         for tensor in tensors_in(output):
@@ -242,10 +221,7 @@ class Synchronizer:
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
-        if self._absent_in_forward is not None:
-            self._absent_in_forward.update(
-                self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index
-            )
+        self._absence.announce(self._index[id(p)] for p in parameters if id(p) in self._index)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -266,6 +242,8 @@ class Synchronizer:
         self._in_backward = True
         self._synchronizing = False
         self._task = current_task()
+        if self.options.keeper is not None:
+            self.options.keeper.resume()
         self._arrivals.clear()
         self._overdue.clear()
         at_end_of_backward(self._end_backward, self._backward_failed)
@@ -291,19 +269,24 @@ class Synchronizer:
 
     def _become_synchronizing(self) -> None:
         self._synchronizing = True
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self._order.invalidate()
-        if self._order.due:
-            self._agree_on_layout()
+        if self._turns.take_lead():
+            self._meet()
         counting = self._must_count()
         if counting != self._hooks.counting:
             self._hooks.register(self._places, counting=counting)
         self._hooks.stay_last()
         for bucket in self.buckets:
             bucket.watched = not counting
+        self._start_ready()
+
+    def _meet(self) -> None:
+        """What ranks must agree on before the first bucket starts. Collective, where there is something to agree on."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._order.invalidate()
+        if self._order.due:
+            self._agree_on_layout()
         self._pipeline.divisor = self.divisor
         self._mark_absent()
-        self._start_ready()
 
     def _must_count(self) -> bool:
         """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
@@ -319,14 +302,13 @@ class Synchronizer:
         return any(map(operator.is_not, gradients_of(self.parameters), repeat(None)))
 
     def _mark_absent(self) -> None:
-        if not self._absent_in_window or not self.reduction.carries_tail:
+        if not self.options.droppable or not self.reduction.carries_tail:
             return
+        # Ranks may have run different forwards, or none: only what all of them left out stays off the wire.
+        here = [index for index in self._absence.window if self.parameters[index].grad is None]
+        everywhere = agree_on_absent(self.options.communicator, here, len(self.parameters))
         for bucket in self.buckets:
-            absent = frozenset(
-                number
-                for number, slot in enumerate(bucket.plan.slots)
-                if slot.parameter in self._absent_in_window and bucket.parameters[number].grad is None
-            )
+            absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in everywhere)
             if absent:
                 bucket.announce_absent(absent)
 
@@ -357,8 +339,8 @@ class Synchronizer:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether buckets start before backward has ended. See [Note: the first window]."""
-        return self.options.schedule == "overlapped" and self._order.learned
+        """Whether buckets start before backward has ended. See [Note: the first window], and :mod:`gradsync.turns`."""
+        return self.options.schedule == "overlapped" and self._order.learned and self._turns.leads
 
     def _start_ready(self) -> None:
         if self._overlaps:
@@ -378,6 +360,7 @@ class Synchronizer:
                 bucket.reopen()
             if arrived:
                 self.window = Window.UNSYNCHRONIZED
+        self._turns.give_up()
         self._in_backward = self._synchronizing = False
         self._last_forward_synchronizes = None
         if self.options.keeper is not None:
@@ -385,6 +368,9 @@ class Synchronizer:
 
     def _finish(self) -> None:
         try:
+            if not self._turns.leads:
+                self._turns.take_lead()
+                self._meet()
             self._pipeline.flush(counted=self._hooks.counting)
             self._pipeline.finish(counted=self._hooks.counting)
             sparse = self.layout.sparse
@@ -402,8 +388,9 @@ class Synchronizer:
             self._pipeline.abandon()
             raise
         finally:
+            self._turns.give_up()
             self._in_backward = self._synchronizing = False
-            self._absent_in_window = None
+            self._absence.close_window()
             self._sparse_used.clear()
             for bucket in self.buckets:
                 bucket.reopen()
@@ -454,12 +441,14 @@ class Synchronizer:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._absence.announce_all(len(self.parameters))
         self.synchronize()
         self.window = Window.CLOSED
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this synchronizer averages the parameter's gradient."""
-        return id(parameter) in self._index
+        index = self._index.get(id(parameter))
+        return index is not None and index not in self._taken
 
     def before_step(self) -> None:
         """An optimizer is about to use the gradients: see that they are means."""
@@ -505,11 +494,12 @@ class Synchronizer:
     def _recover(self) -> None:
         """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
         synchronizing = self._synchronizing
+        self._turns.give_up()
         self._in_backward = self._synchronizing = False
         self._broken = True
         self._arrivals.clear()
         self._sparse_used.clear()
-        self._absent_in_window = None
+        self._absence.close_window()
         if synchronizing:
             self._pipeline.abandon()
         else:
@@ -529,7 +519,18 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
+        self._detached = True
         self._hooks.remove()
         wants_attention(self, False)
         for parameter in self.parameters:
-            _owners.pop(parameter, None)
+            if synchronizer_of(parameter) is self:
+                _owners.pop(parameter, None)
+
+    def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""
+        self._taken.update(self._index[id(p)] for p in parameters if id(p) in self._index)
+        if len(self._taken) == len(self.parameters):
+            self.detach()
+        else:
+            self._trainable = [flag and i not in self._taken for i, flag in enumerate(self._trainable)]
+            self._build()

@@ -1,5 +1,6 @@
 """An observer that writes down when each bucket was ready, started and finished, and says what that means."""
 
+import functools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from gradsync.communicator import Handle
 __all__ = ["BucketTimes", "StepTimes", "Timeline"]
 
 
-Marks = list[tuple[str, Bucket | None, Any]]
+# What, of which bucket (index and bytes: a recorded step must not keep gradients alive), when.
+Marks = list[tuple[str, tuple[int, int] | None, Any]]
 
 
 @dataclass(kw_only=True)
@@ -63,6 +65,10 @@ class Timeline:
         self._marks: Marks = []
         self._recorded: list[Marks] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as that of a wrapper takes along, begins with nothing recorded."""
+        return (functools.partial(Timeline, keep=self._keep), ())
+
     @property
     def steps(self) -> list[StepTimes]:
         """The recorded steps, oldest first."""
@@ -96,7 +102,8 @@ class Timeline:
 
     def _mark(self, what: str, bucket: Bucket | None, marks: Marks | None = None) -> None:
         with self._lock:
-            (self._marks if marks is None else marks).append((what, bucket, _now()))
+            identity = None if bucket is None else (bucket.index, bucket.buffer.nbytes)
+            (self._marks if marks is None else marks).append((what, identity, _now()))
 
     def __str__(self) -> str:
         steps = self.steps
@@ -130,7 +137,8 @@ def _read(marks: Marks) -> StepTimes:
         elif what == "synchronized":
             step.finished = seconds
         elif bucket is not None:
-            times = by_index.setdefault(bucket.index, BucketTimes(index=bucket.index, nbytes=bucket.buffer.nbytes))
+            index, nbytes = bucket
+            times = by_index.setdefault(index, BucketTimes(index=index, nbytes=nbytes))
             setattr(times, what, seconds)
     step.buckets = [by_index[index] for index in sorted(by_index)]
     return step

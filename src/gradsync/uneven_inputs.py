@@ -20,6 +20,7 @@ class JoinedModel(Protocol):
     synchronizer: Synchronizer
     communicator: Communicator
     require_forward_param_sync: bool
+    forward_sync_buffers: bool
     divide_by_initial_world_size: bool
 
     def will_sync_module_buffers(self) -> bool:
@@ -50,7 +51,8 @@ class GradientJoinHook(JoinHook):
         """Everybody has run out: all take the final model of one that ran to the end."""
         model = self._model
         source = agree_on_rank(model.communicator, candidate=is_last_joiner)
-        broadcast_tensors([*model.replica.parameters, *model.replica.buffers], model.communicator, source)
+        buffers = model.replica.buffers if model.forward_sync_buffers else []
+        broadcast_tensors([*model.replica.parameters, *buffers], model.communicator, source)
         model.synchronizer.divisor = float(model.communicator.world_size)
 
 

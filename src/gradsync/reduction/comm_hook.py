@@ -36,7 +36,7 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        return list(self._bucket.views)
+        return self._bucket.views_of(self._buffer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self._bucket.parameters)
@@ -48,7 +48,7 @@ class GradBucket:
 class _FutureHandle:
     """Waits for the hook's future and puts its tensor where the gradients belong."""
 
-    def __init__(self, future: "torch.futures.Future[Any]", bucket: Bucket, hook_name: str) -> None:
+    def __init__(self, future: "torch._C.Future[Any]", bucket: Bucket, hook_name: str) -> None:
         self._future, self._bucket, self._hook_name = future, bucket, hook_name
 
     def wait(self) -> None:
@@ -89,7 +89,7 @@ class CommHook:
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         is_last = bucket.plan.ballot > 0
         future = self._hook(self._state, GradBucket(bucket, is_last=is_last))
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # what work.get_future().then(...) returns
             raise MisuseError(
                 f"the communication hook {self._name!r} must return a torch.futures.Future[torch.Tensor], "
                 f"got {type(future).__name__}. Return work.get_future(), or a future with set_result(tensor)"
