@@ -39,6 +39,7 @@ LAYERS = (
     "absence",
     "turns",
     "synchronizer_options",
+    "arrangement",
     "synchronizer",
     "layer_drop",
     "replica_state",

@@ -29,7 +29,6 @@ rank that fails at the very end would otherwise have told nobody.
 import enum
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
@@ -40,14 +39,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.absence import Absence
 from gradsync.agreement import agree_on_absent
+from gradsync.arrangement import Arrangement
 from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
 from gradsync.bucket import Bucket
-from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from gradsync.bucket_layout import BucketLayout, ParameterSpec
 from gradsync.chunk import Chunk, gradients_of
 from gradsync.errors import MisuseError, PeerFailedError
-from gradsync.gradient_order import GradientOrder
 from gradsync.pipeline import Pipeline
-from gradsync.ready_hooks import Place, ReadyHooks
+from gradsync.ready_hooks import ReadyHooks
 from gradsync.reduction import Reduction
 from gradsync.sparse_reduction import reduce_sparse_gradients
 from gradsync.step_guard import wants_attention, watch_steps
@@ -93,10 +92,8 @@ class Synchronizer:
         self.window = Window.CLOSED
         self.synchronizations = 0
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._order = GradientOrder(len(self.parameters))
-        self._trainable = [parameter.requires_grad for parameter in self.parameters]
-        self._multiplicity = [1] * len(self.parameters)
-        self._repeats = False
+        self._arrangement = Arrangement(self.parameters, self.specs, options)
+        self._order = self._arrangement.order
         self._hooks = ReadyHooks(self.parameters, self)
         self._arrivals = self._hooks.arrivals
         self._sparse_used: set[int] = set()
@@ -110,7 +107,6 @@ class Synchronizer:
         self._broken = False
         self._absence = Absence()
         self._turns = Turns(self, getattr(options.communicator, "group", options.communicator))
-        self._taken: set[int] = set()
         self._detached = False
         for owner in {synchronizer_of(parameter) for parameter in self.parameters} - {None}:
             owner.hand_over(self.parameters)  # type: ignore[union-attr]
@@ -131,60 +127,25 @@ class Synchronizer:
     # -- set-up and relearning -----------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Plan the layout by the agreed order and make buckets for it."""
+        # The old buckets go before new ones come: what holds them lets go first.
         options = self.options
-        caps = BucketCaps.one_parameter_each() if options.schedule == "naive" else options.caps
-        order = [index for index in self._order.order if self._trainable[index]]
-        self.layout: BucketLayout = plan_layout(self.specs, order, caps, ballot=options.communicator.world_size)
-        # The old buckets go before new ones come: nothing may hold them but gradients that are still wanted.
         self._hooks.remove()
         self._overdue.clear()
         self._pipeline = Pipeline([], options.communicator, self.reduction, options.observer)
-        self.buckets: list[Bucket] = []
-        self._places: list[Place | None] = [None] * len(self.parameters)
-        for plan in self.layout.buckets:
-            bucket = Bucket(plan, self.parameters, self.specs, options.communicator)
-            if options.keeper is not None:
-                bucket.before_gather(options.keeper.release)
-            self.buckets.append(bucket)
-            for number, slot in enumerate(plan.slots):
-                chunk, place = bucket.place_of(number)
-                self._places[slot.parameter] = (bucket, chunk, place)
-                chunk.arrivals_expected[place] = self._multiplicity[slot.parameter]
-            bucket.reopen()
+        self._arrangement.build()
         self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, options.observer)
         self._pipeline.wire_is_seen |= self._wire_is_seen
-        self._frozen = [
-            parameter
-            for index, parameter in enumerate(self.parameters)
-            if not self._trainable[index] and index not in self._taken
-        ]
-        self._hooks.register(self._places, counting=True)
+        self._hooks.register(self._arrangement.places, counting=True)
 
-    def _agree_on_layout(self) -> None:
-        """Meet the other ranks: which parameters are trained, and in which order gradients come. Collective."""
-        communicator = self.options.communicator
-        trainable = torch.tensor(
-            [parameter.requires_grad for parameter in self.parameters], dtype=torch.int32, device=communicator.device
-        )
-        communicator.all_reduce(trainable, "max").wait()
-        now_trainable = [bool(flag) and index not in self._taken for index, flag in enumerate(trainable.tolist())]
-        changed = now_trainable != self._trainable
-        self._trainable = now_trainable
-        changed = self._order.agree(communicator) or changed
-        if changed or self._multiplicity_changed():
-            self._build()
-            for index in self._arrivals:
-                # What has landed in this backward lands again.
-                place = self._places[index]
-                if place is not None and place[1].land(place[2]):
-                    place[0].note_full_chunk()
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they start."""
+        return self._arrangement.buckets
 
-    def _multiplicity_changed(self) -> bool:
-        return any(
-            place is not None and place[1].arrivals_expected[place[2]] != expected
-            for place, expected in zip(self._places, self._multiplicity, strict=True)
-        )
+    @property
+    def layout(self) -> BucketLayout:
+        """The plan of the buckets."""
+        return self._arrangement.layout
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows."""
@@ -259,7 +220,7 @@ class Synchronizer:
             if self.enabled and self._last_forward_synchronizes is not False:
                 self._become_synchronizing()
         self._arrivals.append(index)
-        place = self._places[index]
+        place = self._arrangement.places[index]
         if place is None:
             self.on_sparse_gradient(index)
         elif not self._hooks.counting:
@@ -273,7 +234,7 @@ class Synchronizer:
             self._meet()
         counting = self._must_count()
         if counting != self._hooks.counting:
-            self._hooks.register(self._places, counting=counting)
+            self._hooks.register(self._arrangement.places, counting=counting)
         self._hooks.stay_last()
         for bucket in self.buckets:
             bucket.watched = not counting
@@ -281,10 +242,11 @@ class Synchronizer:
 
     def _meet(self) -> None:
         """What ranks must agree on before the first bucket starts. Collective, where there is something to agree on."""
-        if any(parameter.requires_grad for parameter in self._frozen):
+        if self._arrangement.has_unfrozen:
             self._order.invalidate()
-        if self._order.due:
-            self._agree_on_layout()
+        if self._order.due and self._arrangement.agree():
+            self._build()
+            self._arrangement.land_again(self._arrivals)
         self._pipeline.divisor = self.divisor
         self._mark_absent()
 
@@ -294,7 +256,7 @@ class Synchronizer:
             self._order.observing
             or self._unwatched_backwards
             or self._pipeline.wire_is_seen
-            or self._repeats
+            or self._arrangement.repeats
             or self._any_gradient()
         )
 
@@ -396,11 +358,7 @@ class Synchronizer:
                 bucket.reopen()
         self.synchronizations += 1
         self._wire_is_seen = self._pipeline.wire_is_seen
-        self._order.window_finished(self._arrivals)
-        if self._order.due:
-            for index, count in Counter(self._arrivals).items():
-                self._multiplicity[index] = count
-            self._repeats = max(self._multiplicity) > 1
+        self._arrangement.window_finished(self._arrivals)
         self.window = Window.SYNCHRONIZED
         if self.options.observer is not None:
             self.options.observer.synchronization_finished()
@@ -448,7 +406,7 @@ class Synchronizer:
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this synchronizer averages the parameter's gradient."""
         index = self._index.get(id(parameter))
-        return index is not None and index not in self._taken
+        return index is not None and index not in self._arrangement.taken
 
     def before_step(self) -> None:
         """An optimizer is about to use the gradients: see that they are means."""
@@ -528,9 +486,8 @@ class Synchronizer:
 
     def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""
-        self._taken.update(self._index[id(p)] for p in parameters if id(p) in self._index)
-        if len(self._taken) == len(self.parameters):
+        self._arrangement.take_out(self._index[id(p)] for p in parameters if id(p) in self._index)
+        if len(self._arrangement.taken) == len(self.parameters):
             self.detach()
         else:
-            self._trainable = [flag and i not in self._taken for i, flag in enumerate(self._trainable)]
             self._build()

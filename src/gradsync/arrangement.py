@@ -1,0 +1,101 @@
+"""The buckets as they are now: made from the agreed order, and made anew when ranks agree on another one."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from gradsync.gradient_order import GradientOrder
+from gradsync.ready_hooks import Place
+from gradsync.synchronizer_options import SynchronizerOptions
+
+__all__ = ["Arrangement"]
+
+
+class Arrangement:
+    """Which parameter lies where. ``places`` has None for a parameter that is in no bucket."""
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], specs: Sequence[ParameterSpec], options: SynchronizerOptions
+    ) -> None:
+        self.parameters = parameters
+        self.order = GradientOrder(len(parameters))
+        self.repeats = False
+        self.layout = BucketLayout(buckets=(), sparse=())
+        self.buckets: list[Bucket] = []
+        self.places: list[Place | None] = [None] * len(parameters)
+        self.taken: set[int] = set()
+        self._specs = specs
+        self._options = options
+        self._trainable = [parameter.requires_grad for parameter in parameters]
+        self._multiplicity = [1] * len(parameters)
+
+    @property
+    def has_unfrozen(self) -> bool:
+        """Whether a parameter has begun to be trained since the buckets were made."""
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def build(self) -> None:
+        """Plan the layout and make buckets for it. Nobody may hold the old ones but gradients that are still wanted."""
+        options = self._options
+        caps = BucketCaps.one_parameter_each() if options.schedule == "naive" else options.caps
+        order = [index for index in self.order.order if self._trainable[index]]
+        self.layout = plan_layout(self._specs, order, caps, ballot=options.communicator.world_size)
+        self.buckets = []
+        self.places = [None] * len(self.parameters)
+        for plan in self.layout.buckets:
+            bucket = Bucket(plan, self.parameters, self._specs, options.communicator)
+            if options.keeper is not None:
+                bucket.before_gather(options.keeper.release)
+            self.buckets.append(bucket)
+            for number, slot in enumerate(plan.slots):
+                chunk, place = bucket.place_of(number)
+                self.places[slot.parameter] = (bucket, chunk, place)
+                chunk.arrivals_expected[place] = self._multiplicity[slot.parameter]
+            bucket.reopen()
+        self._frozen = [
+            parameter
+            for index, parameter in enumerate(self.parameters)
+            if not self._trainable[index] and index not in self.taken
+        ]
+
+    def agree(self) -> bool:
+        """Meet the other ranks: which parameters are trained, and in which order gradients come. Collective.
+
+        True when buckets must be made anew.
+        """
+        communicator = self._options.communicator
+        trainable = torch.tensor(
+            [parameter.requires_grad for parameter in self.parameters], dtype=torch.int32, device=communicator.device
+        )
+        communicator.all_reduce(trainable, "max").wait()
+        now_trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(trainable.tolist())]
+        changed = now_trainable != self._trainable
+        self._trainable = now_trainable
+        changed = self.order.agree(communicator) or changed
+        return changed or any(
+            place is not None and place[1].arrivals_expected[place[2]] != expected
+            for place, expected in zip(self.places, self._multiplicity, strict=True)
+        )
+
+    def land_again(self, arrivals: Iterable[int]) -> None:
+        """After :meth:`build` in the middle of a backward: what had landed has landed here too."""
+        for index in arrivals:
+            place = self.places[index]
+            if place is not None and place[1].land(place[2]):
+                place[0].note_full_chunk()
+
+    def window_finished(self, arrivals: list[int]) -> None:
+        """Learn from the window that was just synchronized: the order, and how often each parameter's hook ran."""
+        self.order.window_finished(arrivals)
+        if self.order.due:
+            for index, count in Counter(arrivals).items():
+                self._multiplicity[index] = count
+            self.repeats = max(self._multiplicity) > 1
+
+    def take_out(self, indices: Iterable[int]) -> None:
+        """Give these parameters up to another synchronizer."""
+        self.taken.update(indices)
+        self._trainable = [flag and index not in self.taken for index, flag in enumerate(self._trainable)]
