@@ -92,6 +92,9 @@ class Pipeline:
         the reduction raises on every rank alike), and there is nobody left to tell.
         """
         self._failed_rank = self.communicator.rank
+        for bucket in self.buckets:
+            # What lies in it is worthless anyway, and must not be refused again.
+            bucket.watched = False
         with contextlib.suppress(Exception):
             self.flush(counted=True)
             if not self.reduction.carries_tail and not self._tails_sent:
@@ -135,8 +138,8 @@ class Pipeline:
             _raise_for(votes)
 
     def _start(self, bucket: Bucket) -> None:
-        self._next += 1
         bucket.settle(self.scale(bucket))
+        self._next += 1
         bucket.load_tail(failed_rank=self._failed_rank)
         bucket.state = BucketState.REDUCING
         bucket.mark_version()
