@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gradsync.communicator import Communicator, choose_communicator
+from gradsync.errors import ConfigurationError
 from gradsync.observer import Observer
 from gradsync.reduction import Mean, Reduction
 from gradsync.replica import BucketSize, EngineSettings, Replica
@@ -93,5 +94,7 @@ def synchronize_gradients(
         bucket_cap_mb=bucket_cap_mb,
         observer=observer,
     )
+    if communicator is not None and process_group is not None:
+        raise ConfigurationError("pass one of communicator and process_group, got both")
     chosen = choose_communicator(communicator if communicator is not None else process_group)
     return GradientSynchronization(model, chosen, settings, init_sync=init_sync)

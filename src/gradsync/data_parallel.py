@@ -119,6 +119,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             sync_buffers=forward_sync_buffers is not None or self.forward_sync_buffers,
             keeper=self._low_precision,
         )
+        self.replica.watch(self)
 
     def _set_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
         self.device_ids: list[int] | None = None
@@ -341,6 +342,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.synchronizer = self.replica.connect(
             self.communicator, self.settings, init_sync=False, keeper=self._low_precision
         )
+        self.replica.watch(self)
 
 
 def _choose(module: nn.Module, communicator: Communicator | None, process_group: Any, device_mesh: Any) -> Communicator:

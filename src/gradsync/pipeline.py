@@ -99,8 +99,10 @@ class Pipeline:
             self.flush(counted=True)
             if not self.reduction.carries_tail and not self._tails_sent:
                 self._exchange_tails()
-            for _, handles in self._pending:
-                for handle in handles:
+        for _, handles in self._pending:
+            for handle in handles:
+                # One that fails must not keep the others from being waited for: they still write into the buckets.
+                with contextlib.suppress(Exception):
                     handle.wait()
         self._failed_rank = None
         self._close()

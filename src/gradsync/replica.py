@@ -55,6 +55,11 @@ class EngineSettings:
             raise ConfigurationError(
                 f"reduction must be a Reduction such as gradsync.reduction.Mean(), got {self.reduction!r}"
             )
+        if self.sizes == ():
+            raise ConfigurationError(
+                f"bucket_cap_mb must hold at least one size in MiB, got {self.bucket_cap_mb!r}. Leave it out to have "
+                "it chosen by the measured speed of the group"
+            )
         for size in self.sizes or ():
             if not isinstance(size, int | float) or not math.isfinite(size) or size <= 0:
                 raise ConfigurationError(
@@ -122,6 +127,10 @@ class Replica:
             droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
         )
         return Synchronizer(self.parameters, self.specs, options)
+
+    def watch(self, wrapper: nn.Module) -> None:
+        """Parameters added to ``wrapper`` itself are no part of the module, and refused alike."""
+        _watched.setdefault(wrapper, []).append(weakref.ref(self))
 
     def require_unchanged(self) -> None:
         """Raise if parameters were registered since wrapping: the engine does not know them."""
