@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gradsync.communicator.base import Handle, ReduceOp
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
+from gradsync.errors import ConfigurationError, MismatchError, PeerFailedError
 
 __all__ = ["InProcessCommunicator", "InProcessWorld"]
 
@@ -26,7 +26,7 @@ class _Round:
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     results: list[torch.Tensor] | None = None
-    error: GradsyncError | None = None
+    error: Exception | None = None
     left: int = 0
 
 
@@ -89,8 +89,12 @@ class InProcessWorld:
             kinds = ", ".join(f"rank {rank}: {kind}" for rank, kind in sorted(current.kinds.items()))
             current.error = MismatchError(f"ranks started different collectives: {kinds}")
             return
-        with torch.no_grad():
-            current.results = combine([current.inputs[rank] for rank in range(self.world_size)])
+        try:
+            with torch.no_grad():
+                current.results = combine([current.inputs[rank] for rank in range(self.world_size)])
+        except Exception as error:
+            # It is everybody's: the rank that came last only happens to be the one that computes.
+            current.error = error
 
 
 class _TakeResult:
