@@ -146,7 +146,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # -- forward and backward ----------------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    # torch.compiler.disable would import the whole compiler along with gradsync.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward will average the gradients."""
         inputs, kwargs = self._before_forward(inputs, kwargs)
@@ -165,7 +166,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._after_forward(output)
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -183,7 +184,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
         return inputs, kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, output: Any) -> None:
         learning = torch.is_grad_enabled()
         if learning:
