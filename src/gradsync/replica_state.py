@@ -47,3 +47,5 @@ def _broadcast_chunk(tensors: list[torch.Tensor], communicator: Communicator, so
     if communicator.rank != source:
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
+    # Gloo's threads hold the tensor until their next collective; its memory need not wait that long.
+    flat.untyped_storage().resize_(0)
