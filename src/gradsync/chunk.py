@@ -57,6 +57,7 @@ class Chunk:
         self._waiting[:] = self.arrivals_expected
         self._missing = len(self._waiting)
         self._sighted: list[torch.Tensor | None] = []
+        self._all_outside = False
         self.full = False
         self.settled = False
         self.empty: list[int] = []
@@ -82,11 +83,11 @@ class Chunk:
         if self.full:
             return False
         gradients = list(gradients_of(self.parameters))
-        if any(map(operator.is_, gradients, repeat(None))) and any(
-            gradient is None and slot not in self.absent for slot, gradient in enumerate(gradients)
-        ):
+        complete = not any(map(operator.is_, gradients, repeat(None)))
+        if not complete and any(g is None and slot not in self.absent for slot, g in enumerate(gradients)):
             return False
         self._sighted = gradients
+        self._all_outside = complete
         self.full = True
         return True
 
@@ -146,9 +147,12 @@ class Chunk:
             self.before_gather(self.parameters)
         gradients = self._sighted or list(gradients_of(self.parameters))
         views = self.views
-        self._sighted, self.empty = [], []
-        if not any(map(operator.is_, gradients, views)) and not any(map(operator.is_, gradients, repeat(None))):
-            # All lie outside: the rule after zero_grad().
+        # The rule after zero_grad(). What was sighted has come in this backward, so none of it can be a view.
+        all_outside = self._all_outside or not (
+            any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None)))
+        )
+        self._sighted, self.empty, self._all_outside = [], [], False
+        if all_outside:
             for parameter, view in zip(self.parameters, views, strict=True):
                 parameter.grad = view
             loose, targets = gradients, views
