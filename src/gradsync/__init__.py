@@ -7,6 +7,7 @@
 
 from gradsync.attach import GradientSynchronization, synchronize_gradients
 from gradsync.averaging import average_gradients
+from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.errors import (
     ConfigurationError,
@@ -29,6 +30,8 @@ __all__ = [
     "PeerFailedError",
     "Timeline",
     "average_gradients",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "synchronize_gradients",
 ]
 

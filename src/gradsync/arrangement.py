@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from gradsync.agreement import agree_on_absent
 from gradsync.bucket import Bucket
 from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from gradsync.gradient_order import GradientOrder
@@ -86,6 +87,16 @@ class Arrangement:
             place = self.places[index]
             if place is not None and place[1].land(place[2]):
                 place[0].note_full_chunk()
+
+    def mark_absent(self, announced: Iterable[int]) -> None:
+        """Leave off the wire what nobody will have: ``announced`` as absent here, and by all others. Collective."""
+        # Ranks may have run different forwards, or none: only what all of them left out counts.
+        here = [index for index in announced if self.parameters[index].grad is None]
+        everywhere = agree_on_absent(self._options.communicator, here, len(self.parameters))
+        for bucket in self.buckets:
+            absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in everywhere)
+            if absent:
+                bucket.announce_absent(absent)
 
     def window_finished(self, arrivals: list[int]) -> None:
         """Learn from the window that was just synchronized: the order, and how often each parameter's hook ran."""

@@ -1,11 +1,11 @@
 """The engine without a wrapper: ``synchronize_gradients(model)`` works in place and keeps ``state_dict`` keys."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from gradsync.accumulation import Accumulation
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import ConfigurationError
 from gradsync.observer import Observer
@@ -38,7 +38,7 @@ class _ForwardHooks:
         return (_ForwardHooks, (None,))
 
 
-class GradientSynchronization:
+class GradientSynchronization(Accumulation):
     """The engine attached to a model, as :func:`synchronize_gradients` returns it."""
 
     def __init__(
@@ -51,18 +51,6 @@ class GradientSynchronization:
             model.register_forward_pre_hook(hooks.before),
             model.register_forward_hook(hooks.after),
         ]
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards in here accumulate on this rank alone; around the backward is enough."""
-        return self.synchronizer.no_sync()
-
-    def local_steps(self) -> AbstractContextManager[None]:
-        """Optimizer steps in here may use gradients of this rank alone."""
-        return self.synchronizer.local_steps()
-
-    def synchronize(self) -> None:
-        """Average what has accumulated, now. All ranks must do so, here or in their backward."""
-        self.synchronizer.synchronize()
 
     def detach(self) -> None:
         """Take the engine off the model. Gradients stay as they are."""
@@ -80,19 +68,21 @@ def synchronize_gradients(
     schedule: Schedule = "overlapped",
     bucket_cap_mb: BucketSize = "auto",
     observer: Observer | None = None,
+    accumulation_dtype: torch.dtype | None = None,
     init_sync: bool = True,
 ) -> GradientSynchronization:
     """Average the gradients of ``model`` over the ranks during every backward, from now on.
 
     Nothing is wrapped: the model keeps its class, its attributes and its ``state_dict`` keys. Parameters and buffers
     are compared over ranks and taken from rank 0 once, unless ``init_sync`` is False. The returned handle has
-    ``no_sync()``, ``synchronize()`` and ``detach()``.
+    ``accumulate()``, ``backward()``, ``no_sync()``, ``synchronize()`` and ``detach()``.
     """
     settings = EngineSettings(
         reduction=Mean() if reduction is None else reduction,
         schedule=schedule,
         bucket_cap_mb=bucket_cap_mb,
         observer=observer,
+        accumulation_dtype=accumulation_dtype,
     )
     if communicator is not None and process_group is not None:
         raise ConfigurationError("pass one of communicator and process_group, got both")

@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
+from gradsync.accumulation import Accumulation
 from gradsync.communicator import Communicator, ProcessGroupCommunicator, choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.mixed_precision import LowPrecision, MixedPrecisionConfig
@@ -25,7 +26,7 @@ from gradsync.uneven_inputs import GradientJoinHook, agree_on_rank, count_active
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(Accumulation, nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over all ranks during backward.
 
     Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. These are accepted and have nothing to do
@@ -44,6 +45,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         parameter, after it).
     observer
         is told of every stop of a gradient's walk; see :class:`~gradsync.Timeline`.
+    accumulation_dtype
+        in what gradients of bfloat16 and float16 parameters add up, and are averaged: ``torch.float32`` loses nothing.
 
     ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
     """
@@ -75,8 +78,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         reduction: Reduction | None = None,
         schedule: Schedule = "overlapped",
         observer: Observer | None = None,
+        accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         Joinable.__init__(self)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ConfigurationError(
@@ -89,6 +93,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             schedule=schedule,
             bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
             observer=observer,
+            accumulation_dtype=accumulation_dtype,
         )
         self.communicator = _choose(module, communicator, process_group, device_mesh)
         self.process_group = getattr(self.communicator, "group", None)
@@ -119,7 +124,24 @@ class DistributedDataParallel(nn.Module, Joinable):
             sync_buffers=forward_sync_buffers is not None or self.forward_sync_buffers,
             keeper=self._low_precision,
         )
+        self._connected()
+
+    def _connected(self) -> None:
         self.replica.watch(self)
+        reference = weakref.ref(self)
+
+        def before_taking_part() -> None:
+            wrapper = reference()
+            if wrapper is not None:
+                wrapper._stand_in_for_forward()
+
+        self.synchronizer.before_taking_part = before_taking_part
+
+    def _stand_in_for_forward(self) -> None:
+        """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers."""
+        if self.will_sync_module_buffers():
+            self._broadcast_buffers()
+        self.require_forward_param_sync = True
 
     def _set_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
         self.device_ids: list[int] | None = None
@@ -202,30 +224,20 @@ class DistributedDataParallel(nn.Module, Joinable):
             notified.wait()
         joining = self._join_config.enable
         if self.will_sync_module_buffers():
-            source = agree_on_rank(self.communicator, candidate=True) if joining else 0
-            buffers = self.replica.buffers
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers)):
-                broadcast_tensors(buffers, self.communicator, source)
+            self._broadcast_buffers(agree_on_rank(self.communicator, candidate=True) if joining else 0)
         if joining:
             active = count_active(self.communicator, active=learning and self.synchronizer.enabled)
             set_divisor(self, active)
+
+    def _broadcast_buffers(self, source: int = 0) -> None:
+        buffers = self.replica.buffers
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers)):
+            broadcast_tensors(buffers, self.communicator, source)
 
     @property
     def bucket_bytes_cap(self) -> int:
         """Where dynamo cuts the graph of a compiled module: at the largest cap, or the least that dynamo takes."""
         return max(*self.synchronizer.options.caps.caps, MIB)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards in here accumulate on this rank alone. Around the backward is enough."""
-        return self.synchronizer.no_sync()
-
-    def local_steps(self) -> AbstractContextManager[None]:
-        """Optimizer steps in here may use gradients of this rank alone, as local SGD wants."""
-        return self.synchronizer.local_steps()
-
-    def synchronize(self) -> None:
-        """Average what has accumulated, now. All ranks must do so, here or in their backward."""
-        self.synchronizer.synchronize()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -343,7 +355,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.synchronizer = self.replica.connect(
             self.communicator, self.settings, init_sync=False, keeper=self._low_precision
         )
-        self.replica.watch(self)
+        self._connected()
 
 
 def _choose(module: nn.Module, communicator: Communicator | None, process_group: Any, device_mesh: Any) -> Communicator:

@@ -12,6 +12,7 @@ import torch
 from gradsync.bucket import Bucket, BucketState
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import PeerFailedError
+from gradsync.gradient_norm import BucketNorms
 from gradsync.observer import Observer
 from gradsync.reduction import Reduction
 
@@ -33,6 +34,8 @@ class Pipeline:
         self.reduction = reduction
         self.observer = observer
         self.divisor = float(communicator.world_size)
+        # What this rank's gradients are multiplied with beside: weights of micro-batches, see gradsync.window.
+        self.local_scale = 1.0
         self.wire_is_seen = not reduction.carries_tail
         self._next = 0
         self._pending: list[tuple[Bucket, list[Handle]]] = []
@@ -42,7 +45,7 @@ class Pipeline:
 
     def scale(self, bucket: Bucket) -> float:
         """What gradients are multiplied with while they are settled."""
-        return self.reduction.landing_scale(bucket, self.communicator, self.divisor)
+        return self.local_scale * self.reduction.landing_scale(bucket, self.communicator, self.divisor)
 
     def start_ready(self) -> None:
         """Start all buckets whose turn has come and which are full, but for the last one, which holds the ballot."""
@@ -54,7 +57,7 @@ class Pipeline:
 
         ``counted`` says that every gradient was counted while it landed, so that none can have come too late.
         Otherwise the versions of the buckets tell, and they are looked at before the ballot goes: see
-        [Note: a failed backward] in the synchronizer.
+        [Note: a failed backward] in the backward engine.
         """
         while self._next < len(self.buckets) - 1:
             self._start(self.buckets[self._next])
@@ -65,8 +68,13 @@ class Pipeline:
         while self._next < len(self.buckets):
             self._start(self.buckets[self._next])
 
-    def finish(self, *, counted: bool) -> None:
-        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed."""
+    def finish(
+        self, *, counted: bool, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None
+    ) -> None:
+        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed.
+
+        ``correction`` is what means are multiplied with that were computed before the divisor was known.
+        """
         if not self.reduction.carries_tail:
             self._exchange_tails()
         while self._pending:
@@ -77,7 +85,11 @@ class Pipeline:
             while handles:
                 handles[0].wait()
                 del handles[0]
+            if correction is not None:
+                bucket.payload.mul_(correction)
             bucket.finish()
+            if norms is not None:
+                norms.note(bucket)
             del self._pending[0]
             if self.observer is not None:
                 self.observer.bucket_finished(bucket)

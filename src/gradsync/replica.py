@@ -19,6 +19,7 @@ from gradsync.communicator import Communicator
 from gradsync.cost_model import auto_caps
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.observer import Observer
+from gradsync.precise_accumulation import checked_dtype, widened
 from gradsync.reduction import Mean, Reduction
 from gradsync.replica_state import broadcast_tensors
 from gradsync.synchronizer import Synchronizer
@@ -47,8 +48,10 @@ class EngineSettings:
     schedule: Schedule = "overlapped"
     bucket_cap_mb: BucketSize = "auto"
     observer: Observer | None = None
+    accumulation_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        checked_dtype(self.accumulation_dtype)
         if self.schedule not in _SCHEDULES:
             raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
         if not isinstance(self.reduction, Reduction):
@@ -125,8 +128,9 @@ class Replica:
             observer=settings.observer,
             keeper=keeper,
             droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
+            accumulation_dtype=settings.accumulation_dtype,
         )
-        return Synchronizer(self.parameters, self.specs, options)
+        return Synchronizer(self.parameters, widened(self.specs, settings.accumulation_dtype), options)
 
     def watch(self, wrapper: nn.Module) -> None:
         """Parameters added to ``wrapper`` itself are no part of the module, and refused alike."""
@@ -155,6 +159,7 @@ class Replica:
             ("setting bucket_cap_mb", "auto" if settings.sizes is None else list(settings.sizes)),
             ("setting schedule", settings.schedule),
             ("setting reduction", repr(settings.reduction)),
+            ("setting accumulation_dtype", str(settings.accumulation_dtype)),
         ]
 
     def note_registration(self, path: str, parameter: nn.Parameter) -> None:

@@ -11,14 +11,38 @@ import torch
 
 from gradsync.communicator import Communicator
 
-__all__ = ["reduce_sparse_gradients"]
+__all__ = ["SparseGradients", "reduce_sparse_gradients"]
 
 NOTHING, SPARSE, DENSE = 0, 1, 2
 
 
+class SparseGradients:
+    """Which parameters outside the buckets have received a gradient in this window."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
+        self._parameters = parameters
+        self._communicator = communicator
+        self._used: set[int] = set()
+
+    def land(self, index: int) -> None:
+        self._used.add(index)
+
+    def clear(self) -> None:
+        self._used.clear()
+
+    def reduce(self, indices: Sequence[int], divisor: float | torch.Tensor) -> None:
+        """Average those of the parameters ``indices`` that any rank has used. Collective."""
+        parameters = [self._parameters[index] for index in indices]
+        used = [index in self._used for index in indices]
+        reduce_sparse_gradients(parameters, used, self._communicator, divisor)
+
+
 @torch.no_grad()
 def reduce_sparse_gradients(
-    parameters: Sequence[torch.nn.Parameter], used: Sequence[bool], communicator: Communicator, divisor: float
+    parameters: Sequence[torch.nn.Parameter],
+    used: Sequence[bool],
+    communicator: Communicator,
+    divisor: float | torch.Tensor,
 ) -> None:
     """Replace each parameter's gradient by the mean, where at least one rank used the parameter."""
     if not parameters:
@@ -48,7 +72,9 @@ def _nnz(parameter: torch.nn.Parameter) -> int:
     return gradient._nnz() if gradient is not None and gradient.is_sparse else 0
 
 
-def _dense_mean(parameter: torch.nn.Parameter, communicator: Communicator, divisor: float) -> torch.Tensor:
+def _dense_mean(
+    parameter: torch.nn.Parameter, communicator: Communicator, divisor: float | torch.Tensor
+) -> torch.Tensor:
     total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
     if parameter.grad is not None:
         total.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).div_(divisor)
@@ -57,7 +83,7 @@ def _dense_mean(parameter: torch.nn.Parameter, communicator: Communicator, divis
 
 
 def _sparse_mean(
-    parameter: torch.nn.Parameter, counts: list[int], communicator: Communicator, divisor: float
+    parameter: torch.nn.Parameter, counts: list[int], communicator: Communicator, divisor: float | torch.Tensor
 ) -> torch.Tensor:
     """Rows are padded to the longest rank's number, gathered, cut to the true numbers and added up."""
     rows, longest, world_size = parameter.shape[1:], max(counts), communicator.world_size

@@ -1,79 +1,36 @@
-"""From ``backward()`` to averaged gradients: autograd's hooks, the buckets, the reduction, the end of backward.
-
-The walk of a gradient::
-
-    ready_hooks          a parameter's gradient is ready             stop 1
-    chunk.land           it lands in its slot of a bucket            stop 2
-    pipeline             full buckets are gathered and started       stops 3 and 4
-    _end_backward        the rest is started, all are finished       stop 5
-
-The synchronizer knows parameters, not modules; wrappers tell it of forwards.
-
-[Note: which backward synchronizes] It is read at the first sign of a backward, from ``enabled`` (which ``no_sync``
-turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
-backward runs through several forwards and one of them synchronizes, the backward does.
-
-[Note: the first window] Nothing is started before the first synchronized backward has ended: until then it is not
-known in which order gradients come, nor how often a parameter's hook fires (more than once where reentrant
-checkpointing runs through a shared parameter). From the second window on buckets overlap.
+"""Between backwards: what has accumulated is synchronized, and no optimizer steps on anything else.
 
 [Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
-other ranks wait for it. It takes part when its optimizer is about to step.
-
-[Note: a failed backward] When a backward raises, the synchronization is brought to its end with a vote in the ballot,
-so that the other ranks raise too, before the error reaches the user. Nobody goes on until the half-made gradients have
-been zeroed. The ballot travels in the last bucket, which therefore starts when backward has ended and not before: a
-rank that fails at the very end would otherwise have told nobody.
+other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
+about to step.
 """
 
-import enum
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsync.absence import Absence
-from gradsync.agreement import agree_on_absent
-from gradsync.arrangement import Arrangement
-from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
-from gradsync.bucket import Bucket
-from gradsync.bucket_layout import BucketLayout, ParameterSpec
-from gradsync.chunk import Chunk
-from gradsync.errors import MisuseError, PeerFailedError
-from gradsync.pipeline import Pipeline
-from gradsync.ready_hooks import ReadyHooks
-from gradsync.reduction import Reduction
-from gradsync.sparse_reduction import reduce_sparse_gradients
+from gradsync.backward_engine import BackwardEngine
+from gradsync.backward_watch import NO_TASK, current_task
+from gradsync.bucket_layout import ParameterSpec
+from gradsync.errors import MisuseError
+from gradsync.ownership import own, owner_of, release
 from gradsync.step_guard import wants_attention, watch_steps
 from gradsync.synchronizer_options import SynchronizerOptions
-from gradsync.turns import Turns
+from gradsync.window import WindowState
+from gradsync.witness import has_loose_gradients
 
-__all__ = ["Synchronizer", "Window", "synchronizer_of"]
-
-
-class Window(enum.Enum):
-    """What has happened since the last optimizer step."""
-
-    CLOSED = "nothing"
-    OPEN = "a forward, no gradient yet"
-    UNSYNCHRONIZED = "gradients of this rank alone"
-    SYNCHRONIZED = "means"
-
-
-_owners: Any = WeakIdKeyDictionary()
+__all__ = ["Synchronizer", "synchronizer_of"]
 
 
 def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
     """The synchronizer that averages the parameter's gradient, if there is one."""
-    reference = _owners.get(parameter)
-    return None if reference is None else reference()
+    owner: Synchronizer | None = owner_of(parameter)
+    return owner
 
 
-class Synchronizer:
-    """Averages the gradients of ``parameters`` over the ranks of a communicator, during backward."""
+class Synchronizer(BackwardEngine):
+    """Averages the gradients of ``parameters`` over the ranks of a communicator, once a window."""
 
     def __init__(
         self,
@@ -81,309 +38,31 @@ class Synchronizer:
         specs: Sequence[ParameterSpec],
         options: SynchronizerOptions,
     ) -> None:
-        self.options = options
-        self.parameters = list(parameters)
-        self.specs = list(specs)
-        self.reduction = options.reduction
-        self.enabled = True
-        self.divisor = float(options.communicator.world_size)
-        self.window = Window.CLOSED
-        self.synchronizations = 0
-        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._arrangement = Arrangement(self.parameters, self.specs, options)
-        self._order = self._arrangement.order
-        self._hooks = ReadyHooks(self.parameters, self)
-        self._arrivals = self._hooks.arrivals
-        self._sparse_used: set[int] = set()
-        self._overdue: list[tuple[Bucket, Chunk]] = []
-        self._synchronizing = False
-        self._task = NO_TASK
-        self._last_forward_synchronizes: bool | None = None
-        self._unwatched_backwards = False
-        self._wire_is_seen = False
-        self._local_steps = False
-        self._broken = False
-        self._absence = Absence()
-        self._turns = Turns(self, getattr(options.communicator, "group", options.communicator))
-        self._detached = False
-        for owner in {synchronizer_of(parameter) for parameter in self.parameters} - {None}:
-            owner.hand_over(self.parameters)  # type: ignore[union-attr]
-        self._build()
-        for parameter in self.parameters:
-            _owners[parameter] = weakref.ref(self)
+        for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
+            owner.hand_over(parameters)  # type: ignore[union-attr]
+        super().__init__(parameters, specs, options)
+        # Set by wrappers that have further collectives in a forward, for a rank that runs none in a window.
+        self.before_taking_part: Callable[[], None] | None = None
+        own(self, self.parameters)
         watch_steps()
         wants_attention(self, True)
 
-    @property
-    def _in_backward(self) -> bool:
-        return not self._hooks.idle
+    @contextmanager
+    def switched(self, **switches: bool) -> Iterator[None]:
+        """Set ``enabled``, ``forced`` or ``steps_locally`` for a while."""
+        previous = {name: getattr(self, name) for name in switches}
+        vars(self).update(switches)
+        try:
+            yield
+        finally:
+            vars(self).update(previous)
 
-    @_in_backward.setter
-    def _in_backward(self, value: bool) -> None:
-        self._hooks.idle[:] = [] if value else [True]
-
-    # -- set-up and relearning -----------------------------------------------------------------------------------
-
-    def _build(self) -> None:
-        # The old buckets go before new ones come: what holds them lets go first.
-        options = self.options
-        self._hooks.remove()
-        self._overdue.clear()
-        self._pipeline = Pipeline([], options.communicator, self.reduction, options.observer)
-        self._arrangement.build()
-        self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, options.observer)
-        self._pipeline.wire_is_seen |= self._wire_is_seen
-        self._hooks.register(self._arrangement.places, counting=True)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they start."""
-        return self._arrangement.buckets
-
-    @property
-    def layout(self) -> BucketLayout:
-        """The plan of the buckets."""
-        return self._arrangement.layout
-
-    def reduce_with(self, reduction: Reduction) -> None:
-        """Exchange the reduction, between two windows."""
-        self.reduction = reduction
-        self._build()
-
-    # -- forwards ------------------------------------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        """A forward with gradients on is about to run."""
-        if self._in_backward and current_task() == NO_TASK:
-            self._recover()
-        self._pipeline.check_deferred()
-        self._absence.begin_forward()
-
-    def end_forward(self, output: Any) -> None:
-        """The forward has run: watch its output for the backward to come."""
-        self._absence.end_forward()
-        synchronizes, task, reference = self.enabled, current_task(), weakref.ref(self)
-        self._last_forward_synchronizes = synchronizes
-        # Zeroed gradients close a window too: a scaler may have skipped its step.
-        closed = self.window is Window.CLOSED or (self.window is Window.SYNCHRONIZED and not self._any_gradient())
-        if closed and synchronizes:
-            self.window = Window.OPEN
-
-        def hook(_: torch.Tensor) -> None:
-            synchronizer = reference()
-            if synchronizer is not None and not synchronizer._detached:
-                synchronizer._on_output_gradient(synchronizes, task)
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(hook)
-
-    def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
-        """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
-        self._absence.announce(self._index[id(p)] for p in parameters if id(p) in self._index)
-
-    # -- backward ------------------------------------------------------------------------------------------------
-
-    def _on_output_gradient(self, forward_synchronizes: bool, forward_task: int) -> None:
-        if self._in_backward and forward_task == NO_TASK and current_task() != self._task:
-            self._recover()
-        if not self._in_backward:
-            if not any(parameter.requires_grad for parameter in self.parameters):
-                # All are frozen for the moment, as a discriminator is while the generator learns.
-                return
-            self._begin_backward()
-        if forward_synchronizes and self.enabled and not self._synchronizing:
+    def fail(self) -> None:
+        """Take part in the synchronization of the other ranks, telling them that this rank failed."""
+        if not self._broken:
+            self.window.weights.counting = True
             self._become_synchronizing()
-
-    def _begin_backward(self) -> None:
-        if self._broken:
-            self._require_zeroed()
-        self._in_backward = True
-        self._synchronizing = False
-        self._task = current_task()
-        if self.options.keeper is not None:
-            self.options.keeper.resume()
-        self._arrivals.clear()
-        self._overdue.clear()
-        at_end_of_backward(self._end_backward, self._backward_failed)
-        if self.options.observer is not None:
-            self.options.observer.backward_began(synchronizes=self.enabled)
-
-    def begin_backward_at_parameter(self, index: int) -> None:
-        """No output told of this backward; its first gradient does. See :mod:`gradsync.backward_watch`."""
-        self._unwatched_backwards = True
-        # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
-        if not inside_inner_task():
-            self._begin_backward()
-            if self.enabled and self._last_forward_synchronizes is not False:
-                self._become_synchronizing()
-        self._arrivals.append(index)
-        place = self._arrangement.places[index]
-        if place is None:
-            self.on_sparse_gradient(index)
-        elif not self._hooks.counting:
-            self.look_at(place[0], place[1])
-        elif place[1].land(place[2]):
-            self.on_chunk_full(place[0], place[1])
-
-    def _become_synchronizing(self) -> None:
-        self._synchronizing = True
-        if self._turns.take_lead():
-            self._meet()
-        counting = self._must_count()
-        if counting != self._hooks.counting:
-            self._hooks.register(self._arrangement.places, counting=counting)
-        self._hooks.stay_last()
-        for bucket in self.buckets:
-            bucket.watched = not counting
-        self._start_ready()
-
-    def _meet(self) -> None:
-        """What ranks must agree on before the first bucket starts. Collective, where there is something to agree on."""
-        if self._arrangement.has_unfrozen:
-            self._order.invalidate()
-        if self._order.due and self._arrangement.agree():
-            self._build()
-            self._arrangement.land_again(self._arrivals)
-        self._pipeline.divisor = self.divisor
-        self._mark_absent()
-
-    def _must_count(self) -> bool:
-        """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
-        return (
-            self._order.observing
-            or self._unwatched_backwards
-            or self._pipeline.wire_is_seen
-            or self._arrangement.repeats
-            or self._any_gradient()
-        )
-
-    def _any_gradient(self) -> bool:
-        # A plain loop: over thousands of parameters it is a quarter faster than any() with map().
-        for parameter in self.parameters:  # noqa: SIM110
-            if parameter.grad is not None:
-                return True
-        return False
-
-    def _mark_absent(self) -> None:
-        if not self.options.droppable or not self.reduction.carries_tail:
-            return
-        # Ranks may have run different forwards, or none: only what all of them left out stays off the wire.
-        here = [index for index in self._absence.window if self.parameters[index].grad is None]
-        everywhere = agree_on_absent(self.options.communicator, here, len(self.parameters))
-        for bucket in self.buckets:
-            absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in everywhere)
-            if absent:
-                bucket.announce_absent(absent)
-
-    def look_at(self, bucket: Bucket, chunk: Chunk) -> None:
-        """The last gradient of the chunk, by the learned order, is ready: see whether all are."""
-        self._overdue.append((bucket, chunk))
-        for candidate in list(self._overdue):
-            if candidate[1].land_by_sight():
-                self._overdue.remove(candidate)
-                self.on_chunk_full(*candidate)
-
-    def on_chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
-        """All gradients of the chunk are ready: bring them in, and start the bucket if that was the last of it."""
-        if self._synchronizing and self._overlaps:
-            bucket.settle(self._pipeline.scale(bucket), [chunk])
-        else:
-            # It may not be the end of it: this rank accumulates, or more gradients of the same parameter may come.
-            chunk.gather()
-        if bucket.note_full_chunk():
-            if self.options.observer is not None:
-                self.options.observer.bucket_ready(bucket)
-            if self._synchronizing:
-                self._start_ready()
-
-    def on_sparse_gradient(self, index: int) -> None:
-        """A gradient that has no place in a bucket; it is reduced after the buckets."""
-        self._sparse_used.add(index)
-
-    @property
-    def _overlaps(self) -> bool:
-        """Whether buckets start before backward has ended. See [Note: the first window], and :mod:`gradsync.turns`."""
-        return self.options.schedule == "overlapped" and self._order.learned and self._turns.leads
-
-    def _start_ready(self) -> None:
-        if self._overlaps:
-            self._pipeline.start_ready()
-
-    def _end_backward(self) -> None:
-        """Stop 5: autograd has finished; so do the buckets."""
-        if self.options.observer is not None:
-            self.options.observer.backward_ended()
-        accumulated = self.window is Window.UNSYNCHRONIZED
-        arrived = bool(self._arrivals) or (not self._hooks.counting and self._any_gradient())
-        if self._synchronizing and (arrived or accumulated):
-            self._finish()
-        else:
-            for bucket in self.buckets:
-                bucket.gather()
-                bucket.reopen()
-            if arrived:
-                self.window = Window.UNSYNCHRONIZED
-        self._turns.give_up()
-        self._in_backward = self._synchronizing = False
-        self._last_forward_synchronizes = None
-        if self.options.keeper is not None:
-            self.options.keeper.release_all()
-
-    def _finish(self) -> None:
-        try:
-            if not self._turns.leads:
-                self._turns.take_lead()
-                self._meet()
-            self._pipeline.flush(counted=self._hooks.counting)
-            self._pipeline.finish(counted=self._hooks.counting)
-            sparse = self.layout.sparse
-            reduce_sparse_gradients(
-                [self.parameters[index] for index in sparse],
-                [index in self._sparse_used for index in sparse],
-                self.options.communicator,
-                self.divisor,
-            )
-        except PeerFailedError:
-            self._broken = True
-            raise
-        except BaseException:
-            self._broken = True
-            self._pipeline.abandon()
-            raise
-        finally:
-            self._turns.give_up()
-            self._in_backward = self._synchronizing = False
-            self._absence.close_window()
-            self._sparse_used.clear()
-            for bucket in self.buckets:
-                bucket.reopen()
-        self.synchronizations += 1
-        self._wire_is_seen = self._pipeline.wire_is_seen
-        self._arrangement.window_finished(self._arrivals)
-        self.window = Window.SYNCHRONIZED
-        if self.options.observer is not None:
-            self.options.observer.synchronization_finished()
-
-    # -- windows, steps, failures ----------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in here, and backwards of forwards in here, accumulate on this rank alone."""
-        previous, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = previous
-
-    @contextmanager
-    def local_steps(self) -> Iterator[None]:
-        """Optimizer steps in here may use gradients of this rank alone, as local SGD wants."""
-        previous, self._local_steps = self._local_steps, True
-        try:
-            yield
-        finally:
-            self._local_steps = previous
+            self._recover()
 
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
@@ -393,9 +72,26 @@ class Synchronizer:
             self._recover()
         if self._broken:
             self._require_zeroed()
+        self.window.begin_synchronization()
         self._arrivals.clear()
         self._become_synchronizing()
         self._finish()
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a micro-batch of accumulate() is running."""
+        return self.window.weights.in_block
+
+    def take_part(self) -> None:
+        """Finish a window in whose last micro-batch this rank had no backward."""
+        if self.before_taking_part is not None and not self.forward_in_window:
+            self.before_taking_part()
+        self.synchronize()
+
+    def finish_last(self) -> None:
+        """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
+        if self.in_block and self.enabled and self.window.state is not WindowState.SYNCHRONIZED and not self._broken:
+            self.take_part()
 
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
@@ -403,7 +99,7 @@ class Synchronizer:
             parameter.grad = None
         self._absence.announce_all(len(self.parameters))
         self.synchronize()
-        self.window = Window.CLOSED
+        self.window.close()
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this synchronizer averages the parameter's gradient."""
@@ -420,71 +116,26 @@ class Synchronizer:
             self._recover()
         if self._broken:
             self._require_zeroed()
-        if self.window is not Window.SYNCHRONIZED and not self._local_steps:
+        self.finish_last()
+        if self.window.state is not WindowState.SYNCHRONIZED and not self.steps_locally:
             self._before_unsynchronized_step()
-        self.window = Window.CLOSED
+        self.window.close()
 
     def _before_unsynchronized_step(self) -> None:
-        if self.window is Window.UNSYNCHRONIZED and self._has_gradients():
-            raise MisuseError(
-                "optimizer.step() was called on gradients that only this rank has: every backward since the last "
-                "step ran under no_sync(). Run the last backward of the window outside no_sync(), or call "
-                "synchronize() first; for steps that are meant to be local, wrap them in local_steps()"
-            )
-        if self.enabled and (self.window is Window.OPEN or self._has_loose_gradients()):
+        self.window.refuse_step(self.parameters)
+        if self.enabled and (self.window.state is WindowState.OPEN or has_loose_gradients(self.buckets)):
             # [Note: a rank without gradients], or a backward of which no hook told.
-            self._unwatched_backwards = self._unwatched_backwards or self.window is not Window.OPEN
+            self._unwatched_backwards = self._unwatched_backwards or self.window.state is not WindowState.OPEN
             self.synchronize()
-
-    def _has_gradients(self) -> bool:
-        gradients = (parameter.grad for parameter in self.parameters)
-        return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
-
-    def _has_loose_gradients(self) -> bool:
-        return any(
-            parameter.grad is not None and parameter.grad is not view
-            for bucket in self.buckets
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
-        )
-
-    def _backward_failed(self) -> None:
-        if self._in_backward:
-            self._recover()
-
-    def _recover(self) -> None:
-        """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
-        synchronizing = self._synchronizing
-        self._turns.give_up()
-        self._in_backward = self._synchronizing = False
-        self._broken = True
-        self._arrivals.clear()
-        self._sparse_used.clear()
-        self._absence.close_window()
-        if synchronizing:
-            self._pipeline.abandon()
-        else:
-            for bucket in self.buckets:
-                bucket.reopen()
-        if self.options.keeper is not None:
-            self.options.keeper.release_all()
-        self.window = Window.CLOSED
-
-    def _require_zeroed(self) -> None:
-        if self._has_gradients():
-            raise MisuseError(
-                "an earlier backward failed, on this rank or another, and left gradients that are no mean of anything. "
-                "Call zero_grad() before you go on"
-            )
-        self._broken = False
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
         self._detached = True
         self._hooks.remove()
+        if self._precise is not None:
+            self._precise.restore()
         wants_attention(self, False)
-        for parameter in self.parameters:
-            if synchronizer_of(parameter) is self:
-                _owners.pop(parameter, None)
+        release(self, self.parameters)
 
     def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""

@@ -32,7 +32,8 @@ class ParameterKeeper(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SynchronizerOptions:
     """How gradients travel. ``schedule`` is *overlapped* (buckets start during backward), *bucketed* (after it) or
-    *naive* (one collective per parameter, after it). ``droppable`` says that modules announce parameters as absent."""
+    *naive* (one collective per parameter, after it). ``droppable`` says that modules announce parameters as absent,
+    ``accumulation_dtype`` in what narrow gradients add up."""
 
     communicator: Communicator
     caps: BucketCaps
@@ -41,3 +42,4 @@ class SynchronizerOptions:
     observer: Observer | None = None
     keeper: ParameterKeeper | None = None
     droppable: bool = False
+    accumulation_dtype: torch.dtype | None = None

@@ -1,0 +1,180 @@
+"""Windows as users write them: ``accumulate``, ``backward`` with a weight, ``no_sync``; on wrapper and handle."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+
+from gradsync.clipping import clip_grad_norm_
+from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.synchronizer import Synchronizer
+from gradsync.weights import checked_weight
+
+__all__ = ["Accumulation", "MicroBatch", "backward_through"]
+
+Batch = TypeVar("Batch")
+_NO_MORE: Any = object()
+
+
+class MicroBatch:
+    """One micro-batch of a window, as a context. Leaving the last one finishes the window, with or without a backward.
+
+    ``synchronizes`` says that a micro-batch before the last synchronizes too.
+    """
+
+    def __init__(self, owner: "Accumulation", *, last: bool, synchronizes: bool = False) -> None:
+        self._owner = owner
+        self._last = last
+        self._synchronizes = last or synchronizes
+
+    def __enter__(self) -> None:
+        synchronizer = self._owner.synchronizer
+        weights = synchronizer.window.weights
+        self._outer = (synchronizer.enabled, weights.deferred)
+        self._synchronizations = synchronizer.synchronizations
+        synchronizer.enabled = self._synchronizes
+        weights.deferred = self._synchronizes and not self._last
+        weights.enter_block()
+        synchronizer.expect_backward()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        synchronizer = self._owner.synchronizer
+        weights = synchronizer.window.weights
+        try:
+            if self._synchronizes and synchronizer.synchronizations == self._synchronizations:
+                self._finish(failed=kind is not None, interrupted=kind is not None and not issubclass(kind, Exception))
+        finally:
+            synchronizer.enabled, weights.deferred = self._outer
+            weights.leave_block(last=self._last)
+
+    def _finish(self, *, failed: bool, interrupted: bool) -> None:
+        """The other ranks are waiting, or will: take part, or let them hear why not."""
+        if interrupted:
+            return
+        if failed:
+            self._owner.synchronizer.fail()
+            return
+        try:
+            self._owner.synchronizer.take_part()
+        except GradsyncError:
+            self._owner.synchronizer.fail()
+            raise
+
+
+def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weight: Any = None, **options: Any) -> None:
+    """:meth:`Accumulation.backward` of a loss that several models share."""
+    synchronizers = [owner.synchronizer for owner in owners]
+    before = [synchronizer.synchronizations for synchronizer in synchronizers]
+    try:
+        seed = _count(synchronizers, loss, weight)
+        for synchronizer in synchronizers:
+            synchronizer.announce_backward()
+        loss.backward(seed, **options)
+    except Exception:
+        for synchronizer, count in zip(synchronizers, before, strict=True):
+            # Inside accumulate() the others are told when the block is left.
+            if synchronizer.enabled and synchronizer.synchronizations == count and not synchronizer.in_block:
+                synchronizer.fail()
+        raise
+    finally:
+        for synchronizer in synchronizers:
+            synchronizer.announced = False
+
+
+def _count(synchronizers: Sequence[Synchronizer], loss: torch.Tensor, weight: Any) -> torch.Tensor | None:
+    """Count the backward in every window; returns what it is to start from."""
+    if weight is None:
+        for synchronizer in synchronizers:
+            synchronizer.window.weights.add_plain(announced=True)
+        return None
+    number, unit = checked_weight(weight), None
+    for synchronizer in synchronizers:
+        unit = synchronizer.window.weights.add(number, unit)
+    return torch.full_like(loss, number / (unit or 1.0))
+
+
+class Accumulation:
+    """What :class:`DistributedDataParallel` and the handle of ``synchronize_gradients`` have in common."""
+
+    synchronizer: Synchronizer
+
+    @overload
+    def accumulate(self, batches: Iterable[Batch]) -> Iterator[Batch]: ...
+
+    @overload
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]: ...
+
+    def accumulate(self, batches: Any = None, *, last: bool | None = None) -> Any:
+        """Frame the micro-batches of a window. Only the last one synchronizes, once, and the mean is over all of them.
+
+        ``for batch in model.accumulate(batches):`` is a whole window; the iterator knows which batch is the last.
+        ``with model.accumulate(last=…):`` is one micro-batch, for loops that know it themselves.
+
+        Ranks may have different numbers of micro-batches in a window, or none. A micro-batch without a backward counts
+        nothing.
+        """
+        if (batches is None) == (last is None):
+            raise ConfigurationError(
+                "accumulate() needs either the batches of a window, as in `for batch in model.accumulate(batches)`, or "
+                "last=True or last=False, as in `with model.accumulate(last=number == 7)`"
+            )
+        if last is not None:
+            return MicroBatch(self, last=bool(last))
+        if not isinstance(batches, Iterable):
+            raise ConfigurationError(
+                f"accumulate() expected the batches of a window, got {type(batches).__name__}. Did you mean "
+                "accumulate(last=…)?"
+            )
+        return self._micro_batches(batches)
+
+    def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        iterator = iter(batches)
+        batch = next(iterator, _NO_MORE)
+        if batch is _NO_MORE:
+            with MicroBatch(self, last=True):
+                return
+        while batch is not _NO_MORE:
+            following = next(iterator, _NO_MORE)
+            with MicroBatch(self, last=following is _NO_MORE):
+                yield batch
+            batch = following
+
+    def backward(self, loss: torch.Tensor, weight: Any = None, **options: Any) -> None:
+        """``loss.backward()`` of a micro-batch whose loss is the mean over ``weight`` items, such as tokens.
+
+        After the window the gradient is ``Σ w·∇loss / Σ w`` over all micro-batches of all ranks. Without a weight every
+        micro-batch counts the same. Weights must be given to all backwards of a window or to none.
+        """
+        backward_through([self], loss, weight, **options)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards in here, and backwards of forwards in here, accumulate on this rank alone."""
+        return self.synchronizer.switched(enabled=False)
+
+    def force_sync(self) -> AbstractContextManager[None]:
+        """Backwards in here synchronize, also those of forwards that ran under ``no_sync``."""
+        return self.synchronizer.switched(enabled=True, forced=True)
+
+    def local_steps(self) -> AbstractContextManager[None]:
+        """Optimizer steps in here may use gradients of this rank alone, as local SGD wants."""
+        return self.synchronizer.switched(steps_locally=True)
+
+    def synchronize(self) -> None:
+        """Average what has accumulated, now. All ranks must do so, here or in their backward."""
+        self.synchronizer.synchronize()
+
+    def discard(self) -> None:
+        """Give up what the window has accumulated on this rank. It counts nothing."""
+        for parameter in self.synchronizer.parameters:
+            parameter.grad = None
+        self.synchronizer.window.discard()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
+        return clip_grad_norm_(self.synchronizer.parameters, max_norm, norm_type, error_if_nonfinite)

@@ -1,0 +1,141 @@
+"""A window: what lies between two optimizer steps. Which of its backwards counts, and what would make its mean wrong.
+
+A window is *counted* when its micro-batches are framed by ``accumulate()`` or run through ``backward(loss, weight=…)``:
+its gradient is then the weighted mean over all micro-batches of all ranks, see :mod:`gradsync.weights`. Otherwise it is
+as in torch's DDP: gradients add up, and the sum is averaged over the ranks.
+"""
+
+import enum
+from collections.abc import Sequence
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Communicator
+from gradsync.errors import MisuseError
+from gradsync.weights import Weights
+from gradsync.witness import Witness, has_nonzero_gradients
+
+__all__ = ["Window", "WindowState"]
+
+
+class WindowState(enum.Enum):
+    """What has happened since the last optimizer step."""
+
+    CLOSED = "nothing"
+    OPEN = "a forward, no gradient yet"
+    UNSYNCHRONIZED = "gradients of this rank alone"
+    SYNCHRONIZED = "means"
+
+
+class Window:
+    """The window of one synchronizer, over and over."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.state = WindowState.CLOSED
+        self.weights = Weights(communicator)
+        self._witness = Witness()
+
+    def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
+        """A backward begins, and has been counted. ``late``: it has left its first gradient already."""
+        if self.weights.counting:
+            self._require_untouched(continues=self.weights.backwards > 1, late=late)
+            if self.weights.synchronized:
+                self._add_to_mean(buckets, late=late)
+
+    def backward_ended(self, buckets: Sequence[Bucket], *, arrived: bool) -> None:
+        """A backward of this rank alone has ended."""
+        if arrived:
+            self.state = WindowState.UNSYNCHRONIZED
+        else:
+            self.weights.take_back_plain()
+        if self.weights.counting:
+            self._witness.note(buckets)
+
+    def begin_synchronization(self) -> None:
+        """What has accumulated is to be averaged, without a further backward."""
+        if self.state is not WindowState.UNSYNCHRONIZED:
+            self.weights.follow()
+        elif self.weights.counting:
+            self._require_untouched(continues=True, late=False)
+
+    def synchronized(self, buckets: Sequence[Bucket]) -> None:
+        """The gradients are means now."""
+        self.state = WindowState.SYNCHRONIZED
+        self.weights.learn()
+        if self.weights.counting:
+            self._witness.note(buckets)
+            if not self.weights.in_block:
+                # A window that nobody has framed ends with its synchronization.
+                self.weights.reset()
+
+    def close(self) -> None:
+        """The optimizer steps."""
+        self.state = WindowState.CLOSED
+        self.weights.reset()
+
+    def discard(self) -> None:
+        """Forget the window, whatever has happened in it."""
+        self.close()
+        self._witness.forget()
+
+    def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise if an optimizer would step on gradients of this rank alone."""
+        if self.state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
+            raise MisuseError(
+                "optimizer.step() was called on gradients that only this rank has: every backward since the last "
+                "step ran under no_sync() or in accumulate(last=False). Step after the window's last backward, which "
+                "runs outside no_sync() or in accumulate(last=True), or call synchronize() first; for steps that are "
+                "meant to be local, wrap them in local_steps()"
+            )
+
+    @property
+    def may_zero(self) -> bool:
+        """Whether zeroing would lose nothing that the window still needs."""
+        if self.state is WindowState.UNSYNCHRONIZED:
+            return False
+        return not self.weights.counting or self.weights.synchronized
+
+    @property
+    def finished(self) -> bool:
+        """Whether gradients, if there are any, are the means of the whole window."""
+        return self.state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
+
+    def changed_by_engine(self, buckets: Sequence[Bucket]) -> None:
+        """The engine itself has scaled the means: that is no trace of anybody else."""
+        if self._witness.has_changed:
+            self._witness.note(buckets)
+
+    def _require_untouched(self, *, continues: bool, late: bool) -> None:
+        """The gradients are as the window's last backward left them; or gone, where the window only begins."""
+        witness = self._witness
+        if continues:
+            if witness.has_lost or (witness.has_changed and not late):
+                what = "zeroed" if witness.has_lost else "changed (zeroed in place, clipped or unscaled)"
+                raise MisuseError(
+                    f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
+                    "clip after the window's last backward; to give a window up, call discard()"
+                )
+        elif self.state is WindowState.UNSYNCHRONIZED:
+            raise MisuseError(
+                "a window begins with gradients that were accumulated before it, by backwards without weight outside "
+                "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"
+            )
+        elif witness.is_unchanged:
+            raise MisuseError(
+                "a window begins, but the means of the window before are still there and would be added to it. Call "
+                "zero_grad() between two windows"
+            )
+
+    @torch.no_grad()
+    def _add_to_mean(self, buckets: Sequence[Bucket], *, late: bool) -> None:
+        """A further backward in the last micro-batch: what was divided is multiplied again."""
+        factor = self.weights.undo()
+        if factor is not None and late:
+            raise MisuseError(
+                "a second backward in the last micro-batch of a window began at a parameter, not at an output of the "
+                "model, and was noticed too late. Run it as model.backward(loss), or add the losses up"
+            )
+        if factor is not None:
+            for bucket in buckets:
+                bucket.payload.mul_(factor)

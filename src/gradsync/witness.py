@@ -1,0 +1,63 @@
+"""Has anybody touched the gradients since the engine last did?
+
+A window accumulates in the buckets. Between its micro-batches nobody else has business there: zeroing loses what was
+accumulated, clipping scales part of a sum. Neither can be seen while it happens, but both leave a trace: a gradient
+that is gone, or the version of a bucket's memory. Looking costs two comparisons a bucket.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from gradsync.bucket import Bucket
+
+__all__ = ["Witness", "has_loose_gradients", "has_nonzero_gradients"]
+
+
+class Witness:
+    """Remembers one gradient and the version of every bucket."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Bucket, int, torch.nn.Parameter, torch.Tensor]] = []
+
+    def note(self, buckets: Iterable[Bucket]) -> None:
+        """Remember how the buckets are now."""
+        self._seen = []
+        for bucket in buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is view:
+                    self._seen.append((bucket, bucket.buffer._version, parameter, view))
+                    break
+
+    def forget(self) -> None:
+        self._seen = []
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a gradient that was there is not any more."""
+        return any(parameter.grad is not view for _, _, parameter, view in self._seen)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether anybody has written."""
+        return any(bucket.buffer._version != version for bucket, version, _, _ in self._seen)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether there were gradients, and they are all as they were."""
+        return bool(self._seen) and not self.has_lost and not self.has_changed
+
+
+def has_nonzero_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Reads values: only for the way to an error."""
+    gradients = (parameter.grad for parameter in parameters)
+    return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+
+def has_loose_gradients(buckets: Iterable[Bucket]) -> bool:
+    """Whether some gradient lies outside its bucket."""
+    return any(
+        parameter.grad is not None and parameter.grad is not view
+        for bucket in buckets
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+    )
