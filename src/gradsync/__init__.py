@@ -1,10 +1,12 @@
 """gradsync: data-parallel gradients for PyTorch, exact, fast and clear.
 
     from gradsync import DistributedDataParallel          # instead of torch.nn.parallel's
+    from gradsync import Accelerator                      # instead of accelerate's
 
 ``import gradsync`` needs torch and nothing else.
 """
 
+from gradsync.accelerator import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from gradsync.attach import GradientSynchronization, synchronize_gradients
 from gradsync.averaging import average_gradients
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
@@ -20,8 +22,11 @@ from gradsync.layer_drop import LayerDrop
 from gradsync.timeline import Timeline
 
 __all__ = [
+    "Accelerator",
     "ConfigurationError",
+    "DataLoaderConfiguration",
     "DistributedDataParallel",
+    "GradientAccumulationPlugin",
     "GradientSynchronization",
     "GradsyncError",
     "LayerDrop",

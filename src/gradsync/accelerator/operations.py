@@ -1,0 +1,358 @@
+"""Collectives over nested structures of tensors, and the local functions that go with them.
+
+A structure is a tensor, or a dict, list, tuple, named tuple or other mapping of structures; results have the type of
+what they are made from. Before data moves, the ranks compare what they are about to do: where they differ, every rank
+raises, none waits. Tensors travel as bytes, so every dtype can; results never share memory with arguments or carry a
+graph, in a world of one neither.
+"""
+
+import copy
+import itertools
+import json
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from gradsync.agreement import gather_bytes, require_agreement
+from gradsync.backward_watch import tensors_in
+from gradsync.communicator import Communicator
+from gradsync.errors import ConfigurationError, MismatchError
+
+__all__ = [
+    "UnsupportedTypeError",
+    "broadcast",
+    "concatenate",
+    "find_batch_size",
+    "gather",
+    "gather_objects",
+    "map_tensors",
+    "pad_across_processes",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+]
+
+Reduction = Literal["mean", "sum", "max", "none"]
+REDUCTIONS = ("mean", "sum", "max", "none")
+
+
+class UnsupportedTypeError(ConfigurationError, TypeError):
+    """A value of a type that cannot be sent. Accelerate raises a TypeError there."""
+
+
+# -- over ranks -------------------------------------------------------------------------------------------------------
+
+
+def gather(communicator: Communicator, tree: Any) -> Any:
+    """Every tensor of all ranks, one after the other along dimension 0. Collective.
+
+    Tensors without dimensions come back with one, as long as there are ranks.
+    """
+    advice = "Tensors must have the same shape and dtype on all ranks; pad_across_processes makes their shapes equal"
+    _agree(communicator, "gather", tree, _shape_and_dtype, advice)
+    return map_tensors(lambda tensor: _gather_one(communicator, tensor), tree)
+
+
+def broadcast(communicator: Communicator, tree: Any, from_process: int = 0) -> Any:
+    """The tensors of rank ``from_process``, on all ranks. Collective. The arguments are left alone."""
+    advice = "All ranks must name the same rank and pass tensors of the same shapes and dtypes"
+    _agree(communicator, f"broadcast from {from_process!r}", tree, _shape_and_dtype, advice)
+    if not 0 <= from_process < communicator.world_size:
+        raise ConfigurationError(f"from_process must be in 0..{communicator.world_size - 1}, got {from_process!r}")
+    return map_tensors(lambda tensor: _broadcast_one(communicator, tensor, from_process), tree)
+
+
+def reduce(communicator: Communicator, tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """The mean, sum or maximum of every tensor over all ranks, times ``scale``. Collective.
+
+    ``"none"`` leaves every rank its own values. Floats of less than 32 bits are summed in float32. Whole numbers stay
+    whole unless they are averaged or scaled; booleans are counted.
+    """
+    call = f"reduce by {reduction!r} with scale {scale!r}"
+    advice = "All ranks must pass the same reduction and scale, and tensors of the same shapes and dtypes"
+    _agree(communicator, call, tree, _shape_and_dtype, advice)
+    if reduction not in REDUCTIONS:
+        raise ConfigurationError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    if reduction == "max" and any(tensor.is_complex() for tensor in tensors_in(tree)):
+        raise ConfigurationError("reduction 'max' needs numbers with an order, got a complex tensor")
+    return map_tensors(lambda tensor: _reduce_one(communicator, tensor, reduction, scale), tree)
+
+
+def pad_across_processes(
+    communicator: Communicator, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Any:
+    """Every tensor, filled up with ``pad_index`` to the largest size that any rank has in ``dim``. Collective.
+
+    Tensors that have no dimension ``dim`` and those that are large enough come back as they are.
+    """
+    advice = "Tensors must have as many dimensions on all ranks; reshape them before they are padded"
+    _agree(
+        communicator, f"pad_across_processes in dim {dim!r}", tree, lambda tensor: f"{tensor.ndim}-dimensional", advice
+    )
+    sizes = [tensor.shape[dim] for tensor in tensors_in(tree) if -tensor.ndim <= dim < tensor.ndim]
+    if not sizes:
+        return tree
+    largest = torch.tensor(sizes, device=communicator.device)
+    communicator.all_reduce(largest, "max").wait()
+    wanted = iter(largest.tolist())
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        if not -tensor.ndim <= dim < tensor.ndim:
+            return tensor
+        missing = next(wanted) - tensor.shape[dim]
+        if missing == 0:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        filler = tensor.new_full(shape, pad_index)
+        return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim)
+
+    return map_tensors(pad, tree)
+
+
+def gather_objects(communicator: Communicator, objects: list[Any]) -> list[Any]:
+    """The lists of all ranks as one. Collective.
+
+    The elements travel as JSON: None, booleans, numbers, texts, lists, and dicts with texts for keys. Tuples arrive as
+    lists.
+    """
+    try:
+        if not isinstance(objects, list):
+            raise TypeError(f"a list was expected, got {type(objects).__name__}")
+        message = json.dumps({"objects": objects})
+        _require_text_keys(objects)
+    except (TypeError, ValueError, RecursionError) as error:
+        # The others wait for an answer: they shall learn it too.
+        message = json.dumps({"error": f"{error}"})
+    answers = [json.loads(payload) for payload in gather_bytes(communicator, message.encode())]
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            raise UnsupportedTypeError(
+                f"gather_objects takes a list of what JSON can say, but on rank {rank}: {answer['error']}. Gather "
+                "tensors with gather, and turn other values into numbers, texts, lists and dicts first"
+            )
+    return [element for answer in answers for element in answer["objects"]]
+
+
+# -- on this rank -----------------------------------------------------------------------------------------------------
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """``tree`` with ``function(tensor)`` in the place of every tensor. Other leaves stay."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, list | tuple | Mapping):
+        return _rebuild(tree, [map_tensors(function, child) for child in _children(tree)])
+    return tree
+
+
+def send_to_device(tree: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
+    """``tree`` with everything that has a ``to`` method moved to ``device``. Other leaves stay."""
+    # Before the containers: some of them, such as packed sequences, are tuples that know how to move themselves.
+    if hasattr(tree, "to"):
+        try:
+            return tree.to(device, non_blocking=non_blocking)
+        except TypeError:  # somebody's own class, whose to() takes the device alone
+            if isinstance(tree, torch.Tensor):
+                raise
+            return tree.to(device)
+    if isinstance(tree, list | tuple | Mapping):
+        return _rebuild(tree, [send_to_device(child, device, non_blocking) for child in _children(tree)])
+    return tree
+
+
+def find_batch_size(tree: Any) -> int | None:
+    """The size in dimension 0 of the first tensor that has one, or None."""
+    return next((tensor.shape[0] for tensor in tensors_in(tree) if tensor.ndim > 0), None)
+
+
+def slice_tensors(tree: Any, tensor_slice: slice) -> Any:
+    """Every tensor's part ``tensor[tensor_slice]``, as a view."""
+    return map_tensors(lambda tensor: tensor[tensor_slice], tree)
+
+
+def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
+    """Structures of the same make, tensor by tensor one after the other along ``dim``."""
+    if not trees:
+        raise ConfigurationError("concatenate needs at least one structure, got none")
+    first = trees[0]
+    if isinstance(first, torch.Tensor) and all(isinstance(tree, torch.Tensor) for tree in trees):
+        return torch.cat(list(trees), dim)
+    if isinstance(first, list | tuple | Mapping):
+        keys = [_keys(tree) for tree in trees]
+        for number, other in enumerate(keys):
+            if other is None or set(other) != set(keys[0] or ()):
+                raise ConfigurationError(
+                    f"concatenate needs structures of the same make, but number 0 is {_outline(first)} and number "
+                    f"{number} is {_outline(trees[number])}"
+                )
+        return _rebuild(first, [concatenate([tree[key] for tree in trees], dim) for key in keys[0] or ()])
+    if len(trees) == 1:
+        return first
+    kinds = ", ".join(sorted({type(tree).__name__ for tree in trees}))
+    raise UnsupportedTypeError(f"concatenate joins tensors, got {kinds}. Take other values out of the structures first")
+
+
+# -- one tensor -------------------------------------------------------------------------------------------------------
+
+
+def _gather_one(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
+    rows = tensor if tensor.ndim else tensor.unsqueeze(0)
+    shape = (rows.shape[0] * communicator.world_size, *rows.shape[1:])
+    if not rows.numel():
+        return tensor.new_empty(shape)
+    payload = _payload(communicator, rows)
+    gathered = payload.new_empty(payload.numel() * communicator.world_size)
+    communicator.all_gather(gathered, payload).wait()
+    return gathered.view(tensor.dtype).view(shape).to(tensor.device)
+
+
+def _broadcast_one(communicator: Communicator, tensor: torch.Tensor, source: int) -> torch.Tensor:
+    payload = _payload(communicator, tensor).clone()
+    if payload.numel():
+        communicator.broadcast(payload, source).wait()
+    return payload.view(tensor.dtype).view(tensor.shape).to(tensor.device)
+
+
+def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
+    total = torch.empty(tensor.shape, dtype=_summed_in(tensor), device=_wire_device(communicator, tensor))
+    total.copy_(tensor.detach())
+    if reduction != "none" and total.numel():
+        # NCCL knows no complex numbers.
+        wire = torch.view_as_real(total) if total.is_complex() else total
+        communicator.all_reduce(wire, "max" if reduction == "max" else "sum").wait()
+    result = total / communicator.world_size if reduction == "mean" else total
+    if scale != 1:
+        result = result * scale
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    counted = tensor.dtype == torch.bool and reduction == "sum"
+    dtype = result.dtype if counted or (whole and result.is_floating_point()) else tensor.dtype
+    return result.to(device=tensor.device, dtype=dtype)
+
+
+def _summed_in(tensor: torch.Tensor) -> torch.dtype:
+    """Wide enough not to lose anything on the way, and known to every backend."""
+    if tensor.is_complex():
+        return torch.complex128 if tensor.dtype == torch.complex128 else torch.complex64
+    if tensor.is_floating_point():
+        return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.int64
+
+
+def _payload(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, where the wire can read them. May be the tensor's own memory."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).to(_wire_device(communicator, tensor))
+
+
+def _wire_device(communicator: Communicator, tensor: torch.Tensor) -> torch.device:
+    # A group that has a CPU backend says so by its device; one with NCCL alone cannot take CPU tensors.
+    return communicator.device if tensor.device.type == "cpu" else tensor.device
+
+
+# -- the structure ----------------------------------------------------------------------------------------------------
+
+
+def _keys(tree: Any) -> list[Any] | None:
+    if isinstance(tree, Mapping):
+        return list(tree)
+    return list(range(len(tree))) if isinstance(tree, list | tuple) else None
+
+
+def _children(tree: Any) -> list[Any]:
+    return list(tree.values() if isinstance(tree, Mapping) else tree)
+
+
+def _rebuild(tree: Any, children: list[Any]) -> Any:
+    """A container like ``tree`` with other contents."""
+    if isinstance(tree, MutableMapping):
+        # A copy, as constructors differ: a defaultdict's wants a function first.
+        filled = copy.copy(tree)
+        for key, child in zip(tree, children, strict=True):
+            filled[key] = child
+        return filled
+    if isinstance(tree, Mapping):
+        return type(tree)(dict(zip(tree, children, strict=True)))  # type: ignore[call-arg]
+    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+
+
+def _leaves(tree: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
+    keys = None if isinstance(tree, torch.Tensor) else _keys(tree)
+    if keys is None:
+        yield path, tree
+    else:
+        for key, child in zip(keys, _children(tree), strict=True):
+            yield from _leaves(child, f"{path}[{key!r}]")
+
+
+def _outline(tree: Any) -> str:
+    return f"{type(tree).__name__} with {_keys(tree)}" if _keys(tree) is not None else type(tree).__name__
+
+
+def _require_text_keys(value: Any) -> None:
+    """JSON would turn the key 1 into the text "1" without a word."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} of a dict is no text")
+    if isinstance(value, list | tuple | Mapping):
+        for child in _children(value):
+            _require_text_keys(child)
+
+
+# -- what ranks compare -----------------------------------------------------------------------------------------------
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _agree(
+    communicator: Communicator, call: str, tree: Any, describe: Callable[[torch.Tensor], str], advice: str
+) -> None:
+    """Raise on every rank unless all make the same call with alike tensors and nothing but tensors."""
+    leaves = list(_leaves(tree))
+    described = [("call", call)]
+    described += [(path, describe(leaf) if _is_dense(leaf) else _kind(leaf)) for path, leaf in leaves]
+    everybody: list[Any] = []
+    try:
+        require_agreement(communicator, call, described)
+    except MismatchError:
+        # Raised on every rank: all come here and can say more about it.
+        payloads = gather_bytes(communicator, json.dumps(described).encode())
+        everybody = [json.loads(payload) for payload in payloads]
+    for path, leaf in leaves:
+        if not _is_dense(leaf):
+            raise UnsupportedTypeError(
+                f"{call} takes dense tensors and dicts, lists and tuples of them, but on rank {communicator.rank} "
+                f"{path} is {_kind(leaf)}: {reprlib.repr(leaf)}. Make a number a torch.tensor, a sparse tensor dense; "
+                "gather_objects takes other values"
+            )
+    if everybody:
+        raise MismatchError(f"ranks differ in {call}: {_difference(everybody)}. {advice}")
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_nested and leaf.layout == torch.strided
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    return "a nested tensor" if leaf.is_nested else f"a {leaf.layout} tensor"
+
+
+def _difference(everybody: list[list[list[str]]]) -> str:
+    """The first entry that is not the same everywhere, with the ranks that have it one way and the other."""
+    for entries in itertools.zip_longest(*everybody, fillvalue=["nothing more", ""]):
+        ranks_with: dict[str, list[str]] = {}
+        for rank, (path, text) in enumerate(entries):
+            ranks_with.setdefault(f"{path}: {text}" if text else path, []).append(str(rank))
+        if len(ranks_with) > 1:
+            return "; ".join(
+                f"rank {ranks[0]} has {what}" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have {what}"
+                for what, ranks in ranks_with.items()
+            )
+    return "nothing that can be named"

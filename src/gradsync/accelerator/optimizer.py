@@ -1,0 +1,138 @@
+"""A prepared optimizer: ``step`` and ``zero_grad`` may be written in every micro-batch, and act at the window's end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.accelerator.model_windows import ModelWindows
+from gradsync.synchronizer import Synchronizer, synchronizer_of
+
+__all__ = ["PreparedOptimizer"]
+
+
+class PreparedOptimizer(Optimizer):
+    """Passes everything on to the optimizer it was made from.
+
+    ``step()`` does nothing before the window's last micro-batch. ``zero_grad()`` does nothing as long as a window has
+    gradients that are not averaged yet, so that a loop may zero at its beginning, at its end, or both.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        windows: ModelWindows,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        # Not Optimizer.__init__: groups and state are those of the inner optimizer, and so are its hooks.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.step_was_skipped = False
+        self._windows = windows
+        self._stepped_inside = False
+        if scaler is not None:
+            optimizer.register_step_post_hook(self._note_step)
+
+    def __repr__(self) -> str:
+        return f"Prepared{self.optimizer!r}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "step_was_skipped": self.step_was_skipped}
+
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        """Those that average the gradients of the optimizer's parameters."""
+        found: dict[int, Synchronizer] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                synchronizer = synchronizer_of(parameter)
+                if synchronizer is not None:
+                    found[id(synchronizer)] = synchronizer
+        return list(found.values())
+
+    @property
+    def window_ends(self) -> bool:
+        """Whether the optimizer may step in this micro-batch."""
+        return self._windows.end_for(self.synchronizers)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, if the window ends with this micro-batch."""
+        if not self.window_ends:
+            return None
+        if self.scaler is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        return self._scaled_step(self.scaler, closure)
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:
+        self._stepped_inside = False
+        for synchronizer in self.synchronizers:
+            # Unscaling reads gradients before the step does: a rank without a backward must take part first.
+            synchronizer.finish_last()
+        options = {} if closure is None else {"closure": closure}
+        result = scaler.step(self.optimizer, **options)
+        scaler.update()
+        self.step_was_skipped = not self._stepped_inside
+        if self.step_was_skipped:
+            for synchronizer in self.synchronizers:
+                synchronizer.window.close()
+        return result
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped_inside = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless they are still being accumulated."""
+        if self._windows.may_zero(self.synchronizers):
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    # Optimizer's own methods would look at groups and state of this object, which has none.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def train(self) -> None:
+        """For optimizers without a schedule, which have two modes."""
+        inner: Any = self.optimizer
+        if callable(getattr(inner, "train", None)):
+            inner.train()
+
+    def eval(self) -> None:
+        inner: Any = self.optimizer
+        if callable(getattr(inner, "eval", None)):
+            inner.eval()

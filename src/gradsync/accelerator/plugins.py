@@ -1,0 +1,79 @@
+"""The configuration objects of an Accelerator, with Accelerate's names and defaults."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gradsync.errors import ConfigurationError
+
+__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin"]
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin:
+    """How micro-batches become windows.
+
+    num_steps
+        micro-batches a window.
+    adjust_scheduler
+        accepted for Accelerate's sake: a prepared scheduler steps once a window in any case.
+    sync_with_dataloader
+        the last batch of a prepared loader ends the window, however short it is.
+    sync_each_batch
+        synchronize in every micro-batch: more traffic, the same result.
+    divide_by
+        ``"window"``: the mean over the micro-batches that the window really had. ``"num_steps"``: every loss is divided
+        by ``num_steps``, as Accelerate does, so that a short last window comes out too small.
+    scheduler_steps
+        how far a prepared scheduler moves in a window: ``"once"``, or ``"per_process"`` as many times as there are
+        processes, as Accelerate does without ``split_batches``.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    divide_by: Literal["window", "num_steps"] = "window"
+    scheduler_steps: Literal["once", "per_process"] = "once"
+
+    @classmethod
+    def like_accelerate(cls, num_steps: int | None = None, **options: Any) -> "GradientAccumulationPlugin":
+        """Accelerate's own behaviour, for runs that must not differ from earlier ones."""
+        return cls(num_steps, **{"divide_by": "num_steps", "scheduler_steps": "per_process", **options})
+
+    def __post_init__(self) -> None:
+        steps = self.num_steps
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ConfigurationError(f"num_steps must be a whole number of at least 1, got {steps!r}")
+        if self.divide_by not in ("window", "num_steps"):
+            raise ConfigurationError(f"divide_by must be 'window' or 'num_steps', got {self.divide_by!r}")
+        if self.scheduler_steps not in ("once", "per_process"):
+            raise ConfigurationError(f"scheduler_steps must be 'once' or 'per_process', got {self.scheduler_steps!r}")
+
+
+@dataclass(frozen=True)
+class DataLoaderConfiguration:
+    """How a prepared loader shares batches out among the ranks.
+
+    split_batches
+        the loader's batch size is that of all ranks together, and each takes its part of every batch.
+    dispatch_batches
+        only rank 0 reads; it sends the others their parts. Default: every rank reads, also from iterable datasets.
+    even_batches
+        every rank gets equally many batches of equal size; what is missing is taken from the beginning once more.
+    use_seedable_sampler
+        shuffle by a seed and the epoch alone, whatever else draws random numbers.
+    data_seed
+        that seed; by default the initial seed of torch's generator on rank 0.
+    non_blocking
+        copy batches to the device without waiting; wants ``pin_memory=True`` in the loader.
+    use_stateful_dataloader
+        use torchdata's ``StatefulDataLoader`` underneath.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False

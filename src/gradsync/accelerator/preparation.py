@@ -1,0 +1,91 @@
+"""What ``Accelerator.prepare`` does with a model: move it, wrap it, connect it to the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.accelerator.environment import World
+from gradsync.accelerator.precision import Precision
+from gradsync.accumulation import Accumulation
+from gradsync.attach import synchronize_gradients
+from gradsync.data_parallel import DistributedDataParallel
+from gradsync.errors import ConfigurationError
+
+__all__ = ["PreparedModels"]
+
+# The wrapper's arguments that the engine without a wrapper has too.
+_ENGINE = ("reduction", "schedule", "bucket_cap_mb", "observer", "accumulation_dtype")
+
+
+class PreparedModels:
+    """The models of one accelerator, each with its engine."""
+
+    def __init__(self, world: World, precision: Precision, options: Mapping[str, Any]) -> None:
+        self._world = world
+        self._precision = precision
+        self._options = dict(options)
+        self._handles: dict[int, Accumulation] = {}
+        self.prepared: list[nn.Module] = []
+
+    def prepare(self, model: nn.Module, *, place: bool = True, evaluation_mode: bool = False) -> nn.Module:
+        """The model to train with: a wrapper, or the model itself in a world of one, where there is nobody to meet."""
+        if id(model) in self._handles:
+            if any(model is prepared for prepared in self.prepared):
+                return model
+            raise ConfigurationError(
+                f"this {type(model).__name__} has been prepared already. Use the object that prepare() returned"
+            )
+        if place and not _is_spread(model):
+            model.to(self._world.device)
+        self._precision.wrap_forward(model)
+        if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
+            self.prepared.append(model)
+            return model
+        return self._connect(model)
+
+    def _connect(self, model: nn.Module) -> nn.Module:
+        communicator = self._world.communicator
+        if isinstance(model, DistributedDataParallel):
+            self._remember(model, model, model.module)
+            return model
+        if self._world.num_processes == 1:
+            options = {name: value for name, value in self._options.items() if name in _ENGINE}
+            self._remember(model, synchronize_gradients(model, communicator=communicator, **options), model)
+            return model
+        wrapper = DistributedDataParallel(model, communicator=communicator, **self._options)
+        self._remember(wrapper, wrapper, model)
+        return wrapper
+
+    def _remember(self, prepared: nn.Module, handle: Accumulation, inner: nn.Module) -> None:
+        self.prepared.append(prepared)
+        self._handles[id(prepared)] = self._handles[id(inner)] = handle
+
+    def handle_of(self, model: Any) -> Accumulation:
+        """The engine of a prepared model, or of the model that was prepared."""
+        inner = getattr(model, "_orig_mod", model)
+        handle = self._handles.get(id(inner))
+        if handle is None:
+            raise ConfigurationError(
+                f"{type(model).__name__} was not prepared by this accelerator, so its gradients are not synchronized. "
+                "Call model = accelerator.prepare(model) first"
+            )
+        return handle
+
+    @property
+    def handles(self) -> list[Accumulation]:
+        return list({id(handle): handle for handle in self._handles.values()}.values())
+
+    def clear(self) -> None:
+        """Take the engine off all models."""
+        for handle in self.handles:
+            handle.synchronizer.detach()
+        self._handles.clear()
+        self.prepared.clear()
+
+
+def _is_spread(model: nn.Module) -> bool:
+    """Whether somebody has put parts of the model on several devices, and so knows better."""
+    devices: set[torch.device] = {parameter.device for parameter in model.parameters()}
+    return len(devices) > 1

@@ -1,0 +1,365 @@
+"""Which rank gets which samples of a loader, and in which order.
+
+Everything is dealt in *rounds*. A round is one global batch: with ``split_batches`` one batch of the loader, otherwise
+the next ``world_size`` of them. Every rank sees every round and takes its part of it, so that it also knows the other
+ranks' parts. That goes along with the batch as a :class:`Share`, and the ranks need not ask each other how many batches
+they have.
+
+Batch samplers are dealt by their indices in the main process, iterable datasets by their elements, in the workers if
+there are any.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+
+from gradsync.accelerator.plugins import DataLoaderConfiguration
+from gradsync.communicator import Communicator
+from gradsync.errors import ConfigurationError
+
+__all__ = [
+    "CollateShare",
+    "Lookahead",
+    "PrepareWorker",
+    "ShardedBatchSampler",
+    "ShardedIterable",
+    "ShardingPlan",
+    "Share",
+    "draw_seed",
+    "gather_row",
+    "generators_replaced",
+    "length_or_none",
+    "plan_for",
+]
+
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """What a rank knows about its part of a round.
+
+    ``common``: every rank has a part. ``partial``: this rank has one and some other has none. ``absent``: this rank has
+    none, and the batch repeats the beginning in case that there is nothing else to show.
+
+    ``remainder`` is the number of real samples in the round if it was completed with samples from the beginning, or -1.
+    """
+
+    kind: Literal["common", "partial", "absent"]
+    remainder: int = -1
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The rule of one loader. ``batch_size`` is None where batches come as they like."""
+
+    rank: int
+    world_size: int
+    batch_size: int | None
+    drop_last: bool
+    split: bool
+    even: bool
+
+    @property
+    def part(self) -> int:
+        """Samples that a rank gets of a full round; batches, where their size is not known."""
+        if self.batch_size is None:
+            return 1
+        return self.batch_size // self.world_size if self.split else self.batch_size
+
+    def deal(self, units: list[T], first: list[T], part: int) -> tuple[Share, list[T]] | None:
+        """This rank's part of the round ``units``; None if the round is dropped. ``first`` is the first round."""
+        whole = part * self.world_size
+        mine = slice(part * self.rank, part * (self.rank + 1))
+        if len(units) >= whole:
+            return Share("common"), units[mine]
+        if self.drop_last:
+            return None
+        if self.even and self.world_size > 1:
+            completed = units + list(islice(cycle(first), whole - len(units)))
+            return Share("common", len(units)), completed[mine]
+        if len(units) > part * (self.world_size - 1):
+            return Share("common"), units[mine]
+        return (Share("partial"), units[mine]) if units[mine] else (Share("absent"), first[:part])
+
+    def count(self, full_rounds: int, rest: int, part: int) -> int:
+        """This rank's batches in ``full_rounds`` and one of ``rest`` more units. Nobody is left with none."""
+        if self.drop_last or not rest:
+            return full_rounds
+        if self.even:
+            return full_rounds + 1
+        return max(1, full_rounds + (rest > part * self.rank))
+
+
+def plan_for(
+    loader: DataLoader[Any], communicator: Communicator, configuration: DataLoaderConfiguration
+) -> ShardingPlan:
+    """The rule for ``loader`` on this rank."""
+    stream = isinstance(loader.dataset, IterableDataset)
+    # A batch sampler may also be passed as the sampler of a loader with batch_size=None.
+    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    batch_size = loader.batch_size if stream else getattr(batches, "batch_size", None)
+    batch_size = batch_size if isinstance(batch_size, int) and batch_size > 0 else None
+    drop_last = loader.drop_last if stream else bool(getattr(batches, "drop_last", False))
+    world_size, split = communicator.world_size, configuration.split_batches and communicator.world_size > 1
+    if split and (batch_size is None or batch_size % world_size):
+        raise ConfigurationError(
+            f"split_batches=True divides every batch among {world_size} ranks, but the loader's batch size is "
+            f"{batch_size}. Use a multiple of {world_size}, or pass split_batches=False"
+        )
+    return ShardingPlan(communicator.rank, world_size, batch_size, drop_last, split, configuration.even_batches)
+
+
+# -- batch samplers ----------------------------------------------------------------------------------------------------
+
+
+class _Dealt(NamedTuple):
+    share: Share
+    skipped: bool
+
+
+class ShardedBatchSampler(Sampler[Any]):
+    """This rank's batches of another batch sampler.
+
+    ``batches`` may also yield single indices (a loader with ``batch_size=None``); each then counts as a batch. Batches
+    without a common size are dealt whole.
+
+    An iteration writes into ``dealt`` what it knows about each batch, before it yields it. That is the way past torch's
+    loader, which has no place for it. ``skip`` batches of this rank are counted there, but not yielded.
+    """
+
+    def __init__(self, batches: Iterable[Any], plan: ShardingPlan) -> None:
+        self.batches = batches
+        self.plan = plan
+        self.skip = 0
+        self.check_first_round: Callable[[list[Any]], None] | None = None
+        self.dealt: deque[_Dealt] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        # A function and not a generator: what this iteration starts with is fixed now, not at its first batch.
+        self.dealt = deque()
+        return self._deal_out(self.dealt, self.skip)
+
+    def __len__(self) -> int:
+        batches, plan = len(self.batches), self.plan  # type: ignore[arg-type]
+        if not plan.split:
+            return plan.count(*divmod(batches, plan.world_size), 1)
+        # Only torch's own batch sampler is known to make its last batch of what is left.
+        samples = length_or_none(self.batches.sampler) if type(self.batches) is BatchSampler else None
+        tail = 0 if samples is None else samples % (plan.batch_size or 1)
+        return plan.count(batches - 1, tail, plan.part) if tail and not plan.drop_last else batches
+
+    def _deal_out(self, dealt: deque[_Dealt], skip: int) -> Iterator[Any]:
+        own = rounds = 0
+        for share, batch in self._rounds():
+            rounds += 1
+            if share.kind != "absent":
+                own += 1
+            elif own > skip or rounds <= skip:
+                continue  # the repeated batch is for ranks which would have none where others have one
+            skipped = share.kind != "absent" and own <= skip
+            dealt.append(_Dealt(share, skipped))
+            if not skipped:
+                yield batch
+
+    def _rounds(self) -> Iterator[tuple[Share, Any]]:
+        plan, stream = self.plan, iter(self.batches)
+        take = 1 if plan.split else plan.world_size
+        first: list[Any] = []
+        while batches := list(islice(stream, take)):
+            if not first:
+                first = batches
+                if self.check_first_round is not None:
+                    self.check_first_round(batches)
+            outcome = self._deal(batches, first)
+            if outcome is not None:
+                yield outcome
+        if not first and self.check_first_round is not None:
+            self.check_first_round([])
+
+    def _deal(self, batches: list[Any], first: list[Any]) -> tuple[Share, Any] | None:
+        plan = self.plan
+        if plan.world_size > 1 and (plan.split or (self._regular(batches) and self._regular(first))):
+            # The samples of a round in a row: a batch each, and what is missing is missing at the end.
+            samples = _flat(batches)
+            part = max(plan.part, -(-len(samples) // plan.world_size)) if plan.split else plan.part
+            return plan.deal(samples, _flat(first), part)
+        outcome = plan.deal(batches, first, 1)
+        if outcome is None:
+            return None
+        share, own = outcome
+        real = sum(len(batch) if isinstance(batch, Sized) else 1 for batch in batches)
+        return (share if share.remainder < 0 else Share(share.kind, real)), own[0]
+
+    def _regular(self, batches: list[Any]) -> bool:
+        size = self.plan.batch_size
+        return size is not None and all(len(batch) == size for batch in batches[:-1]) and len(batches[-1]) <= size
+
+
+def _flat(batches: Sequence[Iterable[Any]]) -> list[Any]:
+    return [index for batch in batches for index in batch]
+
+
+# -- iterable datasets -------------------------------------------------------------------------------------------------
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """This rank's part of each round of a stream, one list of elements a round.
+
+    Every rank reads the whole stream, and keeps a round of it and the first one. A worker deals the stream that it
+    sees: whoever splits a dataset among workers by ``get_worker_info`` has every element once, as without ranks.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], plan: ShardingPlan) -> None:
+        self.dataset = dataset
+        self.plan = plan
+
+    def __iter__(self) -> Iterator[tuple[Share, list[Any]]]:
+        plan, stream = self.plan, iter(self.dataset)
+        first: list[Any] = []
+        while elements := list(islice(stream, plan.part * plan.world_size)):
+            first = first or elements
+            outcome = plan.deal(elements, first, plan.part)
+            if outcome is not None:
+                yield outcome
+
+    def length(self) -> int:
+        """This rank's batches. As with torch's loader a guess, where workers have a stream each."""
+        plan = self.plan
+        return plan.count(*divmod(len(self.dataset), plan.part * plan.world_size), plan.part)  # type: ignore[arg-type]
+
+
+class CollateShare:
+    """The user's ``collate_fn`` for what :class:`ShardedIterable` yields; the share passes by."""
+
+    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
+        self.collate = collate
+        self.batched = batched
+
+    def __call__(self, dealt: tuple[Share, list[Any]]) -> tuple[Share, Any]:
+        share, elements = dealt
+        return share, self.collate(elements if self.batched else elements[0])
+
+
+class PrepareWorker:
+    """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()`` and not ours."""
+
+    def __init__(self, initialize: Callable[[int], None] | None) -> None:
+        self.initialize = initialize
+
+    def __call__(self, worker: int) -> None:
+        information = get_worker_info()
+        if information is not None and isinstance(information.dataset, ShardedIterable):
+            # It is frozen. What the worker iterates is kept elsewhere, so nothing else changes.
+            object.__setattr__(information, "dataset", information.dataset.dataset)
+        if self.initialize is not None:
+            self.initialize(worker)
+
+
+# -- reading ahead -----------------------------------------------------------------------------------------------------
+
+
+class Lookahead:
+    """An iterator over this rank's batches behind the first ``start``, which knows what comes after the current one.
+
+    Ranks have different numbers of batches only where rounds have no part for the last ones. The last rank has as many
+    batches as there are ``common`` rounds, and no rank has fewer. So another ``common`` round than those so far means:
+    every rank has a batch after this one. That is the next batch as a rule; :meth:`look` reads on for it otherwise,
+    past one ``partial`` round a worker at most.
+    """
+
+    def __init__(self, rounds: Iterator[tuple[Share, Any]], start: int) -> None:
+        self.position = 0
+        self.share = Share("common")
+        self._rounds, self._start = rounds, start
+        self._waiting: deque[tuple[Share, Any]] = deque()
+        self._spare: tuple[Share, Any] | None = None
+        self._seen = self._own = self._common = 0
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while not self._waiting and not self._ended:
+            self._read()
+        if not self._waiting and not self.position and self._spare is not None:
+            self._waiting.append(self._spare)
+        self._spare = None
+        if not self._waiting:
+            raise StopIteration
+        self.position += 1
+        self.share, batch = self._waiting.popleft()
+        return batch
+
+    def look(self) -> None:
+        """Read until the end is known, or that every rank has another batch."""
+        while not self._ended and self._common <= self._start + self.position:
+            self._read()
+
+    @property
+    def at_end(self) -> bool:
+        return self._ended and not self._waiting
+
+    def closes_window(self, size: int) -> bool:
+        return self.at_end or (self.position % size == 0 and self._start + self.position < self._common)
+
+    def _read(self) -> None:
+        dealt = next(self._rounds, None)
+        if dealt is None:
+            self._ended = True
+            return
+        kind = dealt[0].kind
+        self._seen += 1
+        self._common += kind == "common"
+        self._own += kind != "absent"
+        if kind == "absent":
+            if self._seen > self._start and self._spare is None and not self.position:
+                self._spare = dealt
+        elif self._own > self._start:
+            self._waiting.append(dealt)
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A number as torch's loader and its random sampler draw one: 63 bits from ``generator`` or from torch's own."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+@contextlib.contextmanager
+def generators_replaced(holders: Iterable[Any], seed: int) -> Iterator[None]:
+    """Let each of ``holders`` draw from a generator of its own with this seed, and give back what it had."""
+    before = [(holder, holder.generator) for holder in holders]
+    for holder, _ in before:
+        holder.generator = torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+    try:
+        yield
+    finally:
+        for holder, generator in before:
+            holder.generator = generator
+
+
+def gather_row(communicator: Communicator, row: list[int]) -> list[list[int]]:
+    """Every rank's ``row``, in rank order."""
+    if communicator.world_size == 1:
+        return [row]
+    mine = torch.tensor(row, dtype=torch.int64, device=communicator.device)
+    gathered = mine.new_empty(len(row) * communicator.world_size)
+    communicator.all_gather(gathered, mine).wait()
+    rows: list[list[int]] = gathered.view(communicator.world_size, -1).tolist()
+    return rows
+
+
+def length_or_none(sized: Any) -> int | None:
+    """``len``, or None for what has no length."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
