@@ -8,13 +8,14 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test check bench-engine format clean
+.PHONY: help install test check bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make install   create .venv with the pinned tools and gradsync itself'
 	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
 	@echo 'make check     lint, formatting, types'
 	@echo 'make bench-engine   time a step against DDP, tuned and stock (about 4 minutes)'
+	@echo 'make bench-accumulate   time what accumulate() adds to a micro-batch (seconds)'
 	@echo 'make format    sort imports and format'
 	@echo 'make clean     remove caches, builds and .venv'
 
@@ -30,6 +31,9 @@ check: .venv/.installed
 
 bench-engine: .venv/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/engine.py $(ARGS)
+
+bench-accumulate: .venv/.installed
+	$(BIN)/python benchmarks/accumulate_overhead.py $(ARGS)
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix-only --exit-zero .

@@ -20,7 +20,7 @@ of gradient accumulation are still equal in number on all of them: see :meth:`Pr
 
 import base64
 import contextlib
-import hashlib
+import functools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
@@ -45,6 +45,7 @@ from gradsync.accelerator.sharding import (
     generators_replaced,
     length_or_none,
     plan_for,
+    require_same_order,
 )
 from gradsync.communicator import Communicator, InProcessWorld
 from gradsync.errors import ConfigurationError, MismatchError
@@ -166,7 +167,7 @@ class PreparedDataLoader(DataLoader[Any]):
             return create(stream, batch_size=None, **options), stream
         sampler = ShardedBatchSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, plan)
         if plan.world_size > 1:
-            sampler.check_first_round = self._check_first_round
+            sampler.check_first_round = functools.partial(require_same_order, self.communicator)
         if loader.batch_sampler is not None:
             return create(loader.dataset, batch_sampler=sampler, **options), sampler
         return create(loader.dataset, batch_size=None, sampler=sampler, **options), sampler
@@ -306,6 +307,8 @@ class PreparedDataLoader(DataLoader[Any]):
             ahead.look()
             self._current = ahead
             self._position = replace(position, batches=position.batches + ahead.position, ended=ahead.at_end)
+            if ahead.at_end:  # where the next epoch will start
+                self._position = replace(self._position, generator=self._generator_states())
             yield moved
         self._position = None
         self._skip = 0
@@ -384,8 +387,11 @@ class PreparedDataLoader(DataLoader[Any]):
             seed = (self._data_seed + wanted.epoch + 2**63) % 2**64 - 2**63  # to torch the same, and it fits 64 bits
         elif any(each.generator is None for each in self._holders()):
             seed = draw_seed(None)
+        return replace(wanted, base=base, seed=seed, generator=self._generator_states())
+
+    def _generator_states(self) -> str:
         states = b"".join(bytes(generator.get_state().tolist()) for generator in self._shared_generators())
-        return replace(wanted, base=base, seed=seed, generator=base64.b64encode(states).decode())
+        return base64.b64encode(states).decode()
 
     def _agree(self, wanted: Position) -> Position:
         """Rank 0's order for everybody. Everything else must be the same already."""
@@ -414,26 +420,14 @@ class PreparedDataLoader(DataLoader[Any]):
             shared = self._shared_generators()
             for generator, state in zip(shared, states.chunk(len(shared)), strict=True):
                 generator.set_state(state.clone())
-        text = base64.b64encode(bytes(states.tolist())).decode()
         ended = all(row[2] for row in rows)
-        return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=text, ended=ended)
+        return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=self._generator_states(), ended=ended)
 
     def _whole_length(self) -> int:
         loader = self.base_dataloader
         measured = loader.dataset if isinstance(loader.dataset, IterableDataset) else self._sharded.batches  # type: ignore[union-attr]
         length = length_or_none(measured)
         return -1 if length is None else length
-
-    def _check_first_round(self, batches: list[Any]) -> None:
-        digest = int.from_bytes(hashlib.sha256(repr(batches).encode()).digest()[:7], "big")
-        digests = [row[0] for row in gather_row(self.communicator, [digest])]
-        if len(set(digests)) > 1:
-            odd = next(rank for rank, each in enumerate(digests) if each != digests[0])
-            raise MismatchError(
-                f"ranks 0 and {odd} go through the dataset in different orders, so that samples would be lost and "
-                "repeated. A sampler must yield the same on every rank: let it shuffle by a torch.Generator in its "
-                "attribute 'generator', or by its epoch. A DistributedSampler is not needed here"
-            )
 
 
 def _stateful_loader() -> Any:

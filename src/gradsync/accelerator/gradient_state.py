@@ -38,4 +38,8 @@ class GradientState:
         self._loaders.append(loader)
 
     def leave_dataloader(self, loader: Any) -> None:
-        self._loaders = [entered for entered in self._loaders if entered is not loader]
+        # Only the innermost: a loader may be iterated inside itself.
+        for number in reversed(range(len(self._loaders))):
+            if self._loaders[number] is loader:
+                del self._loaders[number]
+                return

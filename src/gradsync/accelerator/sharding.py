@@ -10,6 +10,7 @@ there are any.
 """
 
 import contextlib
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.communicator import Communicator
-from gradsync.errors import ConfigurationError
+from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = [
     "CollateShare",
@@ -36,6 +37,7 @@ __all__ = [
     "generators_replaced",
     "length_or_none",
     "plan_for",
+    "require_same_order",
 ]
 
 T = TypeVar("T")
@@ -355,6 +357,19 @@ def gather_row(communicator: Communicator, row: list[int]) -> list[list[int]]:
     communicator.all_gather(gathered, mine).wait()
     rows: list[list[int]] = gathered.view(communicator.world_size, -1).tolist()
     return rows
+
+
+def require_same_order(communicator: Communicator, batches: list[Any]) -> None:
+    """Raise :class:`MismatchError` on every rank unless all of them pass the same first round."""
+    digest = int.from_bytes(hashlib.sha256(repr(batches).encode()).digest()[:7], "big")
+    digests = [row[0] for row in gather_row(communicator, [digest])]
+    if len(set(digests)) > 1:
+        odd = next(rank for rank, each in enumerate(digests) if each != digests[0])
+        raise MismatchError(
+            f"ranks 0 and {odd} go through the dataset in different orders, so that samples would be lost and "
+            "repeated. A sampler must yield the same on every rank: let it shuffle by a torch.Generator in its "
+            "attribute 'generator', or by its epoch. A DistributedSampler is not needed here"
+        )
 
 
 def length_or_none(sized: Any) -> int | None:

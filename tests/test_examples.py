@@ -1,0 +1,94 @@
+"""The example scripts run, all ranks end with the same parameters, and each is five lines from the single process."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+DERIVED = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "single_process")
+
+
+def code(name: str) -> list[str]:
+    """The lines of a script without its docstring, blank lines and indentation."""
+    text = (EXAMPLES / f"{name}.py").read_text().split('"""', 2)[2]
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def changed(name: str) -> list[str]:
+    """What a reader has to write anew. A line that is only dropped, or moved to the right, is not."""
+    difference = difflib.ndiff(code("single_process"), code(name))
+    return [line[2:] for line in difference if line.startswith("+ ")]
+
+
+def run(command: list[str]) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun(name: str, ranks: int) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return run([*launcher, str(EXAMPLES / f"{name}.py")])
+
+
+def losses(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss ([\d.]+)", output)]
+
+
+def sums(output: str) -> list[str]:
+    return re.findall(r"parameters sum to (-?[\d.]+)", output)
+
+
+def test_there_is_one_for_every_loop() -> None:
+    assert DERIVED == [
+        "accelerator_accumulate",
+        "accelerator_no_sync",
+        "ddp_no_sync",
+        "naive_averaging",
+        "subgroup_averaging",
+    ]
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_at_most_five_lines_change(name: str) -> None:
+    lines = changed(name)
+    assert 0 < len(lines) <= 5, lines
+
+
+def test_readme_shows_the_difference() -> None:
+    """Line by line what the example has and the single process has not."""
+    readme = (ROOT / "README.md").read_text()
+    shown = [line[1:].strip() for line in readme.splitlines() if line.startswith("+")]
+    assert shown == changed("accelerator_accumulate")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [name for name in DERIVED if name != "subgroup_averaging"])
+def test_two_ranks_train_one_model(name: str) -> None:
+    output = torchrun(name, 2)
+    assert len(losses(output)) == 16
+    assert max(losses(output)[-2:]) < 0.7 * min(losses(output)[:2])
+    assert len(sums(output)) == 2
+    assert len(set(sums(output))) == 1
+
+
+@pytest.mark.timeout(120)
+def test_two_groups_train_two_models() -> None:
+    output = torchrun("subgroup_averaging", 4)
+    assert len(sums(output)) == 4
+    assert sorted(sums(output).count(each) for each in set(sums(output))) == [2, 2]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["single_process", "accelerator_accumulate", "accelerator_no_sync"])
+def test_one_process_without_a_launcher(name: str) -> None:
+    output = run([sys.executable, str(EXAMPLES / f"{name}.py")])
+    assert losses(output)[-1] < 0.5 * losses(output)[0]
+    assert sums(output) == sums(run([sys.executable, str(EXAMPLES / "single_process.py")]))
