@@ -17,15 +17,9 @@ import torch
 import torch.distributed as dist
 
 import gradsync
-from gradsync.accelerator import environment as environment_module
-from gradsync.accelerator.environment import (
-    DistributedType,
-    ProcessEnvironment,
-    World,
-    connect,
-    first_host,
-    read_environment,
-)
+from gradsync.accelerator import world as world_module
+from gradsync.accelerator.environment import ProcessEnvironment, first_host, read_environment
+from gradsync.accelerator.world import DistributedType, World, connect
 from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from tests.ranks import RankPool, Ranks, ThreadRanks
 
@@ -228,18 +222,19 @@ def test_jobs_on_one_node_choose_different_ports() -> None:
 SCRIPT = """
 import json, sys, warnings
 import torch, torch.distributed as dist
-from gradsync.accelerator import environment
-from gradsync.accelerator.environment import connect, read_environment
+from gradsync.accelerator import world as module
+from gradsync.accelerator.environment import read_environment
+from gradsync.accelerator.world import connect
 from gradsync.accelerator.operations import gather
 
-votes, vote = [], environment._agree_on_backend
+votes, vote = [], module._agree_on_backend
 
 def counted(store, *arguments):
     backend = vote(store, *arguments)
     votes.append(store.add("ranks", 0))
     return backend
 
-environment._agree_on_backend = counted
+module._agree_on_backend = counted
 out, cpu = sys.argv[1], sys.argv[2] == "cpu"
 sums = []
 with warnings.catch_warnings(record=True) as caught:
@@ -416,7 +411,7 @@ def test_ranks_that_are_there_already_are_used_and_left_alone(ranks: Ranks) -> N
 def meet_on_two_hosts(hosts: list[str]) -> tuple[int, int]:
     own = SimpleNamespace(gethostname=lambda: hosts[choose_communicator().rank])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment_module, "socket", own)
+        patch.setattr(world_module, "socket", own)
         world = connect(ProcessEnvironment(), cpu=True)
     return world.local_process_index, world.environment.local_world_size
 
@@ -473,7 +468,7 @@ def choose_backends(devices: list[str]) -> list[str]:
 
     def choose(rank: int) -> None:
         mine = place(rank, len(devices), rank, len(devices))
-        chosen[rank] = environment_module._agree_on_backend(store, mine, torch.device(devices[rank]))
+        chosen[rank] = world_module._agree_on_backend(store, mine, torch.device(devices[rank]))
 
     threads = [threading.Thread(target=choose, args=(rank,), daemon=True) for rank in range(len(devices))]
     for thread in threads:

@@ -64,6 +64,7 @@ LAYERS = (
     "accelerator.plugins",
     "accelerator.handlers",
     "accelerator.environment",
+    "accelerator.world",
     "accelerator.process_control",
     "accelerator.operations",
     "accelerator.precision",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from gradsync.accelerator import operations
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from gradsync.accelerator.environment import connect, read_environment
+from gradsync.accelerator.environment import read_environment
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.handlers import settings_of
 from gradsync.accelerator.metrics import gather_for_metrics
@@ -24,6 +24,7 @@ from gradsync.accelerator.precision import Precision, plain_forward
 from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.scheduler import PreparedScheduler
+from gradsync.accelerator.world import connect
 from gradsync.accumulation import backward_through
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.communicator import Communicator

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsync.accelerator.environment import World
 from gradsync.accelerator.precision import Precision
+from gradsync.accelerator.world import World
 from gradsync.accumulation import Accumulation
 from gradsync.attach import synchronize_gradients
 from gradsync.data_parallel import DistributedDataParallel

@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from gradsync.accelerator.environment import DistributedType, World
+from gradsync.accelerator.world import DistributedType, World
 
 __all__ = ["ProcessControl"]
 

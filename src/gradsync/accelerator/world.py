@@ -1,0 +1,285 @@
+"""The ranks that were started together: :func:`connect` meets them, a :class:`World` is the result.
+
+A world of one has no process group: nothing is opened and nothing has to be closed.
+"""
+
+import functools
+import itertools
+import socket
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradsync.accelerator.environment import ProcessEnvironment
+from gradsync.agreement import gather_bytes
+from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
+from gradsync.errors import ConfigurationError, NoProcessGroupError
+
+__all__ = ["DistributedType", "World", "connect"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DistributedType(StrEnum):
+    """Equal to Accelerate's members of the same name, and to their names."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+
+
+def connect(
+    environment: ProcessEnvironment,
+    *,
+    cpu: bool = False,
+    timeout: timedelta | None = None,
+    communicator: Communicator | None = None,
+) -> "World":
+    """Meet the other ranks. Collective.
+
+    The ranks are those of ``communicator``, else of :func:`gradsync.testing.run_ranks` if this is one of its threads,
+    else of the default process group if there is one, else those of ``environment``. Only in the last case a process
+    group is made, and only that one does :meth:`World.close` destroy.
+    """
+    try:
+        existing = choose_communicator(communicator)
+    except NoProcessGroupError:
+        return _connect_anew(environment, cpu, timeout)
+    if (existing.rank, existing.world_size) != (environment.rank, environment.world_size):
+        # Spawned, or threads: no launcher said who shares a machine.
+        environment = _located(existing, environment)
+    return World(existing, _choose_device(environment, cpu), environment)
+
+
+# All ranks connect equally often, so the number keeps the messages of one connection from the next one's. The meeting
+# place stays open: were rank 0 to close it, a faster rank might be there already for the next meeting.
+_connections = itertools.count()
+_meeting_places: dict[str, Any] = {}
+
+
+def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta | None) -> "World":
+    device = _choose_device(environment, cpu)
+    if environment.world_size == 1:
+        return World(InProcessWorld(1).communicator(0), device, environment)
+    rank, world_size = environment.rank, environment.world_size
+    host = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
+    address = f"tcp://{host}:{environment.master_port}"
+    number = next(_connections)
+    limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    try:
+        if address not in _meeting_places:
+            meeting: Any = dist.rendezvous(address, rank, world_size, **limits)  # type: ignore[attr-defined]
+            _meeting_places[address] = next(meeting)[0]
+        store: Any = dist.PrefixStore(f"gradsync/{number}", _meeting_places[address])  # type: ignore[attr-defined]
+        backend = _agree_on_backend(store, environment, device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **limits)
+    except Exception as error:
+        error.add_note(
+            f"while rank {rank} of {world_size} (started by {environment.launcher}) met the others at {address}. Every "
+            "rank must reach that address; if something else listens there, set MASTER_PORT to a free port"
+        )
+        raise
+    return World(choose_communicator(), device, environment, owns_group=True)
+
+
+def _choose_device(environment: ProcessEnvironment, cpu: bool) -> torch.device:
+    if cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A launcher may show every rank all GPUs of the node or just its own; in both cases this is the right one.
+    device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _agree_on_backend(store: Any, environment: ProcessEnvironment, device: torch.device) -> str:
+    """NCCL needs a GPU of its own for every rank, and all ranks must choose the same backend."""
+    on_gpu = device.type == "cuda"
+    alone = on_gpu and store.add(f"gpu {torch.cuda.get_device_properties(device).uuid}", 1) == 1
+    if not (alone and dist.is_nccl_available()):
+        store.add("ranks without a gpu of their own", 1)
+    if store.add("ranks", 1) == environment.world_size:
+        store.set("all are here", b"")
+    store.wait(["all are here"])
+    lacking = store.add("ranks without a gpu of their own", 0)
+    if lacking and on_gpu and environment.local_rank == 0:
+        warnings.warn(
+            f"{lacking} of {environment.world_size} ranks have no GPU of their own, so NCCL cannot connect them: Gloo "
+            "does, more slowly. Start at most as many ranks a node as it has GPUs",
+            stacklevel=4,
+        )
+    return "gloo" if lacking else "cpu:gloo,cuda:nccl"
+
+
+def _located(communicator: Communicator, environment: ProcessEnvironment) -> ProcessEnvironment:
+    """``environment`` with the places that ``communicator`` has, and the hosts' names to tell which are local."""
+    hosts = gather_bytes(communicator, socket.gethostname().encode())
+    rank, host = communicator.rank, hosts[communicator.rank]
+    return replace(
+        environment,
+        rank=rank,
+        world_size=communicator.world_size,
+        local_rank=Counter(hosts[:rank])[host],
+        local_world_size=Counter(hosts)[host],
+    )
+
+
+class World:
+    """All ranks, seen from one: who it is, where it computes, and what only some of them do."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        device: torch.device,
+        environment: ProcessEnvironment,
+        *,
+        owns_group: bool = False,
+    ) -> None:
+        self.communicator = communicator
+        self.device = device
+        self.environment = environment
+        self._owns_group = owns_group
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.process_index} of {self.num_processes}, {self.device}, {self.distributed_type})"
+
+    @property
+    def process_index(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def num_processes(self) -> int:
+        return self.communicator.world_size
+
+    @property
+    def local_process_index(self) -> int:
+        return self.environment.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+
+    def wait_for_everyone(self) -> None:
+        """Return when all ranks have called this."""
+        token = torch.zeros(1, device=self.communicator.device)
+        self.communicator.all_reduce(token).wait()
+        token.cpu()  # on CUDA wait() only orders the stream
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The others enter the block when rank 0 has left it, by an exception too."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The others enter the block when the first rank of every node has left it."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if first:
+                self.wait_for_everyone()
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """A decorator: elsewhere the function does nothing and returns None."""
+        return _only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        return _only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        return _only_if(self.is_last_process, function)
+
+    def on_process(self, process_index: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """A decorator for one rank. A world of one does the work of all, as with Accelerate."""
+        chosen = self.num_processes == 1 or self.process_index == process_index
+        return functools.partial(_only_if, chosen)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's share of ``inputs``: a list, tuple or tensor, or a dict of such, all of the same length.
+
+        The first ranks have one more where it does not come out even; with ``apply_padding`` the others repeat the
+        last element of ``inputs`` to have as many. ``inputs`` itself is left alone.
+        """
+        yield inputs if self.num_processes == 1 else self._share(inputs, apply_padding)
+
+    def _share(self, inputs: Any, apply_padding: bool) -> Any:
+        if isinstance(inputs, Mapping):
+            lengths = {key: _length(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise ConfigurationError(f"all values of the dict must be equally long, got lengths {lengths}")
+            return {key: self._share(value, apply_padding) for key, value in inputs.items()}
+        length = _length(inputs)
+        each, extra = divmod(length, self.num_processes)
+        start = self.process_index * each + min(self.process_index, extra)
+        share = inputs[start : start + each + (self.process_index < extra)]
+        missing = each + (extra > 0) - len(share)
+        if not apply_padding or missing == 0:
+            return share
+        if isinstance(inputs, torch.Tensor):
+            return torch.cat([share, *[inputs[-1:]] * missing])
+        return share + inputs[-1:] * missing
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """The built-in, on the main process only."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def destroy_process_group(self) -> None:
+        """Destroy the default process group, whoever has made it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def close(self) -> None:
+        """Destroy the process group if :func:`connect` made it. May be called again."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+
+def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if chosen else None
+
+    return wrapper
+
+
+def _length(inputs: Any) -> int:
+    if isinstance(inputs, list | tuple) or (isinstance(inputs, torch.Tensor) and inputs.ndim > 0):
+        return len(inputs)
+    raise ConfigurationError(
+        "split_between_processes takes a list, a tuple, a tensor with at least one dimension, or a dict of such; got "
+        f"{type(inputs).__name__}"
+    )
