@@ -64,6 +64,83 @@ def test_host_never_waits_for_the_device_in_a_step(nccl: None) -> None:
     assert wrapped.synchronizer.synchronizations == 6
 
 
+def test_weighted_windows_equal_one_backward(nccl: None) -> None:
+    """Contract 4: other weights in every window, so that the mean is corrected on the device."""
+    plain, wrapped = make_model(), gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
+    for window, weights in enumerate([[3, 5], [1, 1, 9], [2], [4096, 17], [7, 7]]):
+        inputs = [torch.randn(8, 64, dtype=torch.float64, device="cuda") for _ in weights]
+        for model in (plain, wrapped):
+            model.zero_grad(set_to_none=window % 2 == 0)
+        for batch, weight in zip(wrapped.accumulate(inputs), weights, strict=True):
+            wrapped.backward(wrapped(batch).square().mean(), weight=weight)
+        for batch, weight in zip(inputs, weights, strict=True):
+            (plain(batch).square().mean() * weight / sum(weights)).backward()
+        norm = wrapped.clip_grad_norm_(0.01)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=1e-12, atol=0)
+        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-16)
+
+
+def test_host_never_waits_for_the_device_in_a_window(nccl: None) -> None:
+    """Weights, their correction and clipping included."""
+    wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+    inputs = torch.randn(32, 64, dtype=torch.float64, device="cuda")
+    for window in range(7):
+        torch.cuda.set_sync_debug_mode("error" if window >= 5 else "default")
+        try:
+            for _ in wrapped.accumulate(range(3)):
+                wrapped.backward(wrapped(inputs).square().mean(), weight=window + 1)
+            wrapped.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert wrapped.synchronizer.synchronizations == 7
+
+
+def test_bfloat16_accumulates_in_float32(nccl: None) -> None:
+    model = nn.Linear(16, 1, bias=False).cuda().bfloat16()
+    wrapped = gradsync.DistributedDataParallel(model, accumulation_dtype=torch.float32)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    for _ in range(3):
+        for _ in wrapped.accumulate(range(600)):
+            wrapped(torch.ones(1, 16, dtype=torch.bfloat16, device="cuda")).sum().backward()
+        gradient = next(wrapped.parameters()).grad
+        assert gradient.dtype == torch.bfloat16
+        assert gradient.eq(1.0).all()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_accelerator_trains_in_a_world_of_one(precision: str) -> None:
+    """No process group; batches arrive on the device."""
+    torch.manual_seed(0)
+    accelerator = gradsync.Accelerator(gradient_accumulation_steps=2, mixed_precision=precision)
+    assert accelerator.device.type == "cuda"
+    inputs = torch.randn(96, 8)
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for _ in range(10):
+        for batch, target in loader:
+            assert batch.device.type == "cuda"
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(batch), target)
+                accelerator.backward(loss, weight=len(batch))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    assert not dist.is_initialized()
+    assert sum(losses[-12:]) < sum(losses[:12]) / 4
+
+
 def test_sync_batch_norm_and_half_precision_train(nccl: None) -> None:
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8), nn.Flatten(), nn.Linear(8 * 36, 2)).cuda()
     wrapped = gradsync.DistributedDataParallel(module.to(memory_format=torch.channels_last), device_ids=[0])
