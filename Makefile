@@ -8,23 +8,31 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test check bench-engine bench-accumulate format clean
+.PHONY: help install train test check doctor bench-engine bench-accumulate format clean
 
 help:
-	@echo 'make install   create .venv with the pinned tools and gradsync itself'
+	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
 	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
 	@echo 'make check     lint, formatting, types'
-	@echo 'make bench-engine   time a step against DDP, tuned and stock (about 4 minutes)'
+	@echo 'make doctor    say whether this machine is fit, and how fast its wire is'
+	@echo 'make install   create .venv with the pinned packages and gradsync itself'
+	@echo 'make bench-engine       time a step against DDP, tuned and stock (about 4 minutes)'
 	@echo 'make bench-accumulate   time what accumulate() adds to a micro-batch (seconds)'
 	@echo 'make format    sort imports and format'
 	@echo 'make clean     remove caches, builds and .venv'
 
 install: .venv/.installed
 
-test: .venv/.installed
+train: .venv/.installed
+	$(BIN)/gradsync train --nproc 2 $(ARGS)
+
+doctor: .venv/.installed
+	$(BIN)/gradsync doctor $(ARGS)
+
+test: .venv/.dev .venv/.apt
 	$(BIN)/python -m pytest $(ARGS)
 
-check: .venv/.installed
+check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -35,7 +43,7 @@ bench-engine: .venv/.installed
 bench-accumulate: .venv/.installed
 	$(BIN)/python benchmarks/accumulate_overhead.py $(ARGS)
 
-format: .venv/.installed
+format: .venv/.dev
 	$(BIN)/ruff check --fix-only --exit-zero .
 	$(BIN)/ruff format .
 
@@ -43,14 +51,26 @@ clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Two stamps, each the last act of its rule, so an interrupted install starts again. The environment is cleared when
-# the pins change; a change of pyproject.toml only repeats the quick editable install.
-.venv/.pinned: requirements/dev.txt
+# Stamps, each the last act of its rule, so an interrupted install starts again. The environment is cleared when the
+# pins of the library change; a change of pyproject.toml only repeats the quick editable install.
+.venv/.pinned: requirements/run.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --requirement requirements/dev.txt
+	$(BIN)/pip install --quiet --requirement requirements/run.txt
 	@touch $@
 
 # --no-deps and --no-build-isolation: only what is pinned is ever installed.
 .venv/.installed: .venv/.pinned pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv/.dev: .venv/.installed requirements/dev.txt
+	$(BIN)/pip install --quiet --requirement requirements/dev.txt
+	@touch $@
+
+# Programs that single tests need; without them those tests say so and are skipped.
+.venv/.apt: requirements/apt.txt | .venv/.installed
+	@missing=$$(sed 's/ *#.*//' $< | while read -r name; do command -v $$name >/dev/null || echo $$name; done); \
+	if [ -n "$$missing" ] && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing >/dev/null || true; \
+	fi
 	@touch $@

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-DERIVED = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "single_process")
+RECIPE = "train_gpt"
+DERIVED = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("single_process", RECIPE))
 
 
 def code(name: str) -> list[str]:
@@ -92,3 +93,18 @@ def test_one_process_without_a_launcher(name: str) -> None:
     output = run([sys.executable, str(EXAMPLES / f"{name}.py")])
     assert losses(output)[-1] < 0.5 * losses(output)[0]
     assert sums(output) == sums(run([sys.executable, str(EXAMPLES / "single_process.py")]))
+
+
+@pytest.mark.timeout(120)
+def test_the_recipe_trains_and_goes_on(tmp_path: Path) -> None:
+    assert len((EXAMPLES / f"{RECIPE}.py").read_text().splitlines()) < 120
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 2000)
+    options = ["--model", "nano", "--length", "32", "--batch", "2", "--data", str(tmp_path / "text.txt")]
+    options += ["--checkpoints", str(tmp_path / "checkpoints")]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(EXAMPLES / f"{RECIPE}.py")
+    first = run([*launcher, script, *options, "--steps", "20"])
+    assert "goes on" not in first
+    second = run([*launcher, script, *options, "--steps", "40"])
+    assert "goes on after step 20" in second
+    assert losses(second)[-1] < losses(first)[0]

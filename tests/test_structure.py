@@ -13,6 +13,7 @@ PACKAGE = Path(gradsync.__file__).parent
 
 # Bottom to top. A module imports only from modules above it in this list. A package stands after its modules.
 LAYERS = (
+    "version",
     "errors",
     "communicator.base",
     "communicator.process_group",
@@ -60,6 +61,15 @@ LAYERS = (
     "averaging",
     "timeline",
     "testing",
+    "checkpoint.files",
+    "checkpoint.layout",
+    "checkpoint.tensor_file",
+    "checkpoint.tree",
+    "checkpoint.rng",
+    "checkpoint.manifest",
+    "checkpoint.together",
+    "checkpoint.folder",
+    "checkpoint",
     "accelerator.gradient_state",
     "accelerator.plugins",
     "accelerator.handlers",
@@ -67,6 +77,7 @@ LAYERS = (
     "accelerator.world",
     "accelerator.process_control",
     "accelerator.operations",
+    "accelerator.loss_scaler",
     "accelerator.precision",
     "accelerator.sharding",
     "accelerator.dispatching",
@@ -76,8 +87,41 @@ LAYERS = (
     "accelerator.scheduler",
     "accelerator.preparation",
     "accelerator.metrics",
+    "accelerator.state_saving",
     "accelerator.accelerator",
     "accelerator",
+    "llm",
+    "llm.settings",
+    "llm.schedule",
+    "llm.heartbeat",
+    "llm.interruption",
+    "llm.phases",
+    "llm.replicas",
+    "llm.text_sources",
+    "llm.model",
+    "llm.tokens",
+    "llm.batches",
+    "llm.run_folder",
+    "llm.charts",
+    "llm.report",
+    "llm.saving",
+    "llm.trainer",
+    "llm.screen",
+    "llm.recording",
+    "llm.run",
+    "doctor.finding",
+    "doctor.machine",
+    "doctor.network",
+    "doctor.software",
+    "doctor.wire_rank",
+    "doctor.wire",
+    "doctor",
+    "cli.launching",
+    "cli.doctor",
+    "cli.train",
+    "cli.main",
+    "cli",
+    "__main__",
 )
 
 PUBLIC = {
@@ -93,6 +137,7 @@ PUBLIC = {
     "MisuseError",
     "PeerFailedError",
     "Timeline",
+    "__version__",
     "average_gradients",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -179,6 +224,7 @@ def test_every_module_says_what_it_exports_and_what_it_is() -> None:
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), f"{name} has no docstring"
         targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+        targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
         assert "__all__" in [target.id for target in targets if isinstance(target, ast.Name)], f"{name} has no __all__"
 
 

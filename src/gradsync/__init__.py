@@ -20,6 +20,7 @@ from gradsync.errors import (
 )
 from gradsync.layer_drop import LayerDrop
 from gradsync.timeline import Timeline
+from gradsync.version import __version__
 
 __all__ = [
     "Accelerator",
@@ -34,10 +35,9 @@ __all__ = [
     "MisuseError",
     "PeerFailedError",
     "Timeline",
+    "__version__",
     "average_gradients",
     "clip_grad_norm_",
     "clip_grad_value_",
     "synchronize_gradients",
 ]
-
-__version__ = "0.1.0"

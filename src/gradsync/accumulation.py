@@ -12,7 +12,7 @@ from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.synchronizer import Synchronizer
 from gradsync.weights import checked_weight
 
-__all__ = ["Accumulation", "MicroBatch", "backward_through"]
+__all__ = ["Accumulation", "MicroBatch", "MicroBatches", "backward_through"]
 
 Batch = TypeVar("Batch")
 _NO_MORE: Any = object()
@@ -63,6 +63,62 @@ class MicroBatch:
         except GradsyncError:
             self._owner.synchronizer.fail()
             raise
+
+
+class MicroBatches:
+    """One micro-batch of several models, as a context.
+
+    Their collectives must come in the same order on all ranks, also on one that has a backward of only some of them, or
+    of none. So nothing is sent while they run: the models are synchronized one after the other, in the order in which
+    they were named, when the block is left, or when an optimizer is about to step.
+    """
+
+    def __init__(self, owners: "Sequence[Accumulation]", *, last: bool, synchronizes: bool = False) -> None:
+        self._synchronizers = [owner.synchronizer for owner in owners]
+        self._last = last
+        self._synchronizes = last or synchronizes
+        self._finished = False
+
+    def __enter__(self) -> None:
+        self._outer = [(each.enabled, each.window.weights.deferred) for each in self._synchronizers]
+        for synchronizer in self._synchronizers:
+            weights = synchronizer.window.weights
+            synchronizer.enabled = False
+            weights.deferred = self._synchronizes and not self._last
+            weights.enter_block()
+            synchronizer.expect_backward()
+            synchronizer.finish_block = self._finish if self._synchronizes else None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._synchronizes and not self._finished:
+                if kind is None:
+                    self._finish()
+                elif issubclass(kind, Exception):
+                    for synchronizer in self._synchronizers:
+                        synchronizer.fail()
+        finally:
+            for synchronizer, (enabled, deferred) in zip(self._synchronizers, self._outer, strict=True):
+                synchronizer.finish_block = None
+                synchronizer.enabled, synchronizer.window.weights.deferred = enabled, deferred
+                synchronizer.window.weights.leave_block(last=self._last)
+
+    def _finish(self) -> None:
+        """Synchronize all of them, whatever becomes of one: the other ranks do so too."""
+        if self._finished:
+            return
+        self._finished = True
+        errors = []
+        for synchronizer in self._synchronizers:
+            try:
+                synchronizer.take_part()
+            except GradsyncError as error:
+                synchronizer.fail()
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weight: Any = None, **options: Any) -> None:

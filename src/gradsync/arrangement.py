@@ -1,7 +1,9 @@
 """The buckets as they are now: made from the agreed order, and made anew when ranks agree on another one."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -34,9 +36,33 @@ class Arrangement:
         self._multiplicity = [1] * len(parameters)
 
     @property
+    def caps(self) -> BucketCaps:
+        return self._options.caps
+
+    @property
     def has_unfrozen(self) -> bool:
         """Whether a parameter has begun to be trained since the buckets were made."""
         return any(parameter.requires_grad for parameter in self._frozen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layout and how it came about, as plain values."""
+        caps = self._options.caps
+        return {
+            "caps": list(caps.caps),
+            "from_the_end": caps.from_the_end,
+            "order": self.order.state_dict(),
+            "trainable": list(self._trainable),
+            "multiplicity": list(self._multiplicity),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lay out buckets as they were; :meth:`build` is to follow."""
+        caps = BucketCaps(caps=tuple(state["caps"]), from_the_end=state["from_the_end"])
+        self._options = dataclasses.replace(self._options, caps=caps)
+        self.order.load_state_dict(state["order"])
+        self._trainable = list(state["trainable"])
+        self._multiplicity = list(state["multiplicity"])
+        self.repeats = max(self._multiplicity, default=1) > 1
 
     def build(self) -> None:
         """Plan the layout and make buckets for it. Nobody may hold the old ones but gradients that are still wanted."""

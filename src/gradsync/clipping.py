@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from gradsync.gradient_norm import BucketNorms, checked_norm, clip_gradients, require_means
+from gradsync.chunk import gradients_of
+from gradsync.gradient_norm import BucketNorms, checked_norm, clip_gradients, is_whole, require_means
 from gradsync.synchronizer import Synchronizer, synchronizer_of
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_"]
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "require_means_of"]
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -25,7 +26,7 @@ def clip_grad_norm_(
     max_norm, norm_type = checked_norm(max_norm, norm_type)
     listed = _listed(parameters)
     synchronizers = _synchronizers(listed)
-    _require_means(synchronizers)
+    require_means_of(synchronizers)
     wholes = list(_wholes(listed, synchronizers, norm_type))
     total = clip_gradients(wholes, max_norm, norm_type, error_if_nonfinite)
     for synchronizer in synchronizers:
@@ -37,11 +38,12 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Limit every element of every gradient to ±``clip_value``, as ``torch.nn.utils.clip_grad_value_``."""
     listed = _listed(parameters)
-    _require_means(_synchronizers(listed))
+    require_means_of(_synchronizers(listed))
     torch.nn.utils.clip_grad_value_(listed, clip_value)
 
 
-def _require_means(synchronizers: Iterable[Synchronizer]) -> None:
+def require_means_of(synchronizers: Iterable[Synchronizer]) -> None:
+    """Refuse to touch gradients of an unfinished window; in its last micro-batch it is finished first."""
     for synchronizer in synchronizers:
         synchronizer.finish_last()
         require_means(finished=synchronizer.window.finished)
@@ -74,8 +76,10 @@ def _wholes(
             norms = synchronizer.norms = BucketNorms(norm_type)
         for bucket in synchronizer.buckets:
             inside = [id(parameter) for parameter in bucket.parameters]
+            if not meant.issuperset(inside) or not norms.may_take(bucket):
+                continue
             known = norms.of(bucket)
-            if known is not None and meant.issuperset(inside):
+            if known is not None or is_whole(bucket, gradients_of(bucket.parameters)):
                 covered.update(inside)
                 yield bucket.payload, known
     for parameter in parameters:

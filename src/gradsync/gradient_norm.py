@@ -2,7 +2,8 @@
 
 The norm of each bucket is computed as soon as its mean is there, while later buckets are still on the wire; when the
 last one is, the whole norm is. That begins with the window after the first call, which is how the engine learns that a
-norm is wanted. Buckets hold the same bits on all ranks, so no rank needs to ask another.
+norm is wanted. Buckets hold the same bits on all ranks, so no rank needs to ask another. Early or late, a bucket's norm
+is computed by the same operation: a run that is resumed clips by the same bits as one that was not interrupted.
 """
 
 import math
@@ -15,7 +16,7 @@ from gradsync.bucket import Bucket
 from gradsync.chunk import gradients_of
 from gradsync.errors import ConfigurationError, MisuseError
 
-__all__ = ["BucketNorms", "checked_norm", "clip_gradients", "combine_norms", "norm_of", "require_means"]
+__all__ = ["BucketNorms", "checked_norm", "clip_gradients", "combine_norms", "is_whole", "norm_of", "require_means"]
 
 
 class BucketNorms:
@@ -27,11 +28,18 @@ class BucketNorms:
 
     def note(self, bucket: Bucket) -> None:
         """The bucket holds means now."""
-        if self.norm_type != 2.0 and any(spec.dtype.is_complex for spec in bucket.specs):
-            # It holds real and imaginary parts as numbers of their own, of which only this norm can be taken.
-            return
         gradients = list(gradients_of(bucket.parameters))
+        self._known.pop(bucket.index, None)
+        if not self.may_take(bucket) or not is_whole(bucket, gradients):
+            return
         self._known[bucket.index] = (norm_of(bucket.payload, self.norm_type), bucket.buffer._version, gradients)
+
+    def may_take(self, bucket: Bucket) -> bool:
+        """Whether the norm of its memory is that of its gradients.
+
+        It holds the real and imaginary parts of complex ones as numbers of their own, which changes all norms but one.
+        """
+        return self.norm_type == 2.0 or not any(spec.dtype.is_complex for spec in bucket.specs)
 
     def of(self, bucket: Bucket) -> torch.Tensor | None:
         """The bucket's norm, unless its gradients were changed, exchanged or dropped since."""
@@ -40,6 +48,11 @@ class BucketNorms:
             return None
         now = gradients_of(bucket.parameters)
         return norm if all(mine is seen for mine, seen in zip(now, gradients, strict=True)) else None
+
+
+def is_whole(bucket: Bucket, gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Whether these, the gradients of its parameters, are all that is in the bucket."""
+    return all(gradient is view for gradient, view in zip(gradients, bucket.views, strict=True))
 
 
 def norm_of(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ that a small collective is due, and nothing is exchanged in between.
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,24 @@ class GradientOrder:
         self._due = False
         self._observed: list[int] = []
         self._seen: deque[set[int]] = deque(maxlen=CHECKS_REMEMBERED)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned, as plain values."""
+        return {
+            "order": list(self.order),
+            "learned": self.learned,
+            "windows": self._windows,
+            "due": self._due,
+            "observed": list(self._observed),
+            "seen": [sorted(seen) for seen in self._seen],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Know again what was known. All ranks must load the same."""
+        self.order = list(state["order"])
+        self.learned, self._windows, self._due = state["learned"], state["windows"], state["due"]
+        self._observed = list(state["observed"])
+        self._seen = deque(map(set, state["seen"]), maxlen=CHECKS_REMEMBERED)
 
     def window_finished(self, arrivals: list[int]) -> None:
         """Note the order of the window that was just synchronized."""

@@ -5,8 +5,10 @@ other ranks wait for it. It takes part when it leaves the last micro-batch of ``
 about to step.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -43,6 +45,8 @@ class Synchronizer(BackwardEngine):
         super().__init__(parameters, specs, options)
         # Set by wrappers that have further collectives in a forward, for a rank that runs none in a window.
         self.before_taking_part: Callable[[], None] | None = None
+        # Set while a last micro-batch of several models runs: synchronizes all of them.
+        self.finish_block: Callable[[], None] | None = None
         own(self, self.parameters)
         watch_steps()
         wants_attention(self, True)
@@ -90,7 +94,9 @@ class Synchronizer(BackwardEngine):
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        if self.in_block and self.enabled and self.window.state is not WindowState.SYNCHRONIZED and not self._broken:
+        if self.finish_block is not None:
+            self.finish_block()
+        elif self.in_block and self.enabled and self.window.state is not WindowState.SYNCHRONIZED and not self._broken:
             self.take_part()
 
     def shadow(self) -> None:
@@ -127,6 +133,48 @@ class Synchronizer(BackwardEngine):
             # [Note: a rank without gradients], or a backward of which no hook told.
             self._unwatched_backwards = self._unwatched_backwards or self.window.state is not WindowState.OPEN
             self.synchronize()
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What makes sums come out bit for bit as they would have: the layout of the buckets. The same on all ranks."""
+        return self._arrangement.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lay out the buckets as they were. All ranks must load the same, between two windows."""
+        if len(state["trainable"]) != len(self.parameters):
+            raise MisuseError(
+                f"the saved engine has {len(state['trainable'])} parameters and this one {len(self.parameters)}: it "
+                "belongs to another model"
+            )
+        self._arrangement.load_state_dict(state)
+        self.options = dataclasses.replace(self.options, caps=self._arrangement.caps)
+        self._build()
+
+    def window_state(self) -> dict[str, Any]:
+        """This rank's part of an unfinished window: weights, and gradients that are not averaged yet."""
+        accumulated = self.window.state is WindowState.UNSYNCHRONIZED
+        gradients = {
+            spec.name: parameter.grad.detach().clone()
+            for spec, parameter in zip(self.specs, self.parameters, strict=True)
+            if accumulated and parameter.grad is not None
+        }
+        return {"weights": self.window.weights.state_dict(), "accumulated": accumulated, "gradients": gradients}
+
+    def load_window_state(self, state: dict[str, Any]) -> None:
+        """Go on in the window that was saved."""
+        self.window.discard()
+        for spec, parameter in zip(self.specs, self.parameters, strict=True):
+            saved = state["gradients"].get(spec.name)
+            parameter.grad = None
+            if saved is not None:
+                self.expect_backward()
+                parameter.grad = saved.to(parameter.device)
+        for bucket in self.buckets if state["accumulated"] else ():
+            bucket.gather()
+            bucket.reopen()
+        self.window.weights.load_state_dict(state["weights"])
+        self.window.reopen(self.buckets, accumulated=state["accumulated"])
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""

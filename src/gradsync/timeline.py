@@ -74,6 +74,16 @@ class Timeline:
         """The recorded steps, oldest first."""
         return [_read(marks) for marks in self._recorded]
 
+    @property
+    def last(self) -> StepTimes | None:
+        """The step that was recorded last."""
+        return _read(self._recorded[-1]) if self._recorded else None
+
+    def take(self) -> list[StepTimes]:
+        """:attr:`steps`, which are forgotten."""
+        recorded, self._recorded = self._recorded, []
+        return [_read(marks) for marks in recorded]
+
     def backward_began(self, *, synchronizes: bool) -> None:
         self._marks = []
         self._mark("began", None)

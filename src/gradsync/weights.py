@@ -31,6 +31,9 @@ from gradsync.errors import ConfigurationError, MisuseError
 __all__ = ["Weights", "checked_weight"]
 
 
+_COUNTS = ("unit", "sum", "plain", "weighted")
+
+
 class Weights:
     """The weights of the micro-batches in the window of one synchronizer."""
 
@@ -48,6 +51,7 @@ class Weights:
     def reset(self) -> None:
         """Begin a new window."""
         self.counting = False
+        self._framed = False
         self.backwards = 0
         self.synchronized = False
         self._followed = False
@@ -61,6 +65,22 @@ class Weights:
         self._pending: Handle | None = None
         self._total: float | torch.Tensor = 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of an unfinished window, and what all ranks expect of the next, as plain values."""
+        return {name: getattr(self, f"_{name}") for name in _COUNTS} | {
+            "expected": self.expected,
+            "counting": self.counting,
+            "backwards": self.backwards,
+            "last_window_counted": self._last_window_counted,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reset()
+        for name in _COUNTS:
+            setattr(self, f"_{name}", state[name])
+        self.expected, self.counting, self.backwards = state["expected"], state["counting"], state["backwards"]
+        self._last_window_counted = state["last_window_counted"]
+
     def __repr__(self) -> str:
         return f"Weights(sum={self._sum:g} of this rank, {self._weighted + self._plain} micro-batches)"
 
@@ -68,7 +88,7 @@ class Weights:
 
     def enter_block(self) -> None:
         """A micro-batch of accumulate() begins."""
-        self.in_block = True
+        self.in_block = self._framed = True
         self._block_counted = False
 
     def leave_block(self, *, last: bool) -> None:
@@ -91,8 +111,14 @@ class Weights:
         if unit is not None:
             self._unit = unit
         elif self._unit is None:
-            self._unit = weight if self.expected is None else self.expected / self._communicator.world_size
+            self._unit = self._new_unit(weight)
         return self._unit
+
+    def _new_unit(self, weight: float) -> float:
+        if self.expected is not None:
+            return self.expected / self._communicator.world_size
+        # Means in the middle of a window mix what ranks have, so these must have it in the same unit.
+        return 1.0 if self.deferred else weight
 
     def add_plain(self, *, announced: bool = False) -> None:
         """A backward without a weight: inside accumulate() the block counts as one micro-batch."""
@@ -100,6 +126,11 @@ class Weights:
             self._refuse_mixture("an earlier one")
         if not (self.in_block or self.counting or announced):
             return
+        if self._framed and not self.in_block and not announced:
+            raise MisuseError(
+                "a backward outside accumulate() has reached a model in the middle of its window, and would be counted "
+                "into it. If it is another model's loss, freeze this one meanwhile with requires_grad_(False)"
+            )
         self.backwards += 1
         self._counted_now = not (self.in_block and self._block_counted)
         if not self._counted_now:

@@ -69,6 +69,12 @@ class Window:
                 # A window that nobody has framed ends with its synchronization.
                 self.weights.reset()
 
+    def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
+        """Go on in a window that was saved, whose gradients lie in the buckets again."""
+        if accumulated:
+            self.state = WindowState.UNSYNCHRONIZED
+            self._witness.note(buckets)
+
     def close(self) -> None:
         """The optimizer steps."""
         self.state = WindowState.CLOSED

@@ -1,8 +1,9 @@
 """``Accelerator``: a training loop for one process becomes one for many, with Accelerate's names and defaults."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,14 +25,17 @@ from gradsync.accelerator.precision import Precision, plain_forward
 from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.scheduler import PreparedScheduler
+from gradsync.accelerator.state_saving import Prepared, has_checkpoint, load_prepared, save_prepared
 from gradsync.accelerator.world import connect
 from gradsync.accumulation import backward_through
-from gradsync.clipping import clip_grad_norm_, clip_grad_value_
+from gradsync.clipping import clip_grad_norm_, clip_grad_value_, require_means_of
 from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.errors import ConfigurationError, MisuseError
 
 __all__ = ["Accelerator"]
+
+Batch = TypeVar("Batch")
 
 
 class Accelerator(ProcessControl):
@@ -89,9 +93,13 @@ class Accelerator(ProcessControl):
             scaler=settings["GradScalerKwargs"],
         )
         self.models = PreparedModels(world, self.precision, settings["DistributedDataParallelKwargs"])
-        self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._loaders: list[PreparedDataLoader] = []
+        if self.precision.scaler is not None:
+            models = self.models
+            self.precision.scaler.synchronizers = lambda: [handle.synchronizer for handle in models.handles]
+        self._prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
+        self._optimizers = self._prepared.optimizers
+        self._schedulers = self._prepared.schedulers
+        self._loaders = self._prepared.loaders
 
     # -- preparing ---------------------------------------------------------------------------------------------
 
@@ -208,6 +216,13 @@ class Accelerator(ProcessControl):
             raise ConfigurationError("accumulate() needs the models that accumulate, as in accumulate(model)")
         return self.windows.micro_batch([self.models.handle_of(model) for model in models])
 
+    def window(self, batches: Iterable[Batch], *models: nn.Module) -> Iterator[Batch]:
+        """``for batch in accelerator.window(batches, model):`` is one whole window, where its batches are known.
+
+        Processes may have different numbers of batches in it, or none.
+        """
+        return self.windows.window([self.models.handle_of(model) for model in models], batches)
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards in here stay in this process. Around the backward is enough."""
         return self.models.handle_of(model).no_sync()
@@ -266,12 +281,9 @@ class Accelerator(ProcessControl):
         )
         for each in chosen:
             prepared = each if isinstance(each, PreparedOptimizer) else None
-            inner = prepared.optimizer if prepared is not None else each
             if prepared is not None:
-                for synchronizer in prepared.synchronizers:
-                    synchronizer.finish_last()
-            if scaler._per_optimizer_states[id(inner)]["stage"] is torch.amp.grad_scaler.OptState.READY:
-                scaler.unscale_(inner)
+                require_means_of(prepared.synchronizers)
+            scaler.unscale(each if prepared is None else prepared.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
@@ -317,6 +329,36 @@ class Accelerator(ProcessControl):
         """Tensors made as long in ``dim`` as the longest of all processes."""
         return operations.pad_across_processes(self.world.communicator, tensor, dim, pad_index, pad_first)
 
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | Path) -> Path:
+        """Write everything prepared into ``output_dir``: also in the middle of a window, also in an epoch.
+
+        An older checkpoint there stays until the new one is whole. All processes must call it.
+        """
+        return save_prepared(self._prepared, self.world.communicator, output_dir)
+
+    def has_state(self, input_dir: str | Path) -> bool:
+        """Whether :meth:`save_state` has written a checkpoint there. All processes must call it."""
+        return has_checkpoint(self.world.communicator, input_dir)
+
+    def load_state(self, input_dir: str | Path) -> None:
+        """Go on where :meth:`save_state` was called, with the same objects prepared in the same order.
+
+        A damaged checkpoint is noticed, and the one before it taken; the main process says so.
+        """
+        for note in load_prepared(self._prepared, self.world.communicator, input_dir):
+            self.print(note)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these too. They need ``state_dict`` and ``load_state_dict``."""
+        for each in objects:
+            if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
+                raise ConfigurationError(
+                    f"{type(each).__name__} cannot be saved: it needs state_dict() and load_state_dict()"
+                )
+        self._prepared.others.extend(objects)
+
     # -- the rest ----------------------------------------------------------------------------------------------
 
     @property
@@ -324,8 +366,9 @@ class Accelerator(ProcessControl):
         return self.precision.name
 
     @property
-    def scaler(self) -> Any:
-        return self.precision.scaler
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """torch's gradient scaler, with ``mixed_precision="fp16"``."""
+        return None if self.precision.scaler is None else self.precision.scaler.scaler
 
     def autocast(self, *_: Any) -> AbstractContextManager[None]:
         """Operations in here run in the precision that ``mixed_precision`` names."""
@@ -345,7 +388,7 @@ class Accelerator(ProcessControl):
         """Let go of everything prepared; returns a None for each of ``objects``, to overwrite them with."""
         self.models.clear()
         self.windows.forget()
-        for kept in (self._optimizers, self._schedulers, self._loaders):
+        for kept in (self._optimizers, self._schedulers, self._loaders, self._prepared.others):
             kept.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

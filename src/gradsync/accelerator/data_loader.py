@@ -432,7 +432,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
 def _stateful_loader() -> Any:
     try:
-        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found, unused-ignore]
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
         raise ConfigurationError(
             "use_stateful_dataloader=True needs torchdata's StatefulDataLoader, which is not installed here. Run "

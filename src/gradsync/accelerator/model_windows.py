@@ -4,16 +4,20 @@ A generator and a discriminator that accumulate in the same loop have a window e
 last batch of the loader that is being iterated ends all of them, whatever their count.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.plugins import GradientAccumulationPlugin
-from gradsync.accumulation import Accumulation, MicroBatch
+from gradsync.accumulation import Accumulation, MicroBatch, MicroBatches
 from gradsync.errors import MisuseError
 from gradsync.synchronizer import Synchronizer
 
 __all__ = ["ModelWindows"]
+
+Batch = TypeVar("Batch")
+_NO_MORE: Any = object()
 
 
 class ModelWindows:
@@ -34,9 +38,52 @@ class ModelWindows:
         """Whether means are over what a window really had."""
         return self.plugin.divide_by == "window"
 
+    def micro_batch(self, models: Sequence[Accumulation]) -> AbstractContextManager[None]:
+        """A micro-batch of these models, counted."""
+        self._refuse_nesting()
+        return self._block(models, self._count(models))
+
+    def window(self, models: Sequence[Accumulation], batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of one whole window; the last of them ends it. Ranks may have different numbers, or none."""
+        self._refuse_nesting()
+        iterator = iter(batches)
+        batch = next(iterator, _NO_MORE)
+        if batch is _NO_MORE:
+            with self._block(models, True):
+                return
+        while batch is not _NO_MORE:
+            following = next(iterator, _NO_MORE)
+            with self._block(models, following is _NO_MORE):
+                yield batch
+            batch = following
+
     @contextmanager
-    def micro_batch(self, models: Sequence[Accumulation]) -> Iterator[None]:
-        """A micro-batch of these models."""
+    def _block(self, models: Sequence[Accumulation], last: bool) -> Iterator[None]:
+        synchronizes = last or self._synchronizes_each
+        for model in models:
+            self._ends[id(model.synchronizer)] = last
+        self._state.sync_gradients = last
+        self.running = list(models)
+        try:
+            with ExitStack() as stack:
+                if self.weighs and len(models) > 1:
+                    stack.enter_context(MicroBatches(models, last=last, synchronizes=synchronizes))
+                elif self.weighs:
+                    stack.enter_context(MicroBatch(models[0], last=last, synchronizes=synchronizes))
+                elif not synchronizes:
+                    for model in models:
+                        stack.enter_context(model.no_sync())
+                yield
+        finally:
+            self.running = []
+
+    @property
+    def _synchronizes_each(self) -> bool:
+        """``sync_each_batch``, but not where ranks may have different numbers of micro-batches in a window."""
+        uneven = self._state.in_dataloader and self._state.active_dataloader.uneven
+        return self.plugin.sync_each_batch and not uneven
+
+    def _refuse_nesting(self) -> None:
         if self.joining:
             raise MisuseError(
                 "accumulate() inside join_uneven_inputs(): ranks with different numbers of batches would disagree on "
@@ -47,22 +94,6 @@ class ModelWindows:
                 "accumulate() was entered inside accumulate(). Name all models in one call, accumulate(a, b), or leave "
                 "the first block before the second"
             )
-        last = self._count(models)
-        synchronizes = last or self.plugin.sync_each_batch
-        for model in models:
-            self._ends[id(model.synchronizer)] = last
-        self._state.sync_gradients = last
-        self.running = list(models)
-        try:
-            with ExitStack() as stack:
-                for model in models:
-                    if self.weighs:
-                        stack.enter_context(MicroBatch(model, last=last, synchronizes=synchronizes))
-                    elif not synchronizes:
-                        stack.enter_context(model.no_sync())
-                yield
-        finally:
-            self.running = []
 
     def _count(self, models: Sequence[Accumulation]) -> bool:
         """Whether the micro-batch that begins is the last of its window."""
@@ -82,9 +113,24 @@ class ModelWindows:
 
     def may_zero(self, synchronizers: Sequence[Synchronizer]) -> bool:
         """Whether zeroing their gradients would lose nothing that a window still needs."""
-        if not self.weighs:
-            return self.end_for(synchronizers)
+        if not self.weighs and not self.end_for(synchronizers):
+            return False
         return all(synchronizer.window.may_zero for synchronizer in synchronizers)
+
+    def counts(self, synchronizers: Sequence[Synchronizer]) -> list[tuple[list[int], int]]:
+        """How far each set of models is in its window, by places in ``synchronizers``."""
+        place = {id(synchronizer): number for number, synchronizer in enumerate(synchronizers)}
+        return [
+            (sorted(place[key] for key in keys), count)
+            for keys, count in self._counts.items()
+            if all(key in place for key in keys)
+        ]
+
+    def load_counts(self, synchronizers: Sequence[Synchronizer], counts: Sequence[tuple[list[int], int]]) -> None:
+        """Go on where :meth:`counts` was called."""
+        self.forget()
+        for places, count in counts:
+            self._counts[tuple(sorted(id(synchronizers[place]) for place in places))] = count
 
     def forget(self) -> None:
         """Begin all windows anew."""

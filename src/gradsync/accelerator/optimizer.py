@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from gradsync.accelerator.loss_scaler import LossScaler
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.synchronizer import Synchronizer, synchronizer_of
 
@@ -23,13 +23,13 @@ class PreparedOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         windows: ModelWindows,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups and state are those of the inner optimizer, and so are its hooks.
         self.optimizer = optimizer
         self.scaler = scaler
         self.step_was_skipped = False
-        self._windows = windows
+        self._windows: ModelWindows | None = windows
         self._stepped_inside = False
         if scaler is not None:
             optimizer.register_step_post_hook(self._note_step)
@@ -43,7 +43,13 @@ class PreparedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "step_was_skipped": self.step_was_skipped}
+        """A copy has no windows any more: it steps whenever it is told to."""
+        return {"optimizer": self.optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer = state["optimizer"]
+        self.scaler = self._windows = None
+        self.step_was_skipped = self._stepped_inside = False
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
@@ -59,7 +65,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def window_ends(self) -> bool:
         """Whether the optimizer may step in this micro-batch."""
-        return self._windows.end_for(self.synchronizers)
+        return self._windows is None or self._windows.end_for(self.synchronizers)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, if the window ends with this micro-batch."""
@@ -69,18 +75,17 @@ class PreparedOptimizer(Optimizer):
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         return self._scaled_step(self.scaler, closure)
 
-    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:
+    def _scaled_step(self, scaler: LossScaler, closure: Callable[[], Any] | None) -> Any:
         self._stepped_inside = False
         for synchronizer in self.synchronizers:
             # Unscaling reads gradients before the step does: a rank without a backward must take part first.
             synchronizer.finish_last()
-        options = {} if closure is None else {"closure": closure}
-        result = scaler.step(self.optimizer, **options)
-        scaler.update()
+        result = scaler.step(self.optimizer, closure)
         self.step_was_skipped = not self._stepped_inside
         if self.step_was_skipped:
             for synchronizer in self.synchronizers:
                 synchronizer.window.close()
+        scaler.settle()
         return result
 
     def _note_step(self, *_: Any) -> None:
@@ -88,7 +93,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless they are still being accumulated."""
-        if self._windows.may_zero(self.synchronizers):
+        if self._windows is None or self._windows.may_zero(self.synchronizers):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     # Optimizer's own methods would look at groups and state of this object, which has none.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradsync.accelerator.loss_scaler import LossScaler
 from gradsync.accelerator.operations import map_tensors
 from gradsync.errors import ConfigurationError
 
@@ -30,7 +31,7 @@ class Precision:
         self._dtype = DTYPES[self.name]
         self._autocast = dict(autocast)
         # float16 alone has so small a range that gradients vanish unless losses are scaled up.
-        self.scaler = torch.amp.GradScaler(device.type, **scaler) if self.name == "fp16" else None
+        self.scaler = LossScaler(device, scaler) if self.name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[None]:
         """Operations in here run in the lower precision where that is safe."""

@@ -28,12 +28,14 @@ class PreparedModels:
         self._options = dict(options)
         self._handles: dict[int, Accumulation] = {}
         self.prepared: list[nn.Module] = []
+        # The same models without a wrapper.
+        self.plain: list[nn.Module] = []
 
     def prepare(self, model: nn.Module, *, place: bool = True, evaluation_mode: bool = False) -> nn.Module:
         """The model to train with: a wrapper, or the model itself in a world of one, where there is nobody to meet."""
+        if any(model is prepared for prepared in self.prepared):
+            return model
         if id(model) in self._handles:
-            if any(model is prepared for prepared in self.prepared):
-                return model
             raise ConfigurationError(
                 f"this {type(model).__name__} has been prepared already. Use the object that prepare() returned"
             )
@@ -42,6 +44,7 @@ class PreparedModels:
         self._precision.wrap_forward(model)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             self.prepared.append(model)
+            self.plain.append(model)
             return model
         return self._connect(model)
 
@@ -60,6 +63,7 @@ class PreparedModels:
 
     def _remember(self, prepared: nn.Module, handle: Accumulation, inner: nn.Module) -> None:
         self.prepared.append(prepared)
+        self.plain.append(inner)
         self._handles[id(prepared)] = self._handles[id(inner)] = handle
 
     def handle_of(self, model: Any) -> Accumulation:
@@ -83,6 +87,7 @@ class PreparedModels:
             handle.synchronizer.detach()
         self._handles.clear()
         self.prepared.clear()
+        self.plain.clear()
 
 
 def _is_spread(model: nn.Module) -> bool:

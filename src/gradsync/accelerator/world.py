@@ -3,9 +3,11 @@
 A world of one has no process group: nothing is opened and nothing has to be closed.
 """
 
+import atexit
 import functools
 import itertools
 import socket
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,8 @@ from gradsync.communicator import Communicator, InProcessWorld, choose_communica
 from gradsync.errors import ConfigurationError, NoProcessGroupError
 
 __all__ = ["DistributedType", "World", "connect"]
+
+SETTLING_SECONDS = 0.1
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,7 +92,18 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
             "rank must reach that address; if something else listens there, set MASTER_PORT to a free port"
         )
         raise
+    _settle_at_exit()
     return World(choose_communicator(), device, environment, owns_group=True)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Let Gloo's threads let go of tensors before the interpreter ends.
+
+    They do so a little after a collective, later on busy cores, and need the interpreter for it: a thread that finds it
+    gone ends the process with "terminate called without an active exception", whatever the program's exit code was.
+    """
+    atexit.register(time.sleep, SETTLING_SECONDS)
 
 
 def _choose_device(environment: ProcessEnvironment, cpu: bool) -> torch.device:

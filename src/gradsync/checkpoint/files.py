@@ -1,0 +1,167 @@
+"""Files that survive: on the disk before they carry their name, and never believed without size and hash.
+
+A file is written under a temporary name, hashed on its way, synced and renamed. What a reader must find there is a
+:class:`FileRecord`, kept elsewhere. Bytes that are not those that were written raise :class:`CorruptFileError`.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradsync.errors import GradsyncError
+
+__all__ = [
+    "CHUNK",
+    "CorruptFileError",
+    "FileRecord",
+    "dump_json",
+    "fsync_directory",
+    "parse_json",
+    "read_file",
+    "read_verified",
+    "verify_file",
+    "write_file",
+]
+
+# Bytes that are read, written and hashed at a time. Large enough for the hash to run at its full speed.
+CHUNK = 1 << 24
+
+PART = ".part"
+
+
+class CorruptFileError(GradsyncError):
+    """What is on the disk is not what was written. ``path`` is the file, ``reason`` says what is wrong with it."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(str(path), reason)
+        self.path = Path(path)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What a file must hold: so many bytes, with this hash."""
+
+    size: int
+    sha256: str
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write ``path``. It is there in full and on the disk when this returns, and not at all when this raises.
+
+    Its entry in the folder is only on the disk after :func:`fsync_directory`, once for many files.
+    """
+    part = path.with_name(path.name + PART)
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(part, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        # A full disk does not say which file it was.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return FileRecord(size=size, sha256=digest.hexdigest())
+
+
+def dump_json(value: Any) -> bytes:
+    """``value`` as one line of JSON, in ASCII."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def fsync_directory(path: Path) -> None:
+    """Put the entries of a folder on the disk: the names of new files, renamed and removed ones."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot; theirs are on the server when the call that made them returns.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def verify_file(path: Path, record: FileRecord) -> None:
+    """Raise :class:`CorruptFileError` unless the file holds what the record says."""
+    _require_size(path, _size_of(path), record)
+    digest = hashlib.sha256()
+    for chunk in _chunks_of(path):
+        digest.update(chunk)
+    _require_hash(path, digest.hexdigest(), record)
+
+
+def read_verified(path: Path, record: FileRecord) -> bytes:
+    """The bytes of a small file. Those that were hashed, not those of a second look."""
+    data = read_file(path)
+    _require_size(path, len(data), record)
+    _require_hash(path, hashlib.sha256(data).hexdigest(), record)
+    return data
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a small file, whatever they are."""
+    return b"".join(_chunks_of(path))
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """What ``data``, read from ``path``, says."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(path, f"not JSON ({error})") from error
+
+
+def _chunks_of(path: Path) -> Iterator[bytes]:
+    with _as_corruption(path), open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk
+
+
+def _size_of(path: Path) -> int:
+    with _as_corruption(path):
+        return path.stat().st_size
+
+
+@contextlib.contextmanager
+def _as_corruption(path: Path) -> Iterator[None]:
+    """A file that the disk does not give is as good as a damaged one: an older checkpoint may be readable."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptFileError(path, "missing") from error
+    except OSError as error:
+        raise CorruptFileError(path, f"cannot be read ({error.strerror})") from error
+
+
+def _require_size(path: Path, size: int, record: FileRecord) -> None:
+    if size < record.size:
+        raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
+    if size > record.size:
+        raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
+
+
+def _require_hash(path: Path, sha256: str, record: FileRecord) -> None:
+    if sha256 != record.sha256:
+        raise CorruptFileError(path, "hash differs")

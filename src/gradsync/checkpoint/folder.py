@@ -1,0 +1,293 @@
+"""Checkpoints in a folder that all ranks see: complete or not there, and verified before they are used.
+
+::
+
+    root/step-00000100/manifest.json          what it is, with the size and hash of every file below
+                       manifest.sha256        the hash of the manifest
+                       shared.json            what is the same on all ranks: written by rank 0
+                       shared.safetensors
+                       rank-00000.json        what is rank 0's own
+                       rank-00000.safetensors
+
+A save is a sequence of steps that all ranks take :func:`together`, so that a failure on one is a failure on all, and
+earlier checkpoints are touched by none of them until the new one stands.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradsync.checkpoint.files import (
+    CorruptFileError,
+    FileRecord,
+    dump_json,
+    fsync_directory,
+    parse_json,
+    read_verified,
+    verify_file,
+    write_file,
+)
+from gradsync.checkpoint.layout import create_hidden, find_checkpoints, publish, remove_old, step_name, sweep
+from gradsync.checkpoint.manifest import (
+    SHARED_STEM,
+    Manifest,
+    file_names,
+    rank_stem,
+    read_manifest,
+    write_manifest,
+)
+from gradsync.checkpoint.tensor_file import read_tensors, require_safetensors, write_tensors
+from gradsync.checkpoint.together import Undo, refuse, together
+from gradsync.checkpoint.tree import decode, encode
+from gradsync.communicator import Communicator
+from gradsync.errors import ConfigurationError, MismatchError
+
+__all__ = ["CheckpointFolder", "Loaded"]
+
+# How long a folder that rank 0 has made may take to appear elsewhere: network file systems remember what was absent.
+VISIBLE_WITHIN = 20.0
+
+Encoded = dict[str, tuple[Any, dict[str, torch.Tensor]]]
+Outcome = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A checkpoint that all ranks have verified, with its tensors on the CPU."""
+
+    step: int
+    world_size: int  # of the writer
+    facts: dict[str, Any]
+    shared: Any
+    own: Any  # what this rank has saved; None if the writer had fewer ranks
+    path: Path
+    notes: list[str]  # why it is not the newest, in plain words
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. All ranks of ``communicator`` make one, with the same folder on a shared disk.
+
+    ``keep``: how many checkpoints stay. The last one written always does, and the others with the highest steps.
+    One run at a time may save into a folder.
+    """
+
+    def __init__(self, root: Path | str, communicator: Communicator, *, keep: int = 2) -> None:
+        require_safetensors()
+        if not isinstance(keep, int) or keep < 1:
+            raise ConfigurationError(f"keep must be a whole number of at least 1, got {keep!r}")
+        self.root = Path(root)
+        self.keep = keep
+        self._communicator = communicator
+
+    def __repr__(self) -> str:
+        return f"CheckpointFolder({str(self.root)!r}, {self._communicator!r}, keep={self.keep})"
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, ascending; not verified. On this rank alone."""
+        return list(find_checkpoints(self.root))
+
+    @property
+    def latest(self) -> int | None:
+        """The highest of :meth:`steps`, or None."""
+        return max(self.steps(), default=None)
+
+    # -- save ---------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, shared: Any, own: Any, facts: dict[str, Any]) -> Path:
+        """Write the checkpoint of ``step``, in the place of one that may be there. Collective; returns its folder.
+
+        ``shared`` and ``facts``, which is JSON, are taken from rank 0; ``own`` from every rank. If this raises, it
+        raises on all ranks, and all checkpoints are as before.
+        """
+        wire, what = self._communicator, f"save the checkpoint of step {step}"
+        encoded, told = together(wire, what, lambda: self._prepare(step, shared, own, facts))
+        folder = self._make_folder(step, told, what)
+
+        def undo() -> None:
+            if wire.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        self._require_shared_disk(folder, what, undo)
+        _, written = together(wire, what, lambda: (None, self._write(folder, encoded)), undo)
+        files = {name: FileRecord(**record) for records in written for name, record in records.items()}
+        manifest = Manifest(step=step, world_size=wire.world_size, facts=facts, files=files)
+        final, _ = together(wire, what, lambda: (self._finish(folder, manifest), None), undo)
+        return final
+
+    def _prepare(self, step: int, shared: Any, own: Any, facts: dict[str, Any]) -> tuple[Encoded, Any]:
+        """Everything that can be refused before the disk is touched."""
+        if type(step) is not int or step < 0:
+            raise ConfigurationError(f"step must be a whole number of at least 0, got {step!r}")
+        encoded = {rank_stem(self._communicator.rank): encode(own)}
+        if self._communicator.rank == 0:
+            encoded[SHARED_STEM] = encode(shared)
+            try:
+                json.dumps(facts, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigurationError(f"facts must be what JSON can say: {error}") from error
+            if not isinstance(facts, dict):
+                raise ConfigurationError(f"facts must be a dict, got {type(facts).__name__}")
+        return encoded, step
+
+    def _make_folder(self, step: int, steps: list[int], what: str) -> Path:
+        if len(set(steps)) > 1:
+            raise MismatchError(f"all ranks must save the same step, but ranks 0, 1, … save {steps}")
+
+        def make() -> tuple[None, str | None]:
+            if self._communicator.rank != 0:
+                return None, None
+            sweep(self.root)
+            return None, create_hidden(self.root, step).name
+
+        _, names = together(self._communicator, what, make)
+        return self.root / str(names[0])
+
+    def _require_shared_disk(self, folder: Path, what: str, undo: Undo) -> None:
+        """All ranks see the folder that rank 0 has made. Its name is random, so it cannot be another one."""
+
+        def look() -> tuple[None, bool]:
+            deadline = time.monotonic() + VISIBLE_WITHIN
+            while not folder.is_dir() and time.monotonic() < deadline:
+                time.sleep(0.05)
+                with contextlib.suppress(OSError):
+                    os.listdir(self.root.parent)  # makes a network file system ask its server again
+            return None, folder.is_dir()
+
+        _, seen = together(self._communicator, what, look, undo)
+        blind = [rank for rank, sees in enumerate(seen) if not sees]
+        if blind:
+            refuse(self._communicator, _not_shared(self.root, _unseen_by(blind)), undo)
+
+    def _write(self, folder: Path, encoded: Encoded) -> dict[str, Outcome]:
+        records: dict[str, FileRecord] = {}
+        for stem, (structure, tensors) in encoded.items():
+            structure_name, tensors_name = file_names(stem)
+            records[structure_name] = write_file(folder / structure_name, [dump_json(structure)])
+            records[tensors_name] = write_tensors(folder / tensors_name, tensors)
+        fsync_directory(folder)
+        return {name: vars(record) for name, record in records.items()}
+
+    def _finish(self, folder: Path, manifest: Manifest) -> Path:
+        if self._communicator.rank == 0:
+            write_manifest(folder, manifest)
+            fsync_directory(folder)
+            publish(folder, manifest.step)
+            remove_old(self.root, keep=self.keep, newest=manifest.step)
+        return self.root / step_name(manifest.step)
+
+    # -- load ---------------------------------------------------------------------------------------------------------
+
+    def load(self, step: int | None = None) -> Loaded | None:
+        """The newest checkpoint in which all ranks find every file as it was written. Collective.
+
+        None if there is no checkpoint at all. If the newest is damaged, the one before is taken, and ``notes`` says
+        so; if all are, :class:`CorruptFileError` says what is wrong with each. With ``step``, that one or an error.
+        """
+        candidates = self._candidates(step)
+        damaged: dict[str, str] = {}
+        for number, path in reversed(candidates.items()):
+            name, communicator = step_name(number), self._communicator
+            loaded, outcomes = together(communicator, f"load {name}", self._reading(path, number))
+            if len({outcome["manifest"] for outcome in outcomes if "manifest" in outcome}) > 1:
+                raise _not_shared(self.root, f"ranks see different checkpoints named {name}")
+            reason = _reason(outcomes)
+            if reason is None and loaded is not None:
+                notes = [f"{bad} is damaged ({why}), so {name} is used" for bad, why in damaged.items()]
+                if path.name != name:
+                    notes.append(f"{name} was being saved again when the run ended, so the one before is used")
+                return replace(loaded, notes=notes)
+            damaged[name] = str(reason)
+        if not damaged:
+            return None
+        every = "; ".join(f"{name} ({why})" for name, why in reversed(damaged.items()))
+        which = "the checkpoint is" if step is not None else "there is no good checkpoint, all are"
+        raise CorruptFileError(self.root, f"{which} damaged: {every}. Restore one from a copy, or begin anew")
+
+    def _candidates(self, step: int | None) -> dict[int, Path]:
+        """The checkpoints to try, by step, ascending: those that rank 0 sees."""
+
+        def look() -> tuple[dict[int, Path], Any]:
+            found = find_checkpoints(self.root)
+            return found, [repr(step), [[number, path.name] for number, path in found.items()]]
+
+        _, told = together(self._communicator, f"look for checkpoints in {self.root}", look)
+        wanted, listings = [wish for wish, _ in told], [listing for _, listing in told]
+        if any(wish != wanted[0] for wish in wanted):
+            raise MismatchError(f"all ranks must load the same step, but ranks 0, 1, … load {', '.join(wanted)}")
+        blind = [rank for rank, listing in enumerate(listings) if not listing]
+        if blind and len(blind) < len(listings):
+            raise _not_shared(self.root, _unseen_by(blind))
+        found = {number: self.root / name for number, name in listings[0]}
+        if step is None:
+            return found
+        if step not in found:
+            there = ", ".join(map(str, found)) or "none"
+            raise ConfigurationError(f"{self.root} has no checkpoint of step {step!r}. There are: {there}")
+        return {step: found[step]}
+
+    def _reading(self, folder: Path, step: int) -> Callable[[], tuple[Loaded | None, Outcome]]:
+        def read() -> tuple[Loaded | None, Outcome]:
+            try:
+                loaded, digest = self._read(folder, step)
+            except CorruptFileError as error:
+                return None, {"damage": f"{error.path.name}: {error.reason}"}
+            return loaded, {"manifest": digest}
+
+        return read
+
+    def _read(self, folder: Path, step: int) -> tuple[Loaded, str]:
+        """What this rank needs, and a share of the files that nobody needs: all ranks together verify everything."""
+        rank, world_size = self._communicator.rank, self._communicator.world_size
+        manifest, digest = read_manifest(folder, step)
+        for other in range(rank + world_size, manifest.world_size, world_size):
+            for name in file_names(rank_stem(other)):
+                verify_file(folder / name, manifest.files[name])
+        loaded = Loaded(
+            step=step,
+            world_size=manifest.world_size,
+            facts=manifest.facts,
+            shared=_read_tree(folder, SHARED_STEM, manifest),
+            own=_read_tree(folder, rank_stem(rank), manifest) if rank < manifest.world_size else None,
+            path=folder,
+            notes=[],
+        )
+        return loaded, digest
+
+
+def _read_tree(folder: Path, stem: str, manifest: Manifest) -> Any:
+    structure, tensors = (folder / name for name in file_names(stem))
+    node = parse_json(structure, read_verified(structure, manifest.files[structure.name]))
+    verify_file(tensors, manifest.files[tensors.name])
+    return decode(node, read_tensors(tensors))
+
+
+def _reason(outcomes: list[Outcome]) -> str | None:
+    """What is wrong with a checkpoint, in the words of the ranks that found it."""
+    ranks: dict[str, list[str]] = {}
+    for rank, outcome in enumerate(outcomes):
+        if "damage" in outcome:
+            ranks.setdefault(outcome["damage"], []).append(str(rank))
+    if not ranks:
+        return None
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    return "; ".join(f"{damage} on rank {', '.join(who)}" for damage, who in ranks.items())
+
+
+def _unseen_by(ranks: list[int]) -> str:
+    return f"not seen by rank {', '.join(map(str, ranks))} is what others have there"
+
+
+def _not_shared(root: Path, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the checkpoint folder {root.absolute()} must be on a shared disk, but {what}. Pass a path on a disk that all "
+        "ranks see, such as a network file system"
+    )

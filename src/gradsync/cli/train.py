@@ -1,0 +1,149 @@
+"""``gradsync train``: a language model, data-parallel, with one command."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from gradsync.accelerator.environment import read_environment
+from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
+from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError
+from gradsync.llm.settings import TrainSettings
+
+__all__ = ["train"]
+
+MOST_CPU_RANKS = 4
+# A rank that has nothing to add to an error lets rank 0 end first: its exit code is the one that tells.
+SECONDS_FOR_RANK_0 = 3
+
+# Headings of the help.
+MODEL, BATCH, LEARNING, WIRE, RUN = "Model and data", "Batch and length", "Learning", "Ranks and wire", "Run folder"
+
+
+def train(
+    model: Annotated[
+        str, typer.Option(help="nano, tiny, mini, gpt2; or hf:NAME; or a folder.", rich_help_panel=MODEL)
+    ] = "tiny",
+    data: Annotated[
+        str, typer.Option(help="stdlib, a text file, a folder, or hf:NAME.", rich_help_panel=MODEL)
+    ] = "stdlib",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A Hugging Face tokenizer; bytes without it.", rich_help_panel=MODEL)
+    ] = None,
+    micro_batch: Annotated[
+        int, typer.Option("--batch", help="Sequences in a micro-batch of one rank.", rich_help_panel=BATCH)
+    ] = 8,
+    grad_accum: Annotated[int, typer.Option(help="Micro-batches a step and rank.", rich_help_panel=BATCH)] = 4,
+    sequence_length: Annotated[
+        int, typer.Option("--length", help="Tokens in a sequence.", rich_help_panel=BATCH)
+    ] = 128,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps; 160 unless --epochs is given.", rich_help_panel=BATCH)
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Passes over the data, instead of --steps.", rich_help_panel=BATCH)
+    ] = None,
+    learning_rate: Annotated[
+        float, typer.Option("--lr", help="At its highest, after the warm-up.", rich_help_panel=LEARNING)
+    ] = 1e-3,
+    warmup: Annotated[int, typer.Option(help="Steps until then; a cosine follows.", rich_help_panel=LEARNING)] = 20,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's.", rich_help_panel=LEARNING)] = 0.1,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.", rich_help_panel=LEARNING)] = 1.0,
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.", rich_help_panel=LEARNING)] = "fp32",
+    seed: Annotated[int, typer.Option(help="Of weights, order and dropout.", rich_help_panel=LEARNING)] = 0,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start here: one a GPU, else one a core up to 4.", rich_help_panel=WIRE),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave GPUs alone.", rich_help_panel=WIRE)] = False,
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="Bucket size in MiB; measured without it.", rich_help_panel=WIRE)
+    ] = None,
+    reduction: Annotated[str, typer.Option(help="What is sent: mean, bf16 or fp16.", rich_help_panel=WIRE)] = "mean",
+    run_folder: Annotated[
+        Path | None, typer.Option(help="Metrics, checkpoints, report; runs/TIME without it.", rich_help_panel=RUN)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --run-folder.", rich_help_panel=RUN)
+    ] = False,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUN)] = 100,
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep.", rich_help_panel=RUN)] = 2,
+    validate_every: Annotated[int, typer.Option(help="Steps between validations.", rich_help_panel=RUN)] = 50,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard events too.", rich_help_panel=RUN)
+    ] = False,
+) -> None:
+    """Train a language model on several ranks, with gradient accumulation.
+
+    Without options: a small GPT on the source of Python's standard library, on all cores of this machine. Under
+    torchrun, mpirun or srun it joins the ranks that they have started.
+    """
+    chosen = dict(locals())
+    ranks, on_cpu = chosen.pop("nproc"), chosen.pop("cpu")
+    if resume and run_folder is None:
+        raise ConfigurationError("--resume needs --run-folder, the folder of the run that goes on")
+    if run_folder is None:
+        chosen["run_folder"] = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    settings = TrainSettings(**chosen)
+    if inside_a_launch():
+        code = _run_rank(settings, on_cpu)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not through the interpreter's end, where threads of the wire may still want it and abort the process.
+        os._exit(code)
+    ranks = _default_ranks(on_cpu) if ranks is None else ranks
+    if ranks < 1:
+        raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
+    _check_early(settings)
+    if ranks == 1:
+        raise typer.Exit(_run_rank(settings, on_cpu))
+    arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
+    raise typer.Exit(run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2)))
+
+
+def _default_ranks(on_cpu: bool) -> int:
+    if torch.cuda.is_available() and not on_cpu:
+        return torch.cuda.device_count()
+    return min(usable_cores(), MOST_CPU_RANKS)
+
+
+def _check_early(settings: TrainSettings) -> None:
+    """What can be found out before ranks are started is said once, and at once."""
+    from gradsync.llm.batches import Batches, BatchPlan
+    from gradsync.llm.model import build_model
+    from gradsync.llm.tokens import prepare_tokens
+
+    tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
+    plan = BatchPlan(
+        sequence_length=settings.sequence_length, global_batch=1, micro_batch=settings.micro_batch, seed=settings.seed
+    )
+    Batches(tokens.split()[0], plan, 0, 1)
+    with torch.device("meta"):
+        build_model(settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length)
+
+
+def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
+    from gradsync.llm.run import exit_code_of, run
+
+    rank = read_environment().rank
+    try:
+        return exit_code_of(run(settings, cpu=on_cpu))
+    except OSError as error:
+        # A full disk, a folder that went away: no reason for a traceback.
+        raise GradsyncError(str(error)) from error
+    except (ConfigurationError, PeerFailedError) as error:
+        # Rank 0 says it once; what failed on another rank alone that rank says itself.
+        if rank > 0 and (isinstance(error, PeerFailedError) or _is_common(error)):
+            time.sleep(SECONDS_FOR_RANK_0)
+            return 1
+        raise
+
+
+def _is_common(error: GradsyncError) -> bool:
+    """Whether rank 0 runs into the same: bad input is the same everywhere."""
+    kind: Any = type(error)
+    return kind is ConfigurationError

@@ -1,0 +1,72 @@
+"""Whether this machine is fit for data-parallel training: :func:`examine` makes all checks.
+
+One function a check; each returns a :class:`Finding` and changes nothing.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from gradsync.doctor.finding import Finding, Status, guarded
+from gradsync.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
+from gradsync.doctor.network import check_gloo_interface, check_interfaces, check_ports, list_interfaces
+from gradsync.doctor.software import (
+    check_backends,
+    check_gpus,
+    check_launcher,
+    check_packages,
+    check_python,
+    check_torch,
+)
+from gradsync.doctor.wire import Wire
+
+__all__ = ["Finding", "Status", "examine"]
+
+
+def examine(
+    *,
+    timeout: float = 8.0,
+    variables: Mapping[str, str] = os.environ,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Finding]:
+    """All checks, in the order of the table. ``timeout``: seconds for each measurement of the wire."""
+    with ExitStack() as stack:
+        # First of all, since the processes need seconds to import torch; the other checks fill that time.
+        wires = [stack.enter_context(Wire.of(*each, timeout)) for each in _wires()]
+        findings = [guarded(name, check) for name, check in _checks(variables).items()]
+        for wire in wires:
+            progress(f"measuring the {wire.name}")
+            findings.append(guarded(wire.name, wire.finding))
+    return findings
+
+
+def _checks(variables: Mapping[str, str]) -> dict[str, Callable[[], Finding]]:
+    return {
+        "python": check_python,
+        "torch": check_torch,
+        "backends": check_backends,
+        "packages": check_packages,
+        "launcher": partial(check_launcher, variables),
+        "gpus": check_gpus,
+        "cores": partial(check_cores, variables),
+        "memory": check_memory,
+        "shared memory": check_shared_memory,
+        "open files": check_open_files,
+        "interfaces": lambda: check_interfaces(list_interfaces()),
+        "gloo": lambda: check_gloo_interface(list_interfaces(), variables),
+        "ports": check_ports,
+    }
+
+
+def _wires() -> list[tuple[str, int]]:
+    """Backends that can be tried here, with the number of ranks."""
+    wires = []
+    if dist.is_available() and dist.is_gloo_available():
+        wires.append(("gloo", 2))
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        wires.append(("nccl", torch.cuda.device_count()))
+    return wires

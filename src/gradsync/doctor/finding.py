@@ -1,0 +1,59 @@
+"""What a check has found."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["GIB", "MIB", "Finding", "Status", "guarded", "size"]
+
+MIB = 2**20
+GIB = 2**30
+
+
+class Status(StrEnum):
+    """FAIL: training does not work. WARN: it does, but slowly, or not everywhere."""
+
+    PASS = "PASS"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the doctor's table.
+
+    ``fix`` is what to do, empty if nothing is to be done. ``public`` stands for ``detail`` in a bug report, where
+    ``detail`` has host names, addresses or paths.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+    public: str | None = None
+
+    @property
+    def public_detail(self) -> str:
+        return self.detail if self.public is None else self.public
+
+
+def guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    """What ``check`` finds. A check that breaks must not keep the others from being made, and is itself a finding."""
+    try:
+        return check()
+    except Exception as error:
+        return Finding(
+            name=name,
+            status=Status.FAIL,
+            detail=f"the check itself failed: {type(error).__name__}: {error}",
+            fix="please report this with the block below",
+            public=f"the check itself failed: {type(error).__name__}",
+        )
+
+
+def size(nbytes: float) -> str:
+    """``1.5 GiB``, ``64 MiB``, ``4 KiB``."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:.0f} {name}"
+    return f"{nbytes / 1024:.3g} KiB"

@@ -1,0 +1,199 @@
+"""Checks of the network: its interfaces, the one that Gloo will use, and the ports to meet at."""
+
+import errno
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradsync.accelerator.environment import DEFAULT_PORT, LOOPBACK, read_environment
+from gradsync.doctor.finding import Finding, Status
+from gradsync.errors import ConfigurationError
+
+__all__ = ["Interface", "check_gloo_interface", "check_interfaces", "check_ports", "list_interfaces"]
+
+NET = Path("/sys/class/net")
+INET6 = Path("/proc/net/if_inet6")
+SIOCGIFADDR = 0x8915
+IFF_UP = 1
+LINK_LOCAL = "fe80:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface of this machine."""
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+    megabits: int | None
+
+    @property
+    def is_loopback(self) -> bool:
+        return any(address == "::1" or address.startswith("127.") for address in self.addresses)
+
+    def described(self, *, with_addresses: bool) -> str:
+        speed = "" if self.megabits is None else f" {self.megabits / 1000:g} Gb/s"
+        addresses = f" {', '.join(self.addresses) or 'no address'}" if with_addresses else ""
+        return f"{self.name} {'up' if self.up else 'down'}{speed}{addresses}"
+
+
+def list_interfaces() -> tuple[Interface, ...]:
+    """Those that are up or have an address: the others are of no use to anybody."""
+    six = _ipv6_addresses()
+    found = (
+        Interface(
+            name=name,
+            addresses=(*_ipv4_address(name), *six.get(name, ())),
+            up=_is_up(name),
+            megabits=_megabits(name),
+        )
+        for _, name in socket.if_nameindex()
+    )
+    return tuple(interface for interface in found if interface.up or interface.addresses)
+
+
+def _ipv4_address(name: str) -> tuple[str, ...]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:  # it has none
+            return ()
+    return (socket.inet_ntoa(answer[20:24]),)
+
+
+def _ipv6_addresses() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    lines = INET6.read_text().splitlines() if INET6.exists() else []
+    for address, *_, name in (line.split() for line in lines):
+        found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
+    return found
+
+
+def _is_up(name: str) -> bool:
+    path = NET / name / "flags"
+    return bool(int(path.read_text(), 16) & IFF_UP) if path.exists() else True
+
+
+def _megabits(name: str) -> int | None:
+    try:
+        speed = int((NET / name / "speed").read_text())
+    except (OSError, ValueError):  # virtual ones have no speed, and say so by an error
+        return None
+    return speed if speed > 0 else None
+
+
+def check_interfaces(interfaces: tuple[Interface, ...]) -> Finding:
+    detail = "; ".join(each.described(with_addresses=True) for each in interfaces) or "none"
+    public = "; ".join(each.described(with_addresses=False) for each in interfaces) or "none"
+    name = "interfaces"
+    if not any(each.is_loopback and each.up for each in interfaces):
+        fix = "ip link set lo up: ranks on one machine meet on loopback"
+        return Finding(name=name, status=Status.FAIL, detail=detail, fix=fix, public=public)
+    if _first_useful(interfaces) is None:
+        fix = "none, if this is the only machine; others can be reached only through an interface beside loopback"
+        return Finding(name=name, status=Status.WARN, detail=detail, fix=fix, public=public)
+    return Finding(name=name, status=Status.PASS, detail=detail, public=public)
+
+
+def _first_useful(interfaces: tuple[Interface, ...]) -> Interface | None:
+    """Through which other machines may be reached: the fastest, and of equal ones the first."""
+    useful = [
+        each
+        for each in interfaces
+        if each.up and not each.is_loopback and any(not a.startswith(LINK_LOCAL) for a in each.addresses)
+    ]
+    return max(useful, key=lambda each: each.megabits or 0, default=None)
+
+
+def check_gloo_interface(interfaces: tuple[Interface, ...], variables: Mapping[str, str]) -> Finding:
+    """Gloo takes what GLOO_SOCKET_IFNAME names, else the address of the host's name, else loopback."""
+    named = [name.strip() for name in variables.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
+    if named:
+        return _named_interfaces(interfaces, named)
+    host = socket.gethostname()
+    addresses = _addresses_of(host)
+    holders = [each for each in interfaces if set(each.addresses) & set(addresses)]
+    outside = [each.name for each in holders if not each.is_loopback]
+    if outside:
+        detail = f"Gloo will use {outside[0]}, which has the address of this host's name"
+        return Finding(name="gloo", status=Status.PASS, detail=detail)
+    if any(each.is_loopback for each in holders) or any(address.startswith("127.") for address in addresses):
+        public = "the host's name stands for a loopback address"
+    elif addresses:
+        public = "the host's name stands for an address that is not on this machine"
+    else:
+        public = "the host's name stands for no address"
+    public += ", so Gloo will use loopback"
+    detail = public.replace("the host's name", f"the host's name, {host},", 1)
+    return _only_loopback(interfaces, variables, detail=detail, public=public)
+
+
+def _named_interfaces(interfaces: tuple[Interface, ...], named: list[str]) -> Finding:
+    usable = {each.name for each in interfaces if each.up and each.addresses}
+    wrong = [name for name in named if name not in usable]
+    detail = f"Gloo will use {', '.join(named)}, as GLOO_SOCKET_IFNAME says"
+    if not wrong:
+        return Finding(name="gloo", status=Status.PASS, detail=detail)
+    choice = ", ".join(sorted(usable)) or "none"
+    detail = f"GLOO_SOCKET_IFNAME names {', '.join(wrong)}, which is not an interface that is up and has an address"
+    fix = f"set it to one of these, or unset it: {choice}"
+    return Finding(name="gloo", status=Status.FAIL, detail=detail, fix=fix)
+
+
+def _only_loopback(
+    interfaces: tuple[Interface, ...], variables: Mapping[str, str], *, detail: str, public: str
+) -> Finding:
+    better = _first_useful(interfaces)
+    setting = f"export GLOO_SOCKET_IFNAME={better.name}" if better else "set GLOO_SOCKET_IFNAME to a wired interface"
+    if _several_nodes(variables):
+        fix = f"ranks on other nodes cannot reach that: {setting}"
+        return Finding(name="gloo", status=Status.FAIL, detail=detail, fix=fix, public=public)
+    fix = f"nothing on one machine; for ranks on several: {setting}"
+    return Finding(name="gloo", status=Status.WARN, detail=detail, fix=fix, public=public)
+
+
+def _several_nodes(variables: Mapping[str, str]) -> bool:
+    try:
+        place = read_environment(variables)
+    except ConfigurationError:
+        return False  # the check of the launcher says what is wrong
+    return place.local_world_size < place.world_size
+
+
+def _addresses_of(host: str) -> list[str]:
+    try:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def check_ports() -> Finding:
+    try:
+        socket.create_server((LOOPBACK, 0)).close()
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, "an unknown error")
+        return Finding(
+            name="ports",
+            status=Status.FAIL,
+            detail=f"no port can be opened on loopback: {code}",
+            fix="ranks meet at one: see that lo is up (ip link set lo up) and that a sandbox or firewall allows it",
+        )
+    if not (_is_free(socket.AF_INET, "0.0.0.0") and _is_free(socket.AF_INET6, "::")):
+        return Finding(
+            name="ports",
+            status=Status.WARN,
+            detail=f"loopback can be listened on; port {DEFAULT_PORT}, the default, is taken",
+            fix="another job? Use torchrun --standalone, or set MASTER_PORT to a free port for all ranks",
+        )
+    return Finding(name="ports", status=Status.PASS, detail=f"loopback can be listened on; {DEFAULT_PORT} is free")
+
+
+def _is_free(family: socket.AddressFamily, address: str) -> bool:
+    try:
+        socket.create_server((address, DEFAULT_PORT), family=family).close()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE  # a machine without IPv6 has no port taken there
+    return True

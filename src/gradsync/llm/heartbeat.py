@@ -1,0 +1,58 @@
+"""What ranks tell each other once a step: the loss, and whether somebody was asked to stop.
+
+One small collective a step, read when the next step has been computed, so that nobody waits for it. All ranks read the
+same answer at the same step: a signal that reaches them at different times stops them together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from gradsync.communicator import Communicator, Handle
+
+__all__ = ["Heartbeat", "Pulse"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """A step, over all ranks. ``signal`` is the number of the signal that asks to stop, or 0."""
+
+    loss: float
+    tokens: int
+    signal: int
+
+
+class Heartbeat:
+    """Sends this rank's part of a step, and reads the one before."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._sent: tuple[torch.Tensor, Handle, torch.Tensor, Handle] | None = None
+
+    def beat(self, loss_times_tokens: torch.Tensor | float, tokens: int, signal: int) -> Pulse | None:
+        """Send a step; returns the step before it."""
+        previous = self.read()
+        device = self._communicator.device
+        numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        numbers[0] = torch.as_tensor(loss_times_tokens, dtype=torch.float64).detach().to(device)
+        numbers[1].fill_(tokens)
+        flag = torch.full((1,), signal, dtype=torch.int32, device=device)
+        self._sent = (
+            numbers,
+            self._communicator.all_reduce(numbers),
+            flag,
+            self._communicator.all_reduce(flag, "max"),
+        )
+        return previous
+
+    def read(self) -> Pulse | None:
+        """The step that was sent last and not yet read. Waits for it."""
+        if self._sent is None:
+            return None
+        numbers, sum_handle, flag, flag_handle = self._sent
+        self._sent = None
+        sum_handle.wait()
+        flag_handle.wait()
+        total, tokens = numbers.tolist()
+        loss = total / tokens if tokens else float("nan")
+        return Pulse(loss=loss, tokens=int(tokens), signal=int(flag.item()))

@@ -1,0 +1,124 @@
+"""Writes down what a run does: metrics as they come, a summary and a report at the end. Rank 0 only."""
+
+import platform
+import resource
+from typing import Any
+
+import torch
+
+from gradsync.llm.report import write_report
+from gradsync.llm.run_folder import RunFolder
+from gradsync.llm.screen import Screen
+from gradsync.llm.trainer import Outcome, StepRecord, Trainer
+from gradsync.timeline import StepTimes
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """Hears of the run, passes everything on to the screen, and keeps it in the run folder."""
+
+    def __init__(self, folder: RunFolder, screen: Screen) -> None:
+        self._folder = folder
+        self._screen = screen
+        self._timeline_due = 1
+        self._trainer: Trainer | None = None
+
+    def began(self, trainer: Trainer, notes: list[str]) -> None:
+        self._trainer = trainer
+        self._timeline_due = trainer.step + 3
+        self._folder.rewind(trainer.step)
+        self._folder.write_config(_config(trainer))
+        for note in notes:
+            self._folder.note(trainer.step, note)
+        self._screen.began(trainer, notes)
+
+    def stepped(self, record: StepRecord) -> None:
+        self._folder.append(
+            {
+                "kind": "step",
+                "step": record.step,
+                "time": record.elapsed,
+                "loss": record.loss,
+                "tokens": record.tokens,
+                "tokens_per_second": record.tokens_per_second,
+                "gradient_norm": record.gradient_norm,
+                "learning_rate": record.learning_rate,
+                "seconds": record.seconds,
+            }
+        )
+        if record.timeline is not None and record.step >= self._timeline_due:
+            # A few over the run, more and more apart: the last one is the one the report draws.
+            self._timeline_due = 2 * record.step
+            self._folder.append({"kind": "timeline", "step": record.step, **_buckets(record.timeline)})
+        self._screen.stepped(record)
+
+    def validated(self, step: int, loss: float) -> None:
+        self._folder.append({"kind": "validation", "step": step, "loss": loss})
+        self._screen.validated(step, loss)
+
+    def saved(self, step: int) -> None:
+        self._screen.saved(step)
+
+    def close(self, outcome: Outcome) -> None:
+        """The run is over: summary, report, and the table on the screen."""
+        if outcome.signal:
+            self._folder.note(outcome.step, f"stopped by signal {outcome.signal}")
+        self._folder.write_summary(self._summary(outcome))
+        self._folder.close()
+        report = write_report(self._folder.path)
+        self._screen.summarize(outcome, str(report))
+
+    def _summary(self, outcome: Outcome) -> dict[str, Any]:
+        screen = self._screen
+        return {
+            "step": outcome.step,
+            "signal": outcome.signal,
+            "seconds": screen.elapsed,
+            "first_loss": screen.first_loss,
+            "final_loss": screen.last_loss,
+            "validation_loss": outcome.validation_loss,
+            "tokens_per_second": screen.speed,
+            "shares": screen.shares,
+            "replicas_equal": outcome.proof.equal,
+            "digest": outcome.proof.digests[0],
+            "peak_memory_bytes": _peak_memory(),
+        }
+
+
+def _config(trainer: Trainer) -> dict[str, Any]:
+    accelerator = trainer.accelerator
+    return {
+        **trainer.settings.as_json(),
+        "ranks": accelerator.num_processes,
+        "device": str(accelerator.device),
+        "global_batch": trainer.plan.global_batch,
+        "total_steps": trainer.total_steps,
+        "parameters": sum(parameter.numel() for parameter in trainer.plain_model.parameters()),
+        "data_description": trainer.data_description,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def _buckets(step: StepTimes) -> dict[str, Any]:
+    return {
+        "backward": [0.0, step.backward_end],
+        "buckets": [
+            {
+                "bucket": times.index,
+                "ready": times.ready,
+                "start": times.start,
+                "finish": times.finish if times.reduced is None else times.reduced,
+                "bytes": times.nbytes,
+            }
+            for times in step.buckets
+        ],
+    }
+
+
+def _peak_memory() -> int:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,66 @@
+"""One rank of a training run, from the settings to the exit code."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from gradsync.accelerator import Accelerator
+from gradsync.accelerator.operations import gather_objects
+from gradsync.errors import GradsyncError, PeerFailedError
+from gradsync.llm.interruption import Interruption
+from gradsync.llm.recording import Recording
+from gradsync.llm.run_folder import RunFolder
+from gradsync.llm.screen import Screen
+from gradsync.llm.settings import TrainSettings
+from gradsync.llm.tokens import TokenFile, prepare_tokens
+from gradsync.llm.trainer import Outcome, Trainer, make_accelerator
+
+__all__ = ["exit_code_of", "run"]
+
+T = TypeVar("T")
+
+
+def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
+    """Train on this rank. Rank 0 shows and records; all ranks return the same outcome."""
+    accelerator, timeline = make_accelerator(settings, cpu=cpu)
+    try:
+        tokens = _read_tokens(settings, accelerator)
+        folder = _on_main(
+            accelerator,
+            lambda: RunFolder(settings.run_folder, resume=settings.resume, tensorboard=settings.tensorboard),
+        )
+        trainer = Trainer(settings, accelerator, timeline, tokens)
+        recording = None if folder is None else Recording(folder, Screen())
+        outcome = trainer.run(recording)
+        _on_main(accelerator, lambda: None if recording is None else recording.close(outcome))
+        return outcome
+    finally:
+        accelerator.world.close()
+
+
+def exit_code_of(outcome: Outcome) -> int:
+    """0 if all went well, 130 or 143 after Ctrl-C or SIGTERM, 1 if replicas differ."""
+    if outcome.signal:
+        return Interruption.exit_code(outcome.signal)
+    return 0 if outcome.proof.equal else 1
+
+
+def _read_tokens(settings: TrainSettings, accelerator: Accelerator) -> TokenFile:
+    """Rank 0 may have to build the token file; the others find it there."""
+    _on_main(accelerator, lambda: prepare_tokens(settings.data, tokenizer=settings.tokenizer))
+    return prepare_tokens(settings.data, tokenizer=settings.tokenizer)
+
+
+def _on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
+    """What ``function`` returns, on rank 0; None elsewhere. If it raises there, every rank raises. Collective."""
+    result, error = None, None
+    if accelerator.is_main_process:
+        try:
+            result = function()
+        except GradsyncError as raised:
+            error = raised
+    told = gather_objects(accelerator.world.communicator, [error is not None])
+    if error is not None:
+        raise error
+    if any(told):
+        raise PeerFailedError("rank 0 could not prepare the run; see the error there")
+    return result

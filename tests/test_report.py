@@ -1,0 +1,524 @@
+"""The report of a run: its charts in numbers, its page as text, and what a browser makes of it."""
+
+import contextlib
+import itertools
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsync.errors import ConfigurationError
+from gradsync.llm.charts import Bar, Line, compact, duration, line_chart, size, thin, ticks, timeline_chart, y_axis
+from gradsync.llm.report import write_report
+from gradsync.llm.run_folder import RunFolder
+
+pytest.importorskip("jinja2", reason="the report needs the extra gradsync[train]")
+
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+CHARTS = ("loss", "throughput", "norm", "rate", "time", "timeline")
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+# -- a plausible run ---------------------------------------------------------------------------------------------------
+
+
+def step_record(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
+    warmup = max(1, steps // 20)
+    rate = 3e-4 * min(step / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+    seconds = {
+        "data": 0.004 * chance.uniform(0.8, 1.6),
+        "forward": 0.052 * chance.uniform(0.95, 1.05),
+        "backward": 0.101 * chance.uniform(0.95, 1.05),
+        "synchronization": 0.009 * chance.uniform(0.5, 2) * (5 if step % 97 == 0 else 1),
+        "update": 0.011 * chance.uniform(0.9, 1.1),
+    }
+    return {
+        "kind": "step",
+        "step": step,
+        "time": step * 0.182,
+        "loss": 2.1 + 8.1 * (1 + 30 * step / steps) ** -0.55 + chance.gauss(0, 0.06),
+        "tokens": 16384,
+        "tokens_per_second": 16384 / sum(seconds.values()),
+        "gradient_norm": 0.6 + 3 * math.exp(-20 * step / steps) + chance.expovariate(6),
+        "learning_rate": rate,
+        "seconds": seconds,
+    }
+
+
+def timeline_record(step: int, *, buckets: int = 8) -> dict[str, Any]:
+    """Buckets become ready one after the other and share one wire; the last two are too late to hide."""
+    end, free, rows = 0.101, 0.0, []
+    for bucket in range(buckets):
+        ready = 0.012 + (end - 0.012) * (bucket + 1) / buckets
+        start = max(ready, free) + 0.0004
+        free = start + 0.0135 * min(1, 7 / buckets)
+        rows.append(
+            {"bucket": bucket, "ready": ready, "start": start, "finish": free, "bytes": 26_214_400 - bucket * 9}
+        )
+    return {"kind": "timeline", "step": step, "backward": [0.0, end], "buckets": rows}
+
+
+CONFIG = {
+    "model": "gpt2-124m",
+    "data": "stdlib",
+    "ranks": 4,
+    "grad_accum": 4,
+    "parameters": 124_439_808,
+    "micro_batch": 8,
+    "sequence_length": 128,
+    "learning_rate": 3e-4,
+    "tokenizer": None,
+    "tensorboard": False,
+    "torch": "2.13.0",
+    "python": "3.11.2",
+    "device": "cuda:0",
+    "machine": {"cpu": "x86_64", "gpus": "4 × NVIDIA H200"},
+}
+SUMMARY = {
+    "step": 600,
+    "signal": 0,
+    "validation_loss": 3.4,
+    "peak_memory_bytes": 13_421_772_800,
+    "digest": "9f2c4b" + "0a" * 29,
+    "replicas_equal": True,
+}
+
+
+def make_run(path: Path, *, steps: int = 600, validations: bool = True, timelines: bool = True, **summary: Any) -> Path:
+    """A finished run as ``gradsync train`` leaves it."""
+    chance = random.Random(0)
+    with RunFolder(path, resume=False) as folder:
+        folder.write_config(CONFIG)
+        for step in range(1, steps + 1):
+            record = step_record(step, steps, chance)
+            folder.append(record)
+            if validations and step % max(1, steps // 12) == 0:
+                folder.append({"kind": "validation", "step": step, "loss": record["loss"] + 0.1})
+            if timelines and step in (3, steps):
+                folder.append(timeline_record(step))
+        folder.note(steps, "resumed from runs/demo/checkpoints/step-300")
+        folder.write_summary({**SUMMARY, **summary})
+    return path
+
+
+# -- the numbers of charts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (0.13, 0.87, [0.2, 0.4, 0.6, 0.8]),
+        (0, 3e-4, [0, 1e-4, 2e-4, 3e-4]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (98_000, 143_000, [100_000, 110_000, 120_000, 130_000, 140_000]),
+        (7, 7, [7]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == expected
+
+
+def test_ticks_of_steps_are_whole() -> None:
+    assert ticks(1, 3, count=10, whole=True) == [1, 2, 3]
+    assert ticks(0.5, 1.5, whole=True) == [1]
+    assert ticks(math.nan, 1) == []
+    assert ticks(0, math.inf) == [0]
+
+
+@pytest.mark.parametrize("power", range(-8, 9))
+@pytest.mark.parametrize("low", [0.0, 0.37, -2.9])
+def test_ticks_are_few_and_inside(power: int, low: float) -> None:
+    scale = 10.0**power
+    found = ticks(low * scale, 7.3 * scale)
+    assert 2 <= len(found) <= 7
+    assert all(low * scale - 1e-9 * scale <= tick <= (7.3 + 1e-9) * scale for tick in found)
+
+
+def test_thinning_keeps_what_stands_out() -> None:
+    points = [(float(x), math.sin(x / 500)) for x in range(10_000)]
+    points[4321], points[8000] = (4321.0, 50.0), (8000.0, math.nan)
+    thinned = thin(points)
+    assert 400 <= len(thinned) <= 800
+    assert (4321.0, 50.0) in thinned
+    assert min(y for _, y in thinned) == min(y for _, y in points)
+    assert any(math.isnan(y) for _, y in thinned)
+    assert [x for x, _ in thinned] == sorted(x for x, _ in thinned)
+
+
+def test_thinning_leaves_few_points_alone() -> None:
+    assert thin([]) == []
+    assert thin([(1, 2.0), (2, math.nan)])[0] == (1, 2.0)
+    assert len(thin([(float(x), math.nan) for x in range(5000)])) <= 800
+
+
+def test_one_wild_value_does_not_flatten_the_rest() -> None:
+    usual = [(float(x), 2 + x / 100) for x in range(100)]
+    (low, high), _ = y_axis([Line(name="", points=[*usual, (101, 1e6)], color="")], zero=False)
+    assert (low, high) == (2.0, 3.0)
+    drawn = line_chart(
+        slug="s",
+        title="",
+        description="",
+        lines=[Line(name="", points=[*usual, (101, 1e6)], color="loss")],
+        y_label="",
+        width=400,
+        height=200,
+    )
+    assert drawn.count('class="beyond"') == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "0"), (0.00031, "3.1e−4"), (1.25, "1.25"), (850, "850"), (12_345, "12.35k"), (3.4e6, "3.4M"), (-2.5, "−2.5")],
+)
+def test_numbers_are_short(value: float, expected: str) -> None:
+    assert compact(value) == expected
+    assert compact(math.nan) == "not finite"
+
+
+def test_units() -> None:
+    assert [duration(s) for s in (4e-5, 0.0123, 7.0, 119.9, 7384)] == [
+        "40 µs",
+        "12.3 ms",
+        "7 s",
+        "1 min 59 s",
+        "2 h 03 min",
+    ]
+    assert [size(n) for n in (12, 2048, 26_214_400, 13_421_772_800)] == ["12 B", "2 KiB", "25 MiB", "12.5 GiB"]
+
+
+def test_labels_of_an_axis_do_not_touch() -> None:
+    """Measured with a wide character; the step is far from the origin, where labels are long."""
+    points = [(float(x), 1.0) for x in range(1_000_000, 1_002_000, 50)]
+    drawn = line_chart(
+        slug="s",
+        title="",
+        description="",
+        lines=[Line(name="", points=points, color="c")],
+        y_label="",
+        width=448,
+        height=200,
+    )
+    labels = [(float(x), words) for x, words in re.findall(r'<text x="([\d.]+)" y="178.0"[^>]*>([\d,]+)<', drawn)]
+    assert len(labels) >= 2
+    for (x, words), (following, next_words) in itertools.pairwise(labels):
+        assert following - x > (len(words) + len(next_words)) / 2 * 7.5
+    assert labels[-1][0] + len(labels[-1][1]) * 3.75 < 448 + 4
+
+
+def test_the_exposed_part_of_a_bucket_has_its_own_colour() -> None:
+    bars = [Bar(name="0", ready=0.1, start=0.2, finish=0.5), Bar(name="1", ready=0.6, start=0.9, finish=1.3)]
+    drawn = timeline_chart(slug="t", title="", description="", bars=bars, backward=(0.0, 1.0), width=900)
+    rows = drawn[drawn.index(">0</text>") :]
+    assert rows.count('fill="var(--hidden)"') == 2
+    assert rows.count('fill="var(--synchronization)"') == 1
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: what is opened is closed, in order, and nothing leads outside."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.ids: list[str] = []
+        self.images: list[str] = []
+        self.scripts = 0
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.scripts += tag == "script"
+        if "id" in found:
+            self.ids.append(str(found["id"]))
+        if tag == "svg":
+            assert found["role"] == "img"
+            self.images.append(str(found["aria-labelledby"]))
+        for name, value in found.items():
+            assert name not in ("src", "href", "action", "srcset", "xlink:href"), f"{tag} {name}={value}"
+            assert not name.startswith("on"), f"{tag} {name}={value}"
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(path: Path) -> Page:
+    text = write_report(path).read_text(encoding="utf-8")
+    assert not re.search(r"https?:|url\(|@import|//[a-z]+\.", text)
+    assert not re.search(r' (?:d|x|y|cx|cy|width|height)="[^"]*(?:nan|inf)', text)
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids)), "an id is used twice"
+    assert all(image in page.ids for image in page.images)
+    return page
+
+
+def test_the_reader_of_pages_can_say_no() -> None:
+    for text in ("<p><b></p></b>", "<p>", "</p>", '<img src="x.png">', '<a href="http://x">x</a>', '<p onclick="x">'):
+        with pytest.raises(AssertionError):
+            Page(text)
+
+
+def test_the_page_of_a_run(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "demo"))
+    assert set(CHARTS) <= set(page.ids)
+    # Loss, throughput, the bar, the columns and the timeline for two widths; norm and rate for one.
+    assert len(page.images) == 12
+    for words in (
+        "gpt2-124m on stdlib",
+        "4 ranks × 4 micro-batches a step · 124.4M parameters · run demo",
+        "all replicas hold the same parameters, digest 9f2c4b0a0a0a",
+        "12.5 GiB",
+        "600 steps",
+        "The training loss went from 9.899 to 3.247",
+        "In step 600 backward took 101 ms. Buckets were on the wire for 94.5 ms, of which 75.1 ms (79%) were hidden",
+        "Each column stands for 5 steps.",
+        "resumed from runs/demo/checkpoints/step-300",
+        "machine.gpus 4 × NVIDIA H200",
+        "tokenizer – ",
+    ):
+        assert words in page.text, words
+    assert "Not recorded" not in page.text
+
+
+def test_the_shares_are_those_of_the_run(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, resume=False) as folder:
+        for step in (1, 2):
+            record = step_record(step, 2, random.Random(0))
+            seconds = {"data": 0.01, "forward": 0.03, "backward": 0.04, "synchronization": 0.015, "update": 0.005}
+            folder.append({**record, "seconds": seconds})
+    page = page_of(tmp_path)
+    assert "lost to synchronization 15.0%" in page.text
+    assert "A step takes 100 ms on average. The largest part of it is backward, 40%." in page.text
+    assert "synchronization 15.0% · 15 ms" in page.text
+
+
+def test_records_of_several_steps(tmp_path: Path) -> None:
+    """On a GPU a record stands for the steps since the one before."""
+    with RunFolder(tmp_path, resume=False) as folder:
+        for step in range(10, 101, 10):
+            record = step_record(step, 100, random.Random(0))
+            folder.append({**record, "seconds": {"forward": 0.6, "backward": 0.4}})
+    page = page_of(tmp_path)
+    assert "100 steps" in page.text
+    assert "A step takes 100 ms on average." in page.text
+    assert "Each column stands for 10 steps." in page.text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 31, 3000])
+def test_runs_of_any_length(tmp_path: Path, steps: int) -> None:
+    page = page_of(make_run(tmp_path / "run", steps=steps))
+    assert ("No step was recorded." in page.text) == (steps == 0)
+    assert (set(CHARTS) - {"timeline"} <= set(page.ids)) == (steps > 0)
+    assert (tmp_path / "run" / "report.html").stat().st_size < 600_000
+
+
+def test_what_was_not_recorded_is_not_drawn(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", validations=False, timelines=False))
+    assert "timeline" not in page.ids
+    assert "validation loss" not in page.text
+    assert "Not recorded in this run: validation, timeline." in page.text
+
+
+def test_a_run_under_way_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", steps=40)
+    (path / "summary.json").unlink()
+    with (path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "step", "st')
+    assert "This run has written no summary" in page_of(path).text
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_losses_that_are_not_finite(tmp_path: Path, bad: float) -> None:
+    with RunFolder(tmp_path, resume=False) as folder:
+        for step in range(1, 101):
+            record = step_record(step, 100, random.Random(step))
+            folder.append({**record, "loss": bad if 40 <= step < 45 else record["loss"], "gradient_norm": bad})
+        folder.append({"kind": "validation", "step": 100, "loss": bad})
+    page = page_of(tmp_path)
+    assert "The loss was not finite in 5 records, first at step 40" in page.text
+    assert "validation loss not finite" in page.text
+    assert "norm" not in page.ids
+    drawn = (tmp_path / "report.html").read_text()
+    smooth = re.search(r'class="line" stroke="var\(--loss\)" d="([^"]*)"', drawn)
+    assert smooth is not None
+    assert smooth[1].count("M") == 2, "the line has a gap"
+
+
+def test_only_losses_that_are_not_finite(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, resume=False) as folder:
+        for step in range(1, 5):
+            folder.append({"kind": "step", "step": step, "loss": math.nan})
+    page = page_of(tmp_path)
+    assert "final loss not finite" in page.text
+    assert "not finite in 4 records" in page.text
+
+
+def test_replicas_that_differ(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", steps=3, replicas_equal=False))
+    assert "differ replicas do not hold the same parameters" in page.text
+    assert "all replicas hold" not in page.text
+
+
+def test_nothing_is_said_of_replicas_that_were_not_compared(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", steps=3, replicas_equal=None))
+    assert "replicas" not in page.text
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_parts(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, resume=False) as folder:
+        for step, time in ((1, 50.0), (2, 100.0), (3, 30.0), (4, 60.0)):
+            folder.append({**step_record(step, 4, random.Random(0)), "time": time})
+        folder.write_summary({"seconds": 61.0})
+    assert "time 2 min 40 s 4 steps" in page_of(tmp_path).text
+
+
+def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>"
+    with RunFolder(tmp_path / "run", resume=False) as folder:
+        folder.write_config({"model": evil, "data": evil, evil: {evil: evil}, "machine": evil, "torch": [evil]})
+        folder.append(step_record(1, 1, random.Random(0)))
+        bucket = {"bucket": evil, "ready": 0.0, "start": 0.1, "finish": 0.2, "bytes": 1}
+        folder.append({"kind": "timeline", "step": 1, "backward": [0.0, 0.1], "buckets": [bucket]})
+        folder.note(1, evil)
+        folder.write_summary({evil: evil, "digest": evil})
+    page = page_of(tmp_path / "run")
+    assert page.scripts == 1
+    assert evil in page.text
+
+
+def test_many_buckets_and_incomplete_ones(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, resume=False) as folder:
+        folder.append(step_record(1, 1, random.Random(0)))
+        record = timeline_record(1, buckets=150)
+        record["buckets"] += [{"bucket": 900, "ready": 0.1, "start": None, "finish": None, "bytes": 4}]
+        folder.append(record)
+    page = page_of(tmp_path)
+    assert "timeline" in page.ids
+    assert "900 ·" not in page.text
+
+
+def test_no_run_and_no_jinja(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"has neither"):
+        write_report(tmp_path)
+    path = make_run(tmp_path / "run", steps=2)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'gradsync\[train\]'"):
+        write_report(path)
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--enable-logging=stderr",
+    "--v=0",
+    "--virtual-time-budget=3000",
+)
+
+
+def browse(page: Path, tmp_path: Path, *flags: str) -> tuple[str, list[str]]:
+    """What a browser prints about a page, and what came to its console."""
+    assert CHROMIUM is not None
+    profile = tmp_path / f"profile-{len(list(tmp_path.glob('profile-*')))}"
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        printed, log = process.communicate(timeout=90)
+    finally:
+        # Its own session: whatever it has started ends with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, log
+    return printed, [line for line in log.splitlines() if "CONSOLE" in line]
+
+
+def painted(image: Path) -> float:
+    """The share of a PNG's bytes that differ from their neighbours: 0 of a page of one colour."""
+    content, position, data = image.read_bytes(), 8, b""
+    assert content.startswith(b"\x89PNG")
+    while position < len(content):
+        length = int.from_bytes(content[position : position + 4], "big")
+        if content[position + 4 : position + 8] == b"IDAT":
+            data += content[position + 8 : position + 8 + length]
+        position += length + 12
+    pixels = zlib.decompress(data)
+    # Rows are stored as differences from the pixel before or above, whichever packs better.
+    return 1 - pixels.count(0) / len(pixels)
+
+
+@needs_chromium
+def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path / "run", steps=200))
+    dom, console = browse(page, tmp_path, "--dump-dom")
+    assert console == []
+    assert dom.count("<svg") == 12
+    # The script has run: it lays a pane over each chart that reads out values, all but bars and timelines.
+    assert dom.count('fill="transparent"') == 8
+    assert 'id="readout"' in dom
+
+
+@needs_chromium
+def test_an_error_on_a_page_is_seen(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path / "run", steps=5))
+    page.write_text(page.read_text().replace("// Reads out", "nowhere.to.be.found(); // Reads out"))
+    _, console = browse(page, tmp_path, "--dump-dom")
+    assert len(console) == 1
+    assert "nowhere is not defined" in console[0]
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [480, 1200])
+def test_a_picture_of_the_page(tmp_path: Path, width: int) -> None:
+    page = write_report(make_run(tmp_path / "run", steps=50))
+    browse(page, tmp_path, f"--window-size={width},1600", f"--screenshot={tmp_path / 'page.png'}")
+    assert painted(tmp_path / "page.png") > 0.01
+
+
+@needs_chromium
+def test_a_blank_page_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "blank.html").write_text("<!doctype html><title>blank</title>")
+    browse(tmp_path / "blank.html", tmp_path, "--window-size=480,1600", f"--screenshot={tmp_path / 'page.png'}")
+    assert painted(tmp_path / "page.png") < 0.005

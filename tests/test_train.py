@@ -1,0 +1,346 @@
+"""`gradsync train`: the numbers of one process on any number of ranks, exact resuming, clear errors. Real processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.cli.main import main
+from gradsync.errors import ConfigurationError
+from gradsync.llm.run_folder import read_metrics
+from gradsync.llm.settings import TrainSettings
+from gradsync.llm.tokens import prepare_tokens
+from gradsync.llm.trainer import StepRecord, Trainer, make_accelerator
+from tests.ranks import pool_of
+
+pytestmark = pytest.mark.timeout(180)
+
+TEXT = "the quick brown fox jumps over the lazy dog, again and again and once more. " * 400
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "fox.txt"
+    path.write_text("".join(TEXT[number % 97 :: 97] + "\n" for number in range(400)))
+    return path
+
+
+class Losses:
+    """Hears of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+
+    def began(self, trainer: Trainer, notes: list[str]) -> None:
+        self.notes = notes
+
+    def stepped(self, record: StepRecord) -> None:
+        self.steps.append((record.loss, record.gradient_norm))
+
+    def validated(self, step: int, loss: float) -> None:
+        self.validation = loss
+
+    def saved(self, step: int) -> None:
+        pass
+
+
+def settings_for(folder: Path, text: Path, **changes: Any) -> TrainSettings:
+    return TrainSettings(
+        **{
+            "model": "nano",
+            "data": str(text),
+            "micro_batch": 2,
+            "sequence_length": 32,
+            "steps": 8,
+            "warmup": 2,
+            "run_folder": folder,
+            **changes,
+        }
+    )
+
+
+def train(settings: TrainSettings) -> tuple[list[tuple[float, float]], list[torch.Tensor], float]:
+    """A run on the ranks of the caller; losses are those of rank 0."""
+    torch.set_num_threads(1)
+    accelerator, timeline = make_accelerator(settings, cpu=True)
+    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    losses = Losses()
+    outcome = trainer.run(losses)
+    assert outcome.proof.equal, outcome.proof
+    parameters = [parameter.detach().clone() for parameter in trainer.plain_model.parameters()]
+    accelerator.free_memory()
+    assert outcome.validation_loss is not None
+    return losses.steps, parameters, outcome.validation_loss
+
+
+# -- the numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-10)])
+def test_two_ranks_with_four_micro_batches_are_one_with_eight(
+    tmp_path: Path, text: Path, precision: str, tolerance: float
+) -> None:
+    alone, _, validation = train(settings_for(tmp_path / "1", text, precision=precision, grad_accum=8))
+    together, _, their_validation = pool_of(2).run(
+        train, settings_for(tmp_path / "2", text, precision=precision, grad_accum=4)
+    )[0]
+    assert len(alone) == len(together) == 8
+    for (loss, norm), (their_loss, their_norm) in zip(alone, together, strict=True):
+        assert loss == pytest.approx(their_loss, abs=tolerance)
+        assert norm == pytest.approx(their_norm, rel=100 * tolerance)
+    assert validation == pytest.approx(their_validation, abs=tolerance)
+    assert alone[-1][0] < alone[0][0]
+
+
+def test_ranks_with_unequal_shares_and_none(tmp_path: Path, text: Path) -> None:
+    """A window of three sequences on four ranks: one of them has nothing to do."""
+    alone, _, _ = train(settings_for(tmp_path / "1", text, precision="fp64", grad_accum=3, micro_batch=1))
+    folder = tmp_path / "4"
+    # Written by one rank, continued by four: the window keeps its three sequences.
+    train(settings_for(folder, text, precision="fp64", grad_accum=3, micro_batch=1, steps=4))
+    resumed = settings_for(folder, text, precision="fp64", grad_accum=3, micro_batch=1, resume=True)
+    rest, _, _ = pool_of(4).run(train, resumed)[0]
+    assert len(rest) == 4
+    # The schedule of a run of four steps was another, so only the first of the others can be compared.
+    assert rest[0][0] == pytest.approx(alone[4][0], rel=0.2)
+
+
+def test_resuming_on_another_number_of_ranks_goes_on_with_the_same_windows(tmp_path: Path, text: Path) -> None:
+    whole, _, _ = train(settings_for(tmp_path / "whole", text, precision="fp64", grad_accum=4, epochs=None, steps=8))
+    folder = tmp_path / "parts"
+    first = settings_for(folder, text, precision="fp64", grad_accum=4, steps=8, checkpoint_every=5)
+    pool_of(2).run(train_until, settings_for(folder, text, precision="fp64", grad_accum=2, checkpoint_every=5), 5)
+    rest, _, _ = train(settings_for(folder, text, precision="fp64", grad_accum=4, resume=True))
+    assert first.steps == 8
+    assert len(rest) == 3
+    for (loss, _), (expected, _) in zip(rest, whole[5:], strict=True):
+        assert loss == pytest.approx(expected, abs=1e-10)
+
+
+def train_until(settings: TrainSettings, step: int) -> None:
+    """Runs into a wall after `step` steps; the checkpoint of that step has been written."""
+    accelerator, timeline = make_accelerator(settings, cpu=True)
+    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    ordinary = trainer._train_step
+
+    def limited(*arguments: Any) -> Any:
+        if trainer.step == step:
+            raise KeyboardInterrupt
+        return ordinary(*arguments)
+
+    trainer._train_step = limited  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    accelerator.free_memory()
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "gradsync", "train", "--cpu", *map(str, arguments)]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "120"}
+
+
+def run(tmp_path: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*arguments), env=environment(tmp_path), capture_output=True, text=True, timeout=150, cwd=tmp_path
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+LENGTH = ("--steps", 36, "--checkpoint-every", 8, "--lr", 3e-3)
+SMALL = ("--model", "nano", "--batch", 2, "--length", 32, "--grad-accum", 4, "--nproc", 2)
+
+
+def digest(folder: Path) -> str:
+    value: str = json.loads((folder / "summary.json").read_text())["digest"]
+    return value
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and any(record.get("step", 0) >= step for record in read_metrics(metrics)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} never came")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
+    """A run of 36 steps with a checkpoint every 8."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = run(folder, *SMALL, "--data", text, *LENGTH, "--run-folder", folder / "run")
+    return folder / "run", done.stdout
+
+
+def test_a_run_leaves_everything_behind(uninterrupted: tuple[Path, str]) -> None:
+    folder, output = uninterrupted
+    assert "all 2 replicas hold the same parameters" in output
+    assert json.loads((folder / "config.json").read_text())["ranks"] == 2
+    steps = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == list(range(1, 37))
+    assert sum(record["loss"] for record in steps[-5:]) < 0.8 * sum(record["loss"] for record in steps[:5])
+    assert all(set(record["seconds"]) >= {"forward", "backward", "synchronization", "update"} for record in steps)
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000032", "step-00000036"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, None), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_was_ended_goes_on_bit_for_bit(
+    tmp_path: Path, text: Path, uninterrupted: tuple[Path, str], number: int, code: int | None
+) -> None:
+    folder = tmp_path / "run"
+    options = (*SMALL, "--data", text, *LENGTH, "--run-folder", folder)
+    process = subprocess.Popen(
+        command(*options),
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    try:
+        wait_for_step(folder, 13, process)
+        if number == signal.SIGKILL:
+            # Launcher and ranks, somewhere in a window.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=100)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code is not None:
+        assert process.returncode == code, output
+        assert "Traceback" not in output
+        assert "all 2 replicas hold the same parameters" in output
+    done = run(tmp_path, *options, "--resume")
+    assert re.search(r"resumed from step \d+", done.stdout)
+    assert digest(folder) == digest(uninterrupted[0])
+    steps = [record["step"] for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
+    assert steps == list(range(1, 37))
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path, text: Path, uninterrupted: tuple[Path, str]) -> None:
+    """In each file of the newest checkpoint in turn; the previous one is used."""
+    whole = uninterrupted[0]
+    settings = settings_for(tmp_path / "run", text, grad_accum=4, resume=True)
+    for name in sorted(path.name for path in (whole / "checkpoints" / "step-00000036").iterdir()):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(whole, tmp_path / "run")
+        victim = tmp_path / "run" / "checkpoints" / "step-00000036" / name
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 3] ^= 0x10
+        victim.write_bytes(content)
+        for step, notes in pool_of(2).run(loaded_step, settings):
+            assert step == 32, name
+            assert any("step-00000036" in note for note in notes), notes
+
+
+def loaded_step(settings: TrainSettings) -> tuple[int, list[str]]:
+    accelerator, timeline = make_accelerator(settings, cpu=True)
+    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    accelerator.free_memory()
+    return trainer.step, trainer.notes
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:
+        pytest.skip("needs to be root to mount a small disk")
+    try:
+        options = (*SMALL, "--data", text, "--checkpoint-every", 5, "--run-folder", disk / "run")
+        run(tmp_path, *options, "--steps", 5)
+        (disk / "ballast").write_bytes(b"x" * (4 * 2**20 - sum(p.stat().st_size for p in disk.rglob("*")) - 600_000))
+        done = run(tmp_path, *options, "--steps", 10, "--resume", code=1)
+        assert "Traceback" not in done.stderr
+        assert "space" in done.stderr
+        (disk / "ballast").unlink()
+        assert [path.name for path in (disk / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+        run(tmp_path, *options, "--steps", 10, "--resume")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "enormous"), "enormous"),
+        (("--data", "nowhere.txt"), "nowhere.txt"),
+        (("--data", "empty.txt"), "empty"),
+        (("--data", "short.txt", "--length", 500), "500"),
+        (("--batch", 0), "--micro-batch must be"),
+        (("--precision", "fp12"), "--precision must be one of fp32"),
+        (("--nproc", 0), "--nproc"),
+        (("--resume",), "--run-folder"),
+        (("--steps", 5, "--epochs", 1), "not both"),
+        (("--run-folder", "occupied"), "occupied"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: tuple[object, ...],
+    words: str,
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "precious").write_text("do not touch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = ["--cpu", "--nproc", 1, "--model", "nano", *arguments]
+    monkeypatch.setattr(sys, "argv", ["gradsync", "train", *map(str, given)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    said = capfd.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1, said
+    assert (tmp_path / "occupied" / "precious").read_text() == "do not touch"
+
+
+def test_bad_input_of_a_run_with_ranks(tmp_path: Path) -> None:
+    """Found by the ranks, said once."""
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "precious").write_text("do not touch")
+    done = run(tmp_path, *SMALL, "--run-folder", "occupied", code=2)
+    assert done.stderr.count("occupied") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, text: Path, uninterrupted: tuple[Path, str]) -> None:
+    shutil.copytree(uninterrupted[0], tmp_path / "run")
+    settings = settings_for(tmp_path / "run", text, model="tiny", resume=True)
+    with pytest.raises(ConfigurationError, match="--model nano"):
+        loaded_step(settings)
+
+
+def test_a_model_of_transformers(tmp_path: Path, text: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    config.save_pretrained(tmp_path / "model")
+    losses, _, _ = train(settings_for(tmp_path / "run", text, model=str(tmp_path / "model"), learning_rate=1e-2))
+    assert losses[-1][0] < losses[0][0]
