@@ -80,7 +80,7 @@ def run_ranks_of(
     shell. SIGINT, SIGTERM and SIGHUP go to all ranks as such. They then have ``grace_seconds`` to end by themselves; a
     second signal kills them at once. Must be called in the main thread, the only one that hears of signals.
 
-    A line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is to say.
+    A line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is.
     """
     if nproc < 1:
         raise ConfigurationError(f"nproc must be at least 1, got {nproc}")
