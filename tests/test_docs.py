@@ -1,40 +1,39 @@
 """Every script in README and docs runs as it stands, and every make target they name exists."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import Ran, run_scripts
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT = re.compile(r"^```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def scripts() -> list[object]:
-    return [
-        pytest.param(match["code"], id=f"{page.name}-{match['name']}")
-        for page in PAGES
-        for match in SCRIPT.finditer(page.read_text())
-    ]
+def found() -> dict[str, str]:
+    return {
+        f"{page.name}-{match['name']}": match["code"] for page in PAGES for match in SCRIPT.finditer(page.read_text())
+    }
 
 
-@pytest.mark.parametrize("code", scripts())
-def test_script_runs_under_torchrun(code: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """All of them, on two ranks."""
+    folder = tmp_path_factory.mktemp("scripts")
+    paths = {}
+    for name, code in found().items():
+        paths[name] = folder / f"{len(paths)}.py"
+        paths[name].write_text(code)
+    results = run_scripts(list(paths.values()), ranks=2, folder=folder)
+    return {name: results[path] for name, path in paths.items()}
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("name", found())
+def test_script_runs_under_torchrun(name: str, ran: dict[str, Ran]) -> None:
+    assert ran[name].error is None, ran[name].error
 
 
 def test_every_python_block_is_a_script_that_is_run() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_scripts
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 RECIPE = "train_gpt"
@@ -27,16 +29,13 @@ def changed(name: str) -> list[str]:
     return [line[2:] for line in difference if line.startswith("+ ")]
 
 
-def run(command: list[str]) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def torchrun(name: str, ranks: int) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run([*launcher, str(EXAMPLES / f"{name}.py")])
+def torchrun(names: list[str], ranks: int, folder: Path) -> dict[str, str]:
+    """What each script printed on all ranks; 0 ranks: a plain process."""
+    paths = {name: EXAMPLES / f"{name}.py" for name in names}
+    results = run_scripts(list(paths.values()), ranks=ranks, folder=folder)
+    for name, path in paths.items():
+        assert results[path].error is None, f"{name}: {results[path].error}"
+    return {name: results[path].output for name, path in paths.items()}
 
 
 def losses(output: str) -> list[float]:
@@ -71,28 +70,30 @@ def test_readme_shows_the_difference() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", [name for name in DERIVED if name != "subgroup_averaging"])
-def test_two_ranks_train_one_model(name: str) -> None:
-    output = torchrun(name, 2)
-    assert len(losses(output)) == 16
-    assert max(losses(output)[-2:]) < 0.7 * min(losses(output)[:2])
-    assert len(sums(output)) == 2
-    assert len(set(sums(output))) == 1
+def test_two_ranks_train_one_model(tmp_path: Path) -> None:
+    names = [name for name in DERIVED if name != "subgroup_averaging"]
+    for name, output in torchrun(names, 2, tmp_path).items():
+        # The output of one rank comes after that of the other.
+        first, second = losses(output)[:8], losses(output)[8:]
+        assert len(first) == len(second) == 8, name
+        assert first[-1] + second[-1] < 0.7 * (first[0] + second[0]), name
+        assert len(sums(output)) == 2
+        assert len(set(sums(output))) == 1, name
 
 
 @pytest.mark.timeout(120)
-def test_two_groups_train_two_models() -> None:
-    output = torchrun("subgroup_averaging", 4)
+def test_two_groups_train_two_models(tmp_path: Path) -> None:
+    output = torchrun(["subgroup_averaging"], 4, tmp_path)["subgroup_averaging"]
     assert len(sums(output)) == 4
     assert sorted(sums(output).count(each) for each in set(sums(output))) == [2, 2]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["single_process", "accelerator_accumulate", "accelerator_no_sync"])
-def test_one_process_without_a_launcher(name: str) -> None:
-    output = run([sys.executable, str(EXAMPLES / f"{name}.py")])
-    assert losses(output)[-1] < 0.5 * losses(output)[0]
-    assert sums(output) == sums(run([sys.executable, str(EXAMPLES / "single_process.py")]))
+def test_one_process_without_a_launcher(tmp_path: Path) -> None:
+    outputs = torchrun(["single_process", "accelerator_accumulate", "accelerator_no_sync"], 0, tmp_path)
+    for name, output in outputs.items():
+        assert losses(output)[-1] < 0.5 * losses(output)[0], name
+        assert sums(output) == sums(outputs["single_process"]), name
 
 
 @pytest.mark.timeout(120)
@@ -103,6 +104,13 @@ def test_the_recipe_trains_and_goes_on(tmp_path: Path) -> None:
     options += ["--checkpoints", str(tmp_path / "checkpoints")]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = str(EXAMPLES / f"{RECIPE}.py")
+
+    def run(command: list[str]) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     first = run([*launcher, script, *options, "--steps", "20"])
     assert "goes on" not in first
     second = run([*launcher, script, *options, "--steps", "40"])
