@@ -3,6 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Workers of the tests, each of which starts ranks of its own.
+JOBS ?= 2
+
 # Ranks share the cores: with more than one thread each they fight over them, and sums change with the count.
 export OMP_NUM_THREADS := 1
 
@@ -30,7 +33,7 @@ doctor: .venv/.installed
 	$(BIN)/gradsync doctor $(ARGS)
 
 test: .venv/.dev .venv/.apt
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

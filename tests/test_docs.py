@@ -7,6 +7,9 @@ import pytest
 
 from tests.scripts import Ran, run_scripts
 
+# One worker runs them all: they share a fixture that takes long.
+pytestmark = pytest.mark.xdist_group("docs")
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT = re.compile(r"^```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

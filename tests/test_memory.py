@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -303,6 +304,10 @@ def delete_the_wrapper() -> None:
     assert all(torch.equal(p.grad, mean) for p, mean in zip(module.parameters(), means, strict=True))
     assert not any(reference.expired() for reference in memory)
     module.zero_grad()
+    # The thread of another rank may hold on to the last message for a moment.
+    deadline = time.monotonic() + 10
+    while not all(reference.expired() for reference in memory) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert all(reference.expired() for reference in memory)
     train_a_little(module, x)  # a plain module again: nobody waits for anybody
 
