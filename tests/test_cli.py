@@ -270,9 +270,13 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGSEGV)
 while True:
     time.sleep(0.005)
-    with open(f"/proc/{open(os.path.join(folder, 'started-1')).read()}/stat") as stat:
-        if stat.read().rpartition(")")[2].split()[0] == "Z":
-            sys.exit(1)
+    try:
+        with open(f"/proc/{open(os.path.join(folder, 'started-1')).read()}/stat") as stat:
+            gone = stat.read().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        gone = True
+    if gone:
+        sys.exit(1)
 """.replace("while True:", 'while not os.path.exists(os.path.join(folder, "started-1")):\n    pass\nwhile True:', 1)
     assert run_ranks_of(module(code), [str(tmp_path)], nproc=2) == 128 + signal.SIGSEGV
     error = capfd.readouterr().err

@@ -352,6 +352,10 @@ def detach_the_engine() -> None:
     gc.collect()
     assert synchronizer() is None
     module.zero_grad()
+    # The thread of another rank may hold on to the last message for a moment.
+    deadline = time.monotonic() + 10
+    while not all(reference.expired() for reference in memory) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert all(reference.expired() for reference in memory)
     watched.sum().backward()
     if rank == 0:  # alone: there is nothing left to synchronize with
