@@ -41,3 +41,8 @@ def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     kind, world_size = request.param
     return ThreadRanks(world_size) if kind == "threads" else pool_of(world_size)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one worker must run by itself begins first, so that it does not run alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)

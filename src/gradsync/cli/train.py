@@ -42,7 +42,7 @@ def train(
         int, typer.Option("--length", help="Tokens in a sequence.", rich_help_panel=BATCH)
     ] = 128,
     steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps; 160 unless --epochs is given.", rich_help_panel=BATCH)
+        int | None, typer.Option(help="Optimizer steps; 130 unless --epochs is given.", rich_help_panel=BATCH)
     ] = None,
     epochs: Annotated[
         float | None, typer.Option(help="Passes over the data, instead of --steps.", rich_help_panel=BATCH)

@@ -25,7 +25,7 @@ from gradsync.timeline import StepTimes, Timeline
 
 __all__ = ["Listener", "Outcome", "StepRecord", "Trainer", "make_accelerator"]
 
-DEFAULT_STEPS = 160
+DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
 # On a GPU the device must be waited for to read times and losses, so several steps are read at once.
 GPU_STEPS_A_RECORD = 10
