@@ -1,6 +1,6 @@
 """Windows as users write them: ``accumulate``, ``backward`` with a weight, ``no_sync``; on wrapper and handle."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -12,10 +12,24 @@ from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.synchronizer import Synchronizer
 from gradsync.weights import checked_weight
 
-__all__ = ["Accumulation", "MicroBatch", "MicroBatches", "backward_through"]
+__all__ = ["Accumulation", "MicroBatch", "MicroBatches", "backward_through", "framed"]
 
 Batch = TypeVar("Batch")
 _NO_MORE: Any = object()
+
+
+def framed(batches: Iterable[Batch], frame: Callable[[bool], AbstractContextManager[None]]) -> Iterator[Batch]:
+    """The batches of one window, each inside ``frame(last)``. A window without any is framed all the same."""
+    iterator = iter(batches)
+    batch = next(iterator, _NO_MORE)
+    if batch is _NO_MORE:
+        with frame(True):
+            return
+    while batch is not _NO_MORE:
+        following = next(iterator, _NO_MORE)
+        with frame(following is _NO_MORE):
+            yield batch
+        batch = following
 
 
 class MicroBatch:
@@ -188,16 +202,7 @@ class Accumulation:
         return self._micro_batches(batches)
 
     def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        iterator = iter(batches)
-        batch = next(iterator, _NO_MORE)
-        if batch is _NO_MORE:
-            with MicroBatch(self, last=True):
-                return
-        while batch is not _NO_MORE:
-            following = next(iterator, _NO_MORE)
-            with MicroBatch(self, last=following is _NO_MORE):
-                yield batch
-            batch = following
+        return framed(batches, lambda last: MicroBatch(self, last=last))
 
     def backward(self, loss: torch.Tensor, weight: Any = None, **options: Any) -> None:
         """``loss.backward()`` of a micro-batch whose loss is the mean over ``weight`` items, such as tokens.

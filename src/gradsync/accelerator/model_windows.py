@@ -6,18 +6,17 @@ last batch of the loader that is being iterated ends all of them, whatever their
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.plugins import GradientAccumulationPlugin
-from gradsync.accumulation import Accumulation, MicroBatch, MicroBatches
+from gradsync.accumulation import Accumulation, MicroBatch, MicroBatches, framed
 from gradsync.errors import MisuseError
 from gradsync.synchronizer import Synchronizer
 
 __all__ = ["ModelWindows"]
 
 Batch = TypeVar("Batch")
-_NO_MORE: Any = object()
 
 
 class ModelWindows:
@@ -46,16 +45,7 @@ class ModelWindows:
     def window(self, models: Sequence[Accumulation], batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of one whole window; the last of them ends it. Ranks may have different numbers, or none."""
         self._refuse_nesting()
-        iterator = iter(batches)
-        batch = next(iterator, _NO_MORE)
-        if batch is _NO_MORE:
-            with self._block(models, True):
-                return
-        while batch is not _NO_MORE:
-            following = next(iterator, _NO_MORE)
-            with self._block(models, following is _NO_MORE):
-                yield batch
-            batch = following
+        return framed(batches, lambda last: self._block(models, last))
 
     @contextmanager
     def _block(self, models: Sequence[Accumulation], last: bool) -> Iterator[None]:
