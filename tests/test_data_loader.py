@@ -1,8 +1,8 @@
 """Prepared loaders: who gets which samples, in which order, and who knows what about the end."""
 
-import importlib.util
 import itertools
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -701,11 +701,20 @@ def test_plain_loaders_are_skipped_without_reading() -> None:
         run_ranks(prepare, 2, loader)
 
 
-def test_torchdata_is_asked_for_when_it_is_missing() -> None:
-    if importlib.util.find_spec("torchdata") is not None:
-        pytest.skip("torchdata is installed")
+def test_torchdata_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(gradsync.ConfigurationError, match="pip install torchdata"):
         run_ranks(lambda: prepare(DataLoader(range(4)), use_stateful_dataloader=True), 1)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
+def test_torchdatas_loader_deals_the_same_batches() -> None:
+    pytest.importorskip("torchdata")
+
+    def batches(stateful: bool) -> list[list[int]]:
+        return samples(prepare(DataLoader(range(10), 2), use_stateful_dataloader=stateful))
+
+    assert run_ranks(batches, 2, True) == run_ranks(batches, 2, False)
 
 
 # -- dispatch ---------------------------------------------------------------------------------------------------------
