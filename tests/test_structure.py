@@ -16,6 +16,7 @@ LAYERS = (
     "version",
     "errors",
     "communicator.base",
+    "communicator.background",
     "communicator.process_group",
     "communicator.in_process",
     "communicator.choose",
