@@ -1,6 +1,7 @@
 """The contract of every communicator, in one file run over all of them, and the manners of the in-process one.
 
-`ranks` decides which communicator a test meets: threads have the in-process one, processes that of a process group.
+`ranks` decides which communicator a test meets: threads have the in-process one, processes that of a process group or
+one of `tests.wires`.
 Values are small whole numbers, which every dtype here holds exactly, so that results are compared by equality.
 """
 
@@ -23,9 +24,37 @@ from gradsync.communicator import (
     choose_communicator,
 )
 from gradsync.testing import run_ranks
-from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
+from tests.wires import WIRES, WireRanks
 
 pytestmark = pytest.mark.timeout(120)
+
+# Each of `tests.wires`, with the numbers of ranks it is tried with.
+WIRED = [
+    ("peer-exchange", 2),
+    ("peer-exchange", 4),
+    ("small-chunks", 4),
+    ("round-robin", 2),
+    ("hosts-2+2", 4),
+    ("hosts-3+1", 4),
+]
+
+
+@pytest.fixture(
+    scope="session",
+    params=[("threads", 1), ("threads", 3), ("processes", 2), ("processes", 4), *WIRED],
+    ids=lambda kind_and_size: "{}-{}".format(*kind_and_size),
+)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    kind, world_size = request.param
+    if kind == "threads":
+        return ThreadRanks(world_size)
+    return pool_of(world_size) if kind == "processes" else WireRanks(pool_of(world_size), kind)
+
+
+def test_every_wire_is_tried() -> None:
+    assert {name for name, _ in WIRED} == set(WIRES)
+
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,6 +78,7 @@ def introduce() -> dict[str, Any]:
     memory = wire.allocate(5, torch.bfloat16, cpu)
     return {
         "type": type(wire),
+        "name": repr(wire),
         "keeps the protocol": isinstance(wire, Communicator),
         "rank": wire.rank,
         "world size": wire.world_size,
@@ -62,7 +92,8 @@ def introduce() -> dict[str, Any]:
 def test_it_says_who_it_is(ranks: Ranks) -> None:
     expected = InProcessCommunicator if isinstance(ranks, ThreadRanks) else ProcessGroupCommunicator
     for rank, said in enumerate(ranks.run(introduce)):
-        assert said["type"] is expected
+        assert (said["type"] is expected) == (not isinstance(ranks, WireRanks))
+        assert f"rank {rank} of {ranks.world_size}" in said["name"]
         assert said["keeps the protocol"]
         assert said["handle"]
         assert (said["rank"], said["world size"]) == (rank, ranks.world_size)
@@ -198,6 +229,24 @@ def test_several_may_be_in_flight(ranks: Ranks) -> None:
             assert torch.equal(total, inputs.sum(0))
             assert torch.equal(output, inputs.sum(0).chunk(world_size)[rank])
             assert torch.equal(gathered, inputs.view(-1))
+
+
+def shares_in_place() -> tuple[torch.Tensor, torch.Tensor]:
+    """The share that stays and the share that is sent are parts of the longer tensor."""
+    wire = choose_communicator()
+    tensor = pattern(wire.rank, 7 * wire.world_size, torch.float64)
+    share = tensor[7 * wire.rank : 7 * (wire.rank + 1)]
+    wire.reduce_scatter(share, tensor).wait()
+    kept = share.clone()
+    wire.all_gather(tensor, share).wait()
+    return kept, tensor
+
+
+def test_shares_may_lie_in_the_tensor_they_are_shares_of(ranks: Ranks) -> None:
+    total = patterns(ranks.world_size, 7 * ranks.world_size, torch.float64).sum(0)
+    for rank, (kept, tensor) in enumerate(ranks.run(shares_in_place)):
+        assert torch.equal(kept, total.chunk(ranks.world_size)[rank])
+        assert torch.equal(tensor, total)
 
 
 def reduce_a_part() -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, synchronize_gradients
 from gradsync.bucket_layout import BucketCaps
-from gradsync.communicator import InProcessWorld, choose_communicator
+from gradsync.communicator import InProcessWorld, choose_communicator, fit_communicator
 from gradsync.cost_model import (
     HOST_SECONDS_PER_BUCKET,
     MAX_BUCKET_BYTES,
@@ -89,8 +89,8 @@ def measure() -> tuple[LinkCost, LinkCost, BucketCaps, BucketCaps]:
     return (
         measure_link(communicator, CPU),
         measure_link(communicator, CPU),
-        auto_caps(communicator, CPU, 10 * MIB),
-        auto_caps(communicator, CPU, 1000 * MIB),
+        auto_caps(measure_link(communicator, CPU), 10 * MIB),
+        auto_caps(measure_link(communicator, CPU), 1000 * MIB),
     )
 
 
@@ -167,7 +167,8 @@ def test_the_automatic_caps_are_those_of_the_cost_model(process_ranks: RankPool)
 
 
 def expected_caps(total: int) -> BucketCaps:
-    return auto_caps(choose_communicator(), CPU, total)
+    wire = fit_communicator(choose_communicator(), CPU).communicator
+    return auto_caps(measure_link(wire, CPU), total)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from gradsync.clipping import clip_grad_norm_
+from gradsync.communicator import Choice
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.synchronizer import Synchronizer
 from gradsync.weights import checked_weight
@@ -171,6 +172,8 @@ class Accumulation:
     """What :class:`DistributedDataParallel` and the handle of ``synchronize_gradients`` have in common."""
 
     synchronizer: Synchronizer
+    # What carries the gradients, and why that.
+    wire: Choice
 
     @overload
     def accumulate(self, batches: Iterable[Batch]) -> Iterator[Batch]: ...

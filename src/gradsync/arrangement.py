@@ -53,6 +53,7 @@ class Arrangement:
             "order": self.order.state_dict(),
             "trainable": list(self._trainable),
             "multiplicity": list(self._multiplicity),
+            "tuned": 0 if self._options.tuner is None else self._options.tuner.rounds,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -62,14 +63,17 @@ class Arrangement:
         self.order.load_state_dict(state["order"])
         self._trainable = list(state["trainable"])
         self._multiplicity = list(state["multiplicity"])
+        if self._options.tuner is not None:
+            self._options.tuner.rounds = state.get("tuned", 0)
         self.repeats = max(self._multiplicity, default=1) > 1
 
     def build(self) -> None:
         """Plan the layout and make buckets for it. Nobody may hold the old ones but gradients that are still wanted."""
         options = self._options
         caps = BucketCaps.one_parameter_each() if options.schedule == "naive" else options.caps
-        order = [index for index in self.order.order if self._trainable[index]]
-        self.layout = plan_layout(self._specs, order, caps, ballot=options.communicator.world_size)
+        self.layout = plan_layout(self._specs, self._trained_order, caps, ballot=options.communicator.world_size)
+        if options.tuner is not None:
+            options.tuner.forget()
         self.buckets = []
         self.places = [None] * len(self.parameters)
         for plan in self.layout.buckets:
@@ -102,10 +106,31 @@ class Arrangement:
         changed = now_trainable != self._trainable
         self._trainable = now_trainable
         changed = self.order.agree(communicator) or changed
+        changed = self._tune() or changed
         return changed or any(
             place is not None and place[1].arrivals_expected[place[2]] != expected
             for place, expected in zip(self.places, self._multiplicity, strict=True)
         )
+
+    def _tune(self) -> bool:
+        """Take other caps if what was measured speaks for them. Collective, when it is due."""
+        tuner = self._options.tuner
+        if tuner is None or not tuner.due(self.order.windows):
+            return False
+        caps = tuner.propose(self._options.communicator, self.caps, self._sizes)
+        changed = caps != self.caps
+        self._options = dataclasses.replace(self._options, caps=caps)
+        # The last round ends the watching, which the engine arranges when it builds.
+        return changed or tuner.finished
+
+    def _sizes(self, caps: BucketCaps) -> list[int]:
+        """Bytes of the buckets that ``caps`` would make."""
+        layout = plan_layout(self._specs, self._trained_order, caps, ballot=self._options.communicator.world_size)
+        return [plan.numel * plan.dtype.itemsize for plan in layout.buckets]
+
+    @property
+    def _trained_order(self) -> list[int]:
+        return [index for index in self.order.order if self._trainable[index]]
 
     def land_again(self, arrivals: Iterable[int]) -> None:
         """After :meth:`build` in the middle of a backward: what had landed has landed here too."""

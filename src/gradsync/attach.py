@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gradsync.accumulation import Accumulation
-from gradsync.communicator import Communicator, choose_communicator
+from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
 from gradsync.errors import ConfigurationError
 from gradsync.observer import Observer
 from gradsync.reduction import Mean, Reduction
@@ -41,11 +41,11 @@ class _ForwardHooks:
 class GradientSynchronization(Accumulation):
     """The engine attached to a model, as :func:`synchronize_gradients` returns it."""
 
-    def __init__(
-        self, model: nn.Module, communicator: Communicator, settings: EngineSettings, *, init_sync: bool = True
-    ) -> None:
-        self.replica = Replica(model)
-        self.synchronizer = self.replica.connect(communicator, settings, init_sync=init_sync)
+    def __init__(self, replica: Replica, wire: Choice, settings: EngineSettings, *, init_sync: bool = True) -> None:
+        self.replica = replica
+        self.wire = wire
+        self.synchronizer = replica.connect(wire.communicator, settings, init_sync=init_sync)
+        model = replica.module
         hooks = _ForwardHooks(self)
         self._registered = [
             model.register_forward_pre_hook(hooks.before),
@@ -87,4 +87,8 @@ def synchronize_gradients(
     if communicator is not None and process_group is not None:
         raise ConfigurationError("pass one of communicator and process_group, got both")
     chosen = choose_communicator(communicator if communicator is not None else process_group)
-    return GradientSynchronization(model, chosen, settings, init_sync=init_sync)
+    replica = Replica(model)
+    # Ranks that must not talk yet, or were told which way to take, have no choice.
+    free = init_sync and communicator is None
+    wire = fit_communicator(chosen, replica.device) if free else Choice.given(chosen)
+    return GradientSynchronization(replica, wire, settings, init_sync=init_sync)

@@ -34,7 +34,7 @@ from gradsync.absence import Absence
 from gradsync.arrangement import Arrangement
 from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
 from gradsync.bucket import Bucket
-from gradsync.bucket_layout import BucketLayout, ParameterSpec
+from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec
 from gradsync.chunk import Chunk
 from gradsync.errors import MisuseError, PeerFailedError
 from gradsync.gradient_norm import BucketNorms
@@ -110,9 +110,10 @@ class BackwardEngine:
         options = self.options
         self._hooks.remove()
         self._overdue.clear()
-        self._pipeline = Pipeline([], options.communicator, self.reduction, options.observer)
+        self._observer = options.watchers
+        self._pipeline = Pipeline([], options.communicator, self.reduction)
         self._arrangement.build()
-        self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, options.observer)
+        self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, self._observer)
         self._pipeline.wire_is_seen |= self._wire_is_seen
         self._hooks.register(self._arrangement.places, counting=True)
 
@@ -120,6 +121,11 @@ class BackwardEngine:
     def buckets(self) -> list[Bucket]:
         """The buckets, in the order in which they start."""
         return self._arrangement.buckets
+
+    @property
+    def caps(self) -> BucketCaps:
+        """How large buckets may be, as far as it is known by now."""
+        return self._arrangement.caps
 
     @property
     def layout(self) -> BucketLayout:
@@ -207,8 +213,8 @@ class BackwardEngine:
         self._arrivals.clear()
         self._overdue.clear()
         at_end_of_backward(self._end_backward, self._backward_failed)
-        if self.options.observer is not None:
-            self.options.observer.backward_began(synchronizes=self.enabled)
+        if self._observer is not None:
+            self._observer.backward_began(synchronizes=self.enabled)
 
     def begin_backward_at_parameter(self, index: int) -> None:
         """No output told of this backward; its first gradient does. See :mod:`gradsync.backward_watch`."""
@@ -295,8 +301,8 @@ class BackwardEngine:
             # It may not be the end of it: this rank accumulates, or more gradients of the same parameter may come.
             chunk.gather()
         if bucket.note_full_chunk():
-            if self.options.observer is not None:
-                self.options.observer.bucket_ready(bucket)
+            if self._observer is not None:
+                self._observer.bucket_ready(bucket)
             if self._synchronizing:
                 self._start_ready()
 
@@ -315,8 +321,8 @@ class BackwardEngine:
 
     def _end_backward(self) -> None:
         """Stop 5: autograd has finished; so do the buckets."""
-        if self.options.observer is not None:
-            self.options.observer.backward_ended()
+        if self._observer is not None:
+            self._observer.backward_ended()
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
         arrived = bool(self._arrivals) or (not self._hooks.counting and self._any_gradient())
         if self._synchronizing and (arrived or accumulated):
@@ -361,8 +367,8 @@ class BackwardEngine:
         self.window.synchronized(self.buckets)
         if self._precise is not None and self.window.finished:
             self._precise.narrow(self.buckets)
-        if self.options.observer is not None:
-            self.options.observer.synchronization_finished()
+        if self._observer is not None:
+            self._observer.synchronization_finished()
 
     # -- failures ------------------------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ class Bucket:
         self.parameters = [parameters[slot.parameter] for slot in plan.slots]
         self.specs = [specs[slot.parameter] for slot in plan.slots]
         self.buffer = communicator.allocate(plan.numel, plan.dtype, plan.device)
+        # The same memory with a version counter of its own: what the wire writes is not taken for a late gradient.
+        self._on_wire = self.buffer.data
         self.payload = self.buffer[: plan.payload]
         self.tail = self.buffer[plan.payload :]
         self.flags = self.tail[: len(plan.slots)]
@@ -171,7 +173,7 @@ class Bucket:
     def wire(self) -> torch.Tensor:
         """The flat tensor that crosses the wire: the whole buffer, or what is left of it without absent slots."""
         if not self._absent:
-            return self.buffer
+            return self._on_wire
         if self._compacted is None:
             self._compacted = torch.cat([self.buffer[start:end] for start, end in self._segments()])
         return self._compacted

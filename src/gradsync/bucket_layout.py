@@ -23,6 +23,8 @@ __all__ = ["BucketCaps", "BucketLayout", "BucketPlan", "ParameterSpec", "Slot", 
 # Views start at multiples of this many bytes, so that vectorized kernels can run on them.
 ALIGNMENT = 16
 
+MIN_PIECE_BYTES = 1024 * 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
@@ -95,6 +97,8 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     payload: int
     ballot: int
+    # How many elements one collective carries. Only a parameter that is larger than a bucket needs several.
+    piece: int
 
     @property
     def numel(self) -> int:
@@ -140,15 +144,17 @@ class BucketCaps:
 def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps, *, ballot: int) -> BucketLayout:
     """Plan buckets for the parameters in ``order`` (indices into ``specs``, in the order gradients become ready).
 
-    A bucket holds one dtype on one device. A parameter larger than the cap has a bucket of its own. Delayed
-    parameters come after all others and share no bucket with them.
+    A bucket holds one dtype on one device. A parameter larger than the cap has a bucket of its own, which crosses the
+    wire in pieces of about the cap. Delayed parameters come after all others and share no bucket with them.
     """
     sparse = tuple(sorted(index for index in order if specs[index].sparse))
     prompt = [index for index in order if not specs[index].sparse and not specs[index].delayed]
     delayed = [index for index in order if not specs[index].sparse and specs[index].delayed]
     groups = _fill(specs, prompt, caps) + _fill(specs, delayed, caps)
+    largest = max(caps.caps)
     plans = [
-        _place(specs, group, index, ballot if index == len(groups) - 1 else 0) for index, group in enumerate(groups)
+        _place(specs, group, index, ballot=ballot if index == len(groups) - 1 else 0, cap=largest)
+        for index, group in enumerate(groups)
     ]
     return BucketLayout(buckets=tuple(plans), sparse=sparse)
 
@@ -183,7 +189,7 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
     return groups
 
 
-def _place(specs: Sequence[ParameterSpec], group: Sequence[int], index: int, ballot: int) -> BucketPlan:
+def _place(specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, ballot: int, cap: int) -> BucketPlan:
     first = specs[group[0]]
     unit = max(1, ALIGNMENT // first.wire_dtype.itemsize)
     slots: list[Slot] = []
@@ -192,6 +198,9 @@ def _place(specs: Sequence[ParameterSpec], group: Sequence[int], index: int, bal
         numel = specs[parameter].wire_numel
         slots.append(Slot(parameter=parameter, offset=offset, numel=numel))
         offset += -(-numel // unit) * unit
+    numel = offset + len(slots) + ballot
+    # Equal pieces, none of them larger than the cap by much, and none so small that it is not worth a collective.
+    pieces = max(numel * first.wire_dtype.itemsize // max(cap, MIN_PIECE_BYTES), 1) if cap else 1
     return BucketPlan(
         index=index,
         dtype=first.wire_dtype,
@@ -199,4 +208,5 @@ def _place(specs: Sequence[ParameterSpec], group: Sequence[int], index: int, bal
         slots=tuple(slots),
         payload=offset,
         ballot=ballot,
+        piece=max(-(-numel // pieces), 1),
     )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gradsync.bucket_layout import BucketCaps
-from gradsync.communicator import Communicator
+from gradsync.communicator import Communicator, ProcessGroupCommunicator
 
 __all__ = ["LinkCost", "auto_caps", "measure_link"]
 
@@ -43,6 +43,11 @@ class LinkCost:
     seconds_per_byte: float
     hidden: float = 1.0
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it gains anything that buckets travel during backward."""
+        return self.hidden >= WORTH_OVERLAPPING
+
     def best_bucket_bytes(self, total_bytes: int) -> int:
         latency = self.latency + HOST_SECONDS_PER_BUCKET
         best = math.sqrt(max(total_bytes, 1) * latency / (self.seconds_per_byte * self.hidden))
@@ -53,18 +58,18 @@ class LinkCost:
 _measured: "weakref.WeakKeyDictionary[Any, LinkCost]" = weakref.WeakKeyDictionary()
 
 
-def auto_caps(communicator: Communicator, device: torch.device, total_bytes: int) -> BucketCaps:
+def auto_caps(cost: LinkCost, total_bytes: int) -> BucketCaps:
     """Caps by the cost model: the best size, with smaller buckets at the end, where nothing hides them."""
-    cost = measure_link(communicator, device)
     best = cost.best_bucket_bytes(total_bytes)
-    if cost.hidden < WORTH_OVERLAPPING:
+    if not cost.overlaps:
         return BucketCaps.uniform(best)
     return BucketCaps(caps=(max(best // 4, MIN_BUCKET_BYTES // 4), max(best // 2, 1), best), from_the_end=True)
 
 
 def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
     """Fit the cost by timing a few all-reduces. Collective; the slowest rank's times count, so all ranks agree."""
-    key = getattr(communicator, "group", communicator)
+    # Another object for the same group each time; all others are kept by those who use them.
+    key = communicator.group if isinstance(communicator, ProcessGroupCommunicator) else communicator
     cost = _measured.get(key)
     if cost is None:
         _time_all_reduce(communicator, device, LARGE_BYTES)
@@ -108,7 +113,9 @@ def _time_all_reduce(communicator: Communicator, device: torch.device, nbytes: i
     _wait_for_device(device)
     times = time.perf_counter() - started, time.process_time() - busy
     # Gloo's threads hold a tensor until their next collective; its memory need not wait that long.
-    tensor.untyped_storage().resize_(0)
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
     return times
 
 

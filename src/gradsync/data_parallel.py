@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from gradsync.accumulation import Accumulation
-from gradsync.communicator import Communicator, ProcessGroupCommunicator, choose_communicator
+from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.mixed_precision import LowPrecision, MixedPrecisionConfig
 from gradsync.observer import Observer
@@ -95,11 +95,15 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             observer=observer,
             accumulation_dtype=accumulation_dtype,
         )
-        self.communicator = _choose(module, communicator, process_group, device_mesh)
-        self.process_group = getattr(self.communicator, "group", None)
+        chosen = _choose(module, communicator, process_group, device_mesh)
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delayed = {name for name, _ in delay_all_reduce_named_params or ()}
         self.replica = Replica(module, ignored=self.parameters_to_ignore, delayed=self._delayed)
+        # Ranks that must not talk yet, or were told which way to take, have no choice.
+        free = init_sync and communicator is None
+        self.wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
+        self.communicator = self.wire.communicator
+        self.process_group = getattr(chosen, "group", None)
         self.module = module
         self.dim = dim
         self.device = self.replica.device
@@ -311,14 +315,14 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts about this wrapper under the names torch uses for them."""
         layout = self.synchronizer.layout
-        backend = self.communicator.backend if isinstance(self.communicator, ProcessGroupCommunicator) else "none"
+        backend = "none" if self.process_group is None else dist.get_backend(self.process_group)
         return {
             "world_size": self.communicator.world_size,
             "rank": self.communicator.rank,
             "backend_name": backend,
             "module_name": type(self.module).__name__,
             "iteration": self.synchronizer.synchronizations,
-            "bucket_cap_bytes": max(self.synchronizer.options.caps.caps),
+            "bucket_cap_bytes": max(self.synchronizer.caps.caps),
             "bucket_sizes": ", ".join(str(plan.numel * plan.dtype.itemsize) for plan in layout.buckets),
             "num_buckets": len(layout.buckets),
             "num_parameter_tensors": len(layout.parameters) + len(layout.sparse),
@@ -338,13 +342,14 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
                 "group has no meaning elsewhere. Pickle its .module or state_dict() instead"
             )
         state = dict(self.__dict__)
-        for transient in ("communicator", "process_group", "replica", "synchronizer", "_low_precision"):
+        for transient in ("wire", "communicator", "process_group", "replica", "synchronizer", "_low_precision"):
             del state[transient]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.communicator = choose_communicator()
+        self.wire = Choice.given(choose_communicator())
+        self.communicator = self.wire.communicator
         self.process_group = getattr(self.communicator, "group", None)
         self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
         self._low_precision = (

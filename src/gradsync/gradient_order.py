@@ -60,6 +60,11 @@ class GradientOrder:
             self._seen.append(set(arrivals))
 
     @property
+    def windows(self) -> int:
+        """How many windows were synchronized."""
+        return self._windows
+
+    @property
     def observing(self) -> bool:
         """Whether the window that comes to its end next is one of those that are looked at."""
         return _is_checked(self._windows + 1)

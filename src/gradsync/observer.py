@@ -5,7 +5,7 @@ from typing import Protocol
 from gradsync.bucket import Bucket
 from gradsync.communicator import Handle
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "Observers"]
 
 
 class Observer(Protocol):
@@ -28,3 +28,34 @@ class Observer(Protocol):
 
     def synchronization_finished(self) -> None:
         """All gradients are means."""
+
+
+class Observers:
+    """Several that watch at once."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def backward_began(self, *, synchronizes: bool) -> None:
+        for observer in self._observers:
+            observer.backward_began(synchronizes=synchronizes)
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        for observer in self._observers:
+            observer.bucket_ready(bucket)
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        for observer in self._observers:
+            observer.bucket_started(bucket, handle)
+
+    def backward_ended(self) -> None:
+        for observer in self._observers:
+            observer.backward_ended()
+
+    def bucket_finished(self, bucket: Bucket) -> None:
+        for observer in self._observers:
+            observer.bucket_finished(bucket)
+
+    def synchronization_finished(self) -> None:
+        for observer in self._observers:
+            observer.synchronization_finished()

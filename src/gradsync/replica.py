@@ -15,8 +15,9 @@ from torch.nn.modules.module import (
 
 from gradsync.agreement import describe_parameters, require_agreement
 from gradsync.bucket_layout import BucketCaps, ParameterSpec
+from gradsync.bucket_tuner import BucketTuner
 from gradsync.communicator import Communicator
-from gradsync.cost_model import auto_caps
+from gradsync.cost_model import auto_caps, measure_link
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.observer import Observer
 from gradsync.precise_accumulation import checked_dtype, widened
@@ -120,9 +121,11 @@ class Replica:
             require_agreement(communicator, "the wrapped module", self._described(settings))
             states = [*self.parameters, *(self.buffers if sync_buffers else [])]
             broadcast_tensors(states, communicator)
+        caps, tuner = self._caps(communicator, settings, init_sync)
         options = SynchronizerOptions(
             communicator=communicator,
-            caps=self._caps(communicator, settings, init_sync),
+            caps=caps,
+            tuner=tuner,
             reduction=settings.reduction,
             schedule=settings.schedule,
             observer=settings.observer,
@@ -144,14 +147,20 @@ class Replica:
                 "differ on every rank. Add parameters first and wrap (and make the optimizer) afterwards"
             )
 
-    def _caps(self, communicator: Communicator, settings: EngineSettings, measure: bool) -> BucketCaps:
+    def _caps(
+        self, communicator: Communicator, settings: EngineSettings, measure: bool
+    ) -> tuple[BucketCaps, BucketTuner | None]:
+        """Bucket sizes, and who may change them later: only what was measured before can be measured better."""
         if settings.sizes is not None:
-            return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in settings.sizes))
+            return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in settings.sizes)), None
         if communicator.world_size == 1:
-            return BucketCaps.uniform(LONE_CAP)
+            return BucketCaps.uniform(LONE_CAP), None
         if not measure:
-            return BucketCaps.uniform(UNMEASURED_CAP)
-        return auto_caps(communicator, self.device, sum(spec.nbytes for spec in self.specs))
+            return BucketCaps.uniform(UNMEASURED_CAP), None
+        cost = measure_link(communicator, self.device)
+        caps = auto_caps(cost, sum(spec.nbytes for spec in self.specs))
+        tunable = cost.overlaps and self.device.type == "cpu" and settings.schedule == "overlapped"
+        return caps, BucketTuner(cost) if tunable else None
 
     def _described(self, settings: EngineSettings) -> list[tuple[str, Any]]:
         return [

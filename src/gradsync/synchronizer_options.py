@@ -7,8 +7,9 @@ from typing import Literal, Protocol
 import torch
 
 from gradsync.bucket_layout import BucketCaps
+from gradsync.bucket_tuner import BucketTuner
 from gradsync.communicator import Communicator
-from gradsync.observer import Observer
+from gradsync.observer import Observer, Observers
 from gradsync.reduction import Mean, Reduction
 
 __all__ = ["ParameterKeeper", "Schedule", "SynchronizerOptions"]
@@ -33,7 +34,7 @@ class ParameterKeeper(Protocol):
 class SynchronizerOptions:
     """How gradients travel. ``schedule`` is *overlapped* (buckets start during backward), *bucketed* (after it) or
     *naive* (one collective per parameter, after it). ``droppable`` says that modules announce parameters as absent,
-    ``accumulation_dtype`` in what narrow gradients add up."""
+    ``accumulation_dtype`` in what narrow gradients add up, and ``tuner`` may change the caps in the first windows."""
 
     communicator: Communicator
     caps: BucketCaps
@@ -43,3 +44,12 @@ class SynchronizerOptions:
     keeper: ParameterKeeper | None = None
     droppable: bool = False
     accumulation_dtype: torch.dtype | None = None
+    tuner: BucketTuner | None = None
+
+    @property
+    def watchers(self) -> Observer | None:
+        """Who is to be told of what happens, if anybody."""
+        tuner = None if self.tuner is None or self.tuner.finished else self.tuner
+        if tuner is None or self.observer is None:
+            return tuner or self.observer
+        return Observers(self.observer, tuner)

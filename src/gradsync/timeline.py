@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradsync.bucket import Bucket
-from gradsync.communicator import Handle
+from gradsync.communicator import Handle, when_done
 
 __all__ = ["BucketTimes", "StepTimes", "Timeline"]
 
@@ -93,10 +93,9 @@ class Timeline:
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
         self._mark("start", bucket)
-        marks, get_future = self._marks, getattr(handle, "get_future", None)
-        if get_future is not None:
-            # Runs on the wire's own thread, and on CUDA on a stream that is ordered after the collective.
-            get_future().then(lambda _: self._mark("reduced", bucket, marks))
+        marks = self._marks
+        # Runs on the wire's own thread, and on CUDA on a stream that is ordered after the collective.
+        when_done(handle, lambda: self._mark("reduced", bucket, marks))
 
     def backward_ended(self) -> None:
         self._mark("ended", None)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -59,7 +60,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> ProcessEnviro
         return _torchrun(variables)
     for names in (OPEN_MPI, MVAPICH):
         if names.rank in variables:
-            return _place(variables, "mpirun", names)
+            return _place(variables, "mpirun", names, default_port=_port_of_mpirun(variables))
     by_srun = _started_by_srun(variables)
     # srun sets PMI_RANK too, for MPI programs, but none of the local ones.
     if HYDRA.rank in variables and (HYDRA.local_rank in variables or not by_srun):
@@ -73,6 +74,12 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> ProcessEnviro
             "or srun, which set both, or unset WORLD_SIZE to run one process"
         )
     return ProcessEnvironment()
+
+
+def _port_of_mpirun(variables: Mapping[str, str]) -> int:
+    """Jobs that share a node meet at different ports: the name that Open MPI gives each is known to all its ranks."""
+    name = variables.get("PMIX_NAMESPACE")
+    return DEFAULT_PORT if name is None else FIRST_JOB_PORT + zlib.crc32(name.encode()) % JOB_PORTS
 
 
 def _torchrun(variables: Mapping[str, str]) -> ProcessEnvironment:

@@ -49,15 +49,15 @@ class PreparedModels:
         return self._connect(model)
 
     def _connect(self, model: nn.Module) -> nn.Module:
-        communicator = self._world.communicator
+        ranks = self._world.engine_options
         if isinstance(model, DistributedDataParallel):
             self._remember(model, model, model.module)
             return model
         if self._world.num_processes == 1:
             options = {name: value for name, value in self._options.items() if name in _ENGINE}
-            self._remember(model, synchronize_gradients(model, communicator=communicator, **options), model)
+            self._remember(model, synchronize_gradients(model, **ranks, **options), model)
             return model
-        wrapper = DistributedDataParallel(model, communicator=communicator, **self._options)
+        wrapper = DistributedDataParallel(model, **ranks, **self._options)
         self._remember(wrapper, wrapper, model)
         return wrapper
 

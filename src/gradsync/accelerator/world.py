@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gradsync.accelerator.environment import ProcessEnvironment
 from gradsync.agreement import gather_bytes
-from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
+from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from gradsync.errors import ConfigurationError, NoProcessGroupError
 
 __all__ = ["DistributedType", "World", "connect"]
@@ -61,7 +61,7 @@ def connect(
     if (existing.rank, existing.world_size) != (environment.rank, environment.world_size):
         # Spawned, or threads: no launcher said who shares a machine.
         environment = _located(existing, environment)
-    return World(existing, _choose_device(environment, cpu), environment)
+    return World(existing, _choose_device(environment, cpu), environment, given=communicator is not None)
 
 
 # All ranks connect equally often, so the number keeps the messages of one connection from the next one's. The meeting
@@ -157,14 +157,23 @@ class World:
         environment: ProcessEnvironment,
         *,
         owns_group: bool = False,
+        given: bool = False,
     ) -> None:
         self.communicator = communicator
+        self._given = given
         self.device = device
         self.environment = environment
         self._owns_group = owns_group
 
     def __repr__(self) -> str:
         return f"World(rank {self.process_index} of {self.num_processes}, {self.device}, {self.distributed_type})"
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Which ranks an engine synchronizes. Unless a communicator was given, it may find a faster wire to them."""
+        if isinstance(self.communicator, ProcessGroupCommunicator) and not self._given:
+            return {"process_group": self.communicator.group}
+        return {"communicator": self.communicator}
 
     @property
     def process_index(self) -> int:

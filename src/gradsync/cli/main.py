@@ -19,8 +19,8 @@ from gradsync.errors import ConfigurationError, GradsyncError
 __all__ = ["app", "main"]
 
 DEBUG = "GRADSYNC_DEBUG"
-# Each is a function of its own name in a module of its own name, in the order of the help.
-COMMANDS = ("train", "doctor")
+# Each is a function, or a typer application, of its own name in a module of its own name, in the order of the help.
+COMMANDS = ("train", "bench", "lab", "doctor")
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 
@@ -79,7 +79,11 @@ def _register(name: str) -> None:
     if importlib.util.find_spec(module_name) is None:
         return
     try:
-        app.command(name)(getattr(importlib.import_module(module_name), name))
+        command = getattr(importlib.import_module(module_name), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     except ImportError as error:
         # The other commands work, and this one says why it does not.
         extra = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -4,10 +4,12 @@ A thread runs them while backward goes on. Whoever waits for one does not wait f
 is left of the queue itself, so that a collective that is waited for at once costs no change of threads.
 """
 
+import contextlib
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 
@@ -19,13 +21,25 @@ __all__ = ["Background"]
 class _Task:
     """One collective: what to run, and how it went."""
 
-    __slots__ = ("done", "error", "queue", "run")
+    __slots__ = ("_callbacks", "done", "error", "queue", "run")
 
     def __init__(self, queue: "_Queue", run: Callable[[], None]) -> None:
         self.queue = queue
         self.run: Callable[[], None] | None = run
         self.done = False
         self.error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the collective has ended, on the thread that ran it, or now if it has."""
+        self._callbacks.append(callback)
+        if self.done:
+            self.call_back()
+
+    def call_back(self) -> None:
+        while self._callbacks:
+            with contextlib.suppress(IndexError):  # the other thread took it
+                self._callbacks.pop()()
 
     def wait(self) -> None:
         if not self.done:
@@ -41,18 +55,18 @@ class _Queue:
         self._tasks: deque[_Task] = deque()
         # Held by whoever runs a collective: never two at a time, never out of order.
         self._turn = threading.Lock()
-        self._started = threading.Semaphore(0)
-        self._closed = False
+        # A call for the thread each: True to work, False to end.
+        self._calls: SimpleQueue[bool] = SimpleQueue()
 
-    def add(self, run: Callable[[], None]) -> _Task:
+    def add(self, run: Callable[[], None], *, at_leisure: bool) -> _Task:
         task = _Task(self, run)
         self._tasks.append(task)
-        self._started.release()
+        if not at_leisure:
+            self._calls.put(True)
         return task
 
     def close(self) -> None:
-        self._closed = True
-        self._started.release()
+        self._calls.put(False)
 
     def run_until(self, task: _Task) -> None:
         while not task.done:
@@ -62,14 +76,12 @@ class _Queue:
 
     def serve(self) -> None:
         """The thread's life."""
-        while True:
-            self._started.acquire()
-            if self._closed:
-                return
-            with self._turn:
-                # Who waited for it may have run it already.
-                if self._tasks:
-                    self._run_next()
+        while self._calls.get():
+            # Who waits for one may have run it already. What was added at leisure comes along.
+            while self._tasks:
+                with self._turn:
+                    if self._tasks:
+                        self._run_next()
 
     def _run_next(self) -> None:
         task = self._tasks.popleft()
@@ -84,6 +96,7 @@ class _Queue:
             # Tensors of the collective live on in their owners, not here.
             task.run = None
             task.done = True
+            task.call_back()
 
 
 class Background:
@@ -96,12 +109,16 @@ class Background:
         # The finalizer must not hold this object.
         weakref.finalize(self, _Queue.close, self._queue)
 
-    def start(self, run: Callable[[], None]) -> Handle:
-        """Have ``run`` called after all that was started before it; the handle's ``wait`` raises what it raised."""
+    def start(self, run: Callable[[], None], *, at_leisure: bool = False) -> Handle:
+        """Have ``run`` called after all that was started before it; the handle's ``wait`` raises what it raised.
+
+        What is ``at_leisure`` does not wake the thread: it runs with what is started after it, or when it is waited
+        for. That is right for a small message, which costs less than the waking.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
             self._thread.start()
-        return self._queue.add(run)
+        return self._queue.add(run, at_leisure=at_leisure)
 
     def close(self) -> None:
         """Stop after the collective that runs. What has not begun then runs only if somebody waits for it."""

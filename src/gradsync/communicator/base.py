@@ -7,11 +7,12 @@ Every rank starts the same collectives in the same order on a communicator. That
 communicator's.
 """
 
+from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Communicator", "Handle", "ReduceOp"]
+__all__ = ["Communicator", "Handle", "ReduceOp", "when_done"]
 
 ReduceOp = Literal["sum", "average", "max"]
 
@@ -22,6 +23,17 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Return when the result may be used. Called once, on the thread that started the collective."""
+
+
+def when_done(handle: Handle, callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the collective ends, on whatever thread ends it. Handles that cannot tell never do.
+
+    On CUDA it is called on the host when the collective is ordered, with the current stream ordered after it.
+    """
+    if (get_future := getattr(handle, "get_future", None)) is not None:
+        get_future().then(lambda _: callback())
+    elif (own := getattr(handle, "when_done", None)) is not None:
+        own(callback)
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """Any ``torch.distributed`` process group: NCCL, Gloo, MPI, UCC. The default."""
 
 import functools
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,6 +48,12 @@ class ProcessGroupCommunicator:
         # The device torch itself uses for object collectives: the CPU where the group has a CPU backend.
         name = dist.distributed_c10d._get_object_coll_device(self.group)
         return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a collective that not all ranks join is given up."""
+        limit: timedelta = self.group._get_backend(self.device).options._timeout
+        return limit.total_seconds()
 
     def averages(self, device: torch.device) -> bool:
         if device not in self._averaging:

@@ -96,6 +96,7 @@ def _config(trainer: Trainer) -> dict[str, Any]:
         "total_steps": trainer.total_steps,
         "parameters": sum(parameter.numel() for parameter in trainer.plain_model.parameters()),
         "data_description": trainer.data_description,
+        "wire": trainer.wire,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),

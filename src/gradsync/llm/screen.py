@@ -32,6 +32,7 @@ class Screen:
         self.console = console if console is not None else Console()
         self._display: _Display | None = None
         self._total = 0
+        self._wire = ""
         self._seconds: Counter[str] = Counter()
         self._loss: float | None = None
         self.first_loss: float | None = None
@@ -54,6 +55,7 @@ class Screen:
         for note in notes:
             self.console.print(f"  {note}", highlight=False, style="yellow")
         self._total = trainer.total_steps
+        self._wire = trainer.wire
         self._display = _Bar(self.console, trainer) if self.console.is_terminal else _Lines(self.console)
         self._began = time.perf_counter()
 
@@ -121,6 +123,7 @@ class Screen:
         rows.append(("throughput", f"{self.speed:,.0f} tokens/s (median)"))
         shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.shares.items())
         rows.append(("time", shares))
+        rows.append(("wire", self._wire))
         style = "green" if outcome.proof.equal else "bold red"
         rows.append(("replicas", f"[{style}]{outcome.proof}[/{style}]"))
         if report is not None:

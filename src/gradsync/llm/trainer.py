@@ -122,6 +122,11 @@ class Trainer:
         """What averages the gradients."""
         return self.accelerator.models.handle_of(self.model).synchronizer
 
+    @property
+    def wire(self) -> str:
+        """What carries the gradients, and why that."""
+        return str(self.accelerator.models.handle_of(self.model).wire)
+
     # -- the run -----------------------------------------------------------------------------------------------
 
     def run(self, listener: Listener | None = None) -> Outcome:

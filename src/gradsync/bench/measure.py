@@ -1,0 +1,142 @@
+"""Inside a rank: variants of a step in turns, timed, with their bytes, for as many rounds as the cell wants.
+
+Every round runs each variant once, in an order that changes from round to round and is the same on all ranks. A step
+is timed between two points at which all ranks meet, on a group of its own: what the variants send is not in that
+group's way. The slowest rank's time counts. The bytes are those of the interface's counters between the two meetings;
+the second meeting itself is among them (some hundred bytes), and nothing is subtracted.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradsync.bench.record import LIMITS, Cell, RowFile
+from gradsync.errors import ConfigurationError
+
+__all__ = ["Meter", "Parts", "Progress", "Rounds", "Step"]
+
+Parts = Mapping[str, float]
+# Runs one step, and may return the seconds of parts of it.
+Step = Callable[[], Parts | None]
+# Reads how many bytes have left the interface.
+Meter = Callable[[], int]
+
+SEED = 0
+
+
+class Progress(Protocol):
+    """Is told on rank 0, between rounds, how far a cell is."""
+
+    def advance(self, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One step on one rank."""
+
+    seconds: float
+    sent: int
+    parts: Parts
+
+
+class Rounds:
+    """What a scenario measures with, inside every rank of a cell."""
+
+    def __init__(self, cell: Cell, rows: RowFile, *, progress: Progress | None = None, meter: Meter) -> None:
+        self.cell = cell
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._control = dist.new_group(backend="gloo")
+        self._rows = rows
+        self._progress = progress
+        self._meter = meter
+        self._order = random.Random(SEED)
+
+    def fact(self, name: str, value: object) -> None:
+        """Something a reader of the results has to know; as rank 0 sees it."""
+        if self.rank == 0:
+            self._rows.fact(name, value)
+
+    def limits(self, *, compute: str, wire: Mapping[str, float]) -> None:
+        """What bounds the variants: the one that only computes, and seconds of wire by variant, or of all as ``*``."""
+        self.fact(LIMITS, {"compute": compute, "wire": dict(wire)})
+
+    def absent(self, variant: str, reason: str) -> None:
+        """A variant that does not run here."""
+        if self.rank == 0:
+            self._rows.write("absent", variant=variant, reason=reason)
+
+    def run(self, variants: Mapping[str, Step]) -> None:
+        """All rounds of the cell; the samples go to the raw file after each."""
+        total = self.cell.warmup + self.cell.rounds
+        for number in range(total):
+            timings = self._round(variants)
+            if self.rank == 0:
+                if number >= self.cell.warmup:
+                    self._write(number - self.cell.warmup, timings)
+                if self._progress is not None:
+                    self._progress.advance(number + 1, total)
+
+    def best(self, variants: Mapping[str, Step], *, warmup: int = 4, rounds: int = 6) -> str:
+        """The fastest of some settings, from a few rounds that are not recorded; the same answer on all ranks."""
+        if not variants:
+            raise ConfigurationError("the best of no variants was asked for; give at least one")
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        for number in range(warmup + rounds):
+            for name, ranks in self._round(variants).items():
+                if number >= warmup:
+                    seconds[name].append(max(timing.seconds for timing in ranks))
+        return min(seconds, key=lambda name: sorted(seconds[name])[rounds // 2])
+
+    def _round(self, variants: Mapping[str, Step]) -> dict[str, list[Timing]]:
+        names = list(variants)
+        own = {name: self._time(variants[name]) for name in self._order.sample(names, len(names))}
+        return self._share({name: own[name] for name in names})
+
+    def _time(self, step: Step) -> Timing:
+        self._meet()
+        before = self._meter()
+        began = time.perf_counter()
+        parts = step()
+        seconds = time.perf_counter() - began
+        # A rank that is done first would otherwise miss what still passes through its interface.
+        self._meet()
+        return Timing(seconds, self._meter() - before, parts or {})
+
+    def _meet(self) -> None:
+        dist.barrier(group=self._control)
+
+    def _share(self, own: Mapping[str, Timing]) -> dict[str, list[Timing]]:
+        """Every rank's timings of a round, by variant, in one exchange."""
+        names = list(own)
+        keys = [sorted(own[name].parts) for name in names]
+        numbers = [
+            [timing.seconds, float(timing.sent), *(timing.parts[key] for key in known)]
+            for timing, known in zip(own.values(), keys, strict=True)
+        ]
+        flat = torch.tensor([number for row in numbers for number in row], dtype=torch.float64)
+        gathered = [torch.empty_like(flat) for _ in range(self.world_size)]
+        dist.all_gather(gathered, flat, group=self._control)
+        result: dict[str, list[Timing]] = {name: [] for name in names}
+        for values in (tensor.tolist() for tensor in gathered):
+            for name, known in zip(names, keys, strict=True):
+                seconds, sent, *parts = (values.pop(0) for _ in range(2 + len(known)))
+                result[name].append(Timing(seconds, int(sent), dict(zip(known, parts, strict=True))))
+        return result
+
+    def _write(self, number: int, timings: Mapping[str, Sequence[Timing]]) -> None:
+        for name, ranks in timings.items():
+            slowest = max(ranks, key=lambda timing: timing.seconds)
+            self._rows.write(
+                "sample",
+                variant=name,
+                round=number,
+                seconds=slowest.seconds,
+                ranks=[timing.seconds for timing in ranks],
+                sent=max(timing.sent for timing in ranks),
+                parts=dict(slowest.parts),
+            )

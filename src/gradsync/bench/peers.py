@@ -1,0 +1,260 @@
+"""Who is compared: gradsync, its schedules, and the wrappers people use today, all with the same model and optimizer.
+
+A :class:`Peer` wraps a model; what comes back is a :class:`Wrapped`, with the few things a training loop needs. After a
+window every peer has the same gradient: the mean over ranks and micro-batches. Peers that are no part of torch are
+imported when they are asked for.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsync.data_parallel import DistributedDataParallel
+from gradsync.observer import Observer
+from gradsync.synchronizer_options import Schedule
+
+__all__ = [
+    "DDP",
+    "PEERS",
+    "Accelerate",
+    "FSDP2Replicate",
+    "Fabric",
+    "Gradsync",
+    "NoWrapper",
+    "Peer",
+    "Wrapped",
+]
+
+TorchDDP = nn.parallel.DistributedDataParallel
+# Made after wrapping: some peers put other parameters into the model.
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(kw_only=True)
+class Wrapped:
+    """A model that synchronizes, and its optimizer, as the loop of its users handles them."""
+
+    model: nn.Module
+    optimizer: Any
+    backward: Callable[[torch.Tensor], Any]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    # Frames a micro-batch; is told whether it is the last of its window. None: this peer has no such thing.
+    accumulate: Callable[[bool], AbstractContextManager[Any]] | None = None
+    # In there, where it divides by the length of the window itself; None: as outside.
+    framed_backward: Callable[[torch.Tensor], Any] | None = None
+
+
+class Peer(ABC):
+    """A way to synchronize. ``window`` is the number of micro-batches in a window, for those that must know it."""
+
+    name: str
+
+    def absent(self) -> str | None:
+        """Why it cannot run here, or None."""
+        return None
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoWrapper(Peer):
+    """Nothing is synchronized: what the computation alone takes."""
+
+    name: str = "no wrapper"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        return Wrapped(
+            model=model,
+            optimizer=optimizer(model.parameters()),
+            backward=_shared_by(window),
+            no_sync=nullcontext,
+            accumulate=lambda last: nullcontext(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradsync(Peer):
+    """gradsync's wrapper, with one of its schedules."""
+
+    name: str = "gradsync"
+    schedule: Schedule = "overlapped"
+    bucket_mb: float | None = None
+    observer: Observer | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapper = DistributedDataParallel(
+            model, schedule=self.schedule, bucket_cap_mb=self.bucket_mb, observer=self.observer
+        )
+        return Wrapped(
+            model=wrapper,
+            optimizer=optimizer(wrapper.parameters()),
+            backward=_shared_by(window),
+            no_sync=wrapper.no_sync,
+            accumulate=lambda last: wrapper.accumulate(last=last),
+            framed_backward=wrapper.backward,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(Peer):
+    """torch's DistributedDataParallel, as it comes or with everything that makes it faster switched on."""
+
+    name: str = "DDP stock"
+    tuned: bool = False
+    bucket_mb: float | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        options: dict[str, Any] = {}
+        if self.tuned:
+            wanted = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
+            known = inspect.signature(TorchDDP).parameters
+            options = {key: value for key, value in wanted.items() if key in known}
+        if self.bucket_mb is not None:
+            options["bucket_cap_mb"] = self.bucket_mb
+        wrapper = TorchDDP(model, **options)
+        return Wrapped(
+            model=wrapper,
+            optimizer=optimizer(wrapper.parameters()),
+            backward=_shared_by(window),
+            no_sync=wrapper.no_sync,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerate(Peer):
+    """Hugging Face Accelerate, which wraps torch's DistributedDataParallel."""
+
+    name: str = "Accelerate"
+    bucket_mb: float | None = None
+
+    def absent(self) -> str | None:
+        return _not_installed("accelerate")
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        accelerate: Any = importlib.import_module("accelerate")
+        # Its counting of micro-batches is one for the whole process, so windows of other lengths need other processes.
+        size = 25 if self.bucket_mb is None else self.bucket_mb
+        options = accelerate.DistributedDataParallelKwargs(bucket_cap_mb=size)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=window, kwargs_handlers=[options])
+        wrapper, prepared = accelerator.prepare(model, optimizer(model.parameters()))
+        return Wrapped(
+            model=wrapper,
+            optimizer=prepared,
+            no_sync=lambda: accelerator.no_sync(wrapper),
+            accumulate=lambda last: accelerator.accumulate(wrapper),
+            backward=accelerator.backward,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric(Peer):
+    """Lightning Fabric's strategy ``ddp``."""
+
+    name: str = "Lightning Fabric"
+
+    def absent(self) -> str | None:
+        return _not_installed("lightning_fabric")
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        lightning: Any = importlib.import_module("lightning_fabric")
+        environments: Any = importlib.import_module("lightning_fabric.plugins.environments")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        fabric = lightning.Fabric(
+            accelerator="cpu",
+            strategy="ddp",
+            devices=here,
+            num_nodes=dist.get_world_size() // here,
+            plugins=[environments.TorchElasticEnvironment()],
+        )
+        fabric.launch()
+        wrapper, prepared = fabric.setup(model, optimizer(model.parameters()))
+
+        @contextmanager
+        def accumulate(last: bool) -> Iterator[None]:
+            with fabric.no_backward_sync(wrapper, enabled=not last):
+                yield
+
+        return Wrapped(
+            model=wrapper,
+            optimizer=prepared,
+            no_sync=lambda: fabric.no_backward_sync(wrapper),
+            accumulate=accumulate,
+            backward=lambda loss: fabric.backward(loss / window),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Replicate(Peer):
+    """``replicate`` of torch's FSDP2: replicas without sharding, on FSDP's engine; every child a group of its own."""
+
+    name: str = "FSDP2 replicate"
+
+    def absent(self) -> str | None:
+        found = importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp")
+        return None if found is not None else "not in this torch"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+        for child in model.children():
+            if next(child.parameters(), None) is not None and not isinstance(child, nn.ModuleList):
+                replicate(child, mesh=mesh)
+        replicated: Any = replicate(model, mesh=mesh)
+
+        @contextmanager
+        def no_sync() -> Iterator[None]:
+            replicated.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                replicated.set_requires_gradient_sync(True)
+
+        return Wrapped(
+            model=replicated,
+            optimizer=optimizer(replicated.parameters()),
+            backward=_shared_by(window),
+            no_sync=no_sync,
+        )
+
+
+def _shared_by(window: int) -> Callable[[torch.Tensor], None]:
+    """A backward for peers that add up micro-batches and leave the mean to their users."""
+
+    def backward(loss: torch.Tensor) -> None:
+        (loss / window).backward()
+
+    return backward
+
+
+def _not_installed(module: str) -> str | None:
+    return None if importlib.util.find_spec(module) is not None else "not installed"
+
+
+# By name, in the order in which tables show them.
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        NoWrapper(),
+        Gradsync(name="naive", schedule="naive"),
+        DDP(),
+        DDP(name="DDP tuned", tuned=True),
+        Accelerate(),
+        Fabric(),
+        FSDP2Replicate(),
+        Gradsync(),
+    )
+}

@@ -1,0 +1,162 @@
+"""A result folder as pictures and one page: ``build_report(folder, scenarios)`` makes them from the raw lines.
+
+The page needs nothing but itself. It can be made again at any time, also of a run that was interrupted: it then shows
+what was measured until then, and says so.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from gradsync.bench.plots import save
+from gradsync.bench.record import CellRecord, ResultFolder
+from gradsync.bench.scenario import Scenario, Table
+
+__all__ = ["REPORT", "Section", "build_report"]
+
+REPORT, TEMPLATE = "report.html", "report.html"
+
+METHOD = (
+    "All variants of a cell run in the same processes, in turns: every round runs each of them once, in an order that "
+    "is shuffled anew each round. Rounds before the measured ones warm up.",
+    "A step lasts from the moment all ranks have met until the slowest rank is done. Times are medians over the rounds "
+    "with the 5th and 95th percentile.",
+    "A ratio is the median of the ratios within each round, with the 95 % interval of that median when the rounds are "
+    "resampled (1,000 times, seeded).",
+    "The limit is what no step can beat: the larger of its computation and its bytes on the wire over the rate of the "
+    "link.",
+    "Bytes are read from the counters of the network interface around each step. Headers, and the meeting of the ranks "
+    "after the step, are in them; nothing is subtracted. On loopback they are those of all ranks "
+    "together; what ranks of one host exchange through shared memory passes no interface, and counts as nothing.",
+    "Hosts are network namespaces of one machine, whose links are shaped to the stated rate. Emulated computation "
+    "sleeps, as a CPU does whose GPU computes; gradients are real and travel really.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A picture on the page."""
+
+    slug: str
+    title: str
+    svg: str
+    reading: str
+
+
+@dataclass(kw_only=True)
+class Section:
+    """A scenario on the page, with whatever there is of it."""
+
+    name: str
+    title: str
+    source: str
+    question: str
+    reading: str = ""
+    drawings: list[Drawing] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: bool = False
+
+
+def build_report(folder: ResultFolder, scenarios: Sequence[Scenario]) -> list[Section]:
+    """Draws the pictures, writes the results and the page, and returns what is on it."""
+    config = folder.config
+    asked = config.get("scenarios", [])
+    sections = [_section(folder, scenario) for scenario in scenarios if scenario.name in asked]
+    unknown = sorted(set(asked) - {scenario.name for scenario in scenarios})
+    page = _page(config, sections, unknown)
+    (folder.path / REPORT).write_text(page)
+    return sections
+
+
+def _section(folder: ResultFolder, scenario: Scenario) -> Section:
+    records = folder.records(scenario.name)
+    section = Section(name=scenario.name, title=scenario.title, source=scenario.source, question=scenario.question)
+    section.notes = [note for record in records if (note := _note(record))] or [] if records else ["Not run."]
+    section.failed = any(record.outcome == "failed" for record in records)
+    usable = [record for record in records if record.samples]
+    if usable:
+        try:
+            _present(section, scenario, usable, folder)
+        except Exception as error:
+            # A scenario that cannot show half of its data must not take the page of the others with it.
+            section.failed = True
+            section.notes.append(f"This could not be drawn: {type(error).__name__}: {error}")
+    folder.write_result(scenario.name, _result(section, records))
+    return section
+
+
+def _present(section: Section, scenario: Scenario, records: Sequence[CellRecord], folder: ResultFolder) -> None:
+    section.tables = list(scenario.tables(records))
+    section.reading = scenario.reading(records)
+    for picture in scenario.pictures(records):
+        slug = f"{scenario.name}-{picture.slug}"
+        svg = save(picture.figure, folder.figures, slug)
+        section.drawings.append(Drawing(slug=slug, title=picture.title, svg=svg, reading=picture.reading))
+
+
+def _note(record: CellRecord) -> str:
+    if record.outcome == "done":
+        return ""
+    words = {"skipped": "was skipped", "failed": "failed", "interrupted": "was interrupted"}
+    rounds = f" after {record.rounds} of {record.cell.rounds} rounds" if record.outcome != "skipped" else ""
+    reason = f": {record.reason}" if record.reason else ""
+    return f"{record.cell.name} {words.get(record.outcome, record.outcome)}{rounds}{reason}"
+
+
+def _result(section: Section, records: Sequence[CellRecord]) -> dict[str, Any]:
+    return {
+        "scenario": section.name,
+        "title": section.title,
+        "question": section.question,
+        "source": section.source,
+        "reading": section.reading,
+        "notes": section.notes,
+        "tables": [dataclasses.asdict(table) for table in section.tables],
+        "cells": [_cell_result(record) for record in records],
+    }
+
+
+def _cell_result(record: CellRecord) -> dict[str, Any]:
+    return {
+        "cell": dataclasses.asdict(record.cell),
+        "outcome": record.outcome,
+        "reason": record.reason,
+        "facts": record.facts,
+        "absent": record.absent,
+        "variants": {
+            variant: {
+                **dataclasses.asdict(record.summary(variant)),
+                "sent": record.sent(variant),
+                "limit": record.limit(variant),
+            }
+            for variant in record.samples
+        },
+    }
+
+
+def _page(config: Mapping[str, Any], sections: Sequence[Section], unknown: Sequence[str]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE).render(
+        config=config,
+        sections=sections,
+        unknown=unknown,
+        method=METHOD,
+        facts=_facts(config),
+    )
+
+
+def _facts(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    run = {key: config[key] for key in ("command", "commit", "started", "quick", "seeds") if key in config}
+    groups = [("Run", run), ("Machine", config.get("machine", {})), ("Versions", config.get("versions", {}))]
+    return [(name, values) for name, values in groups if values]

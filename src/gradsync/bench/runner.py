@@ -1,0 +1,183 @@
+"""Runs scenarios: makes the hosts, forks the ranks of each cell, keeps every line they write, builds the report.
+
+Whatever happens, the folder holds what was measured until then: ranks append their lines to the raw file themselves, a
+cell that fails leaves the others alone, and after Ctrl-C the report is made of what is there.
+"""
+
+import dataclasses
+import logging
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gradsync.bench import measure, statistics
+from gradsync.bench.machine import commit, describe_machine, versions
+from gradsync.bench.measure import Progress, Rounds
+from gradsync.bench.record import Cell, ResultFolder, RowFile
+from gradsync.bench.report import Section, build_report
+from gradsync.bench.scenario import Scenario
+from gradsync.bench.screen import Screen
+from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.lab import Lab, LabPlan, Rate, read_counters
+from gradsync.lab.fork import fork_ranks
+from gradsync.lab.iproute import check_fit
+
+__all__ = ["Outcome", "RunPlan", "missing_lab", "run"]
+
+WIRE_TIMEOUT = timedelta(seconds=120)
+# A cell may take this many times as long as it should, and some more, before it counts as hung.
+PATIENCE, GRACE = 5, 120.0
+# Named, so that what a killed run has left is found and removed by the next.
+LAB_NAME = "bench"
+
+
+def missing_lab() -> str:
+    """Why hosts cannot be made here; empty if they can."""
+    try:
+        check_fit()
+    except GradsyncError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What to run. ``no_lab`` is the reason for which cells with hosts are skipped, if there is one."""
+
+    scenarios: Sequence[Scenario]
+    out: Path
+    quick: bool = False
+    rounds: int | None = None
+    command: str = ""
+    no_lab: str = field(default_factory=missing_lab)
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigurationError(f"--rounds must be at least 1, got {self.rounds}")
+
+    def cells(self, scenario: Scenario) -> list[Cell]:
+        cells = list(scenario.cells(quick=self.quick))
+        if self.rounds is None:
+            return cells
+        scaled = [cell.seconds * (self.rounds + cell.warmup) / (cell.rounds + cell.warmup) for cell in cells]
+        return [
+            dataclasses.replace(cell, rounds=self.rounds, seconds=seconds)
+            for cell, seconds in zip(cells, scaled, strict=True)
+        ]
+
+    def runs(self, cell: Cell) -> bool:
+        return cell.hosts is None or not self.no_lab
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    folder: ResultFolder
+    sections: Sequence[Section]
+    interrupted: bool
+
+    @property
+    def failed(self) -> list[str]:
+        return [section.name for section in self.sections if section.failed]
+
+
+def run(plan: RunPlan, screen: Screen) -> Outcome:
+    """All cells of all scenarios, one after the other, then the report."""
+    folder = ResultFolder.create(plan.out)
+    folder.write_config(_config(plan))
+    left = [(scenario, cell) for scenario in plan.scenarios for cell in plan.cells(scenario)]
+    interrupted = False
+    try:
+        for scenario in plan.scenarios:
+            cells = plan.cells(scenario)
+            screen.scenario(scenario, sum(cell.seconds for cell in cells if plan.runs(cell)))
+            with folder.rows(scenario.name) as rows:
+                for cell in cells:
+                    left.pop(0)
+                    later = sum(other.seconds for _, other in left if plan.runs(other))
+                    _run_cell(plan, scenario, cell, _Output(rows=rows, screen=screen, later=later))
+    except KeyboardInterrupt:
+        interrupted = True
+        screen.note("interrupted; the report shows what was measured until now")
+    return Outcome(folder=folder, sections=build_report(folder, plan.scenarios), interrupted=interrupted)
+
+
+def _config(plan: RunPlan) -> dict[str, object]:
+    return {
+        "scenarios": [scenario.name for scenario in plan.scenarios],
+        "quick": plan.quick,
+        "rounds": plan.rounds,
+        "command": plan.command,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": commit(),
+        "seeds": {"order of variants": measure.SEED, "resampling": statistics.SEED},
+        "machine": describe_machine(),
+        "versions": versions(),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """Where a cell's lines and words go."""
+
+    rows: RowFile
+    screen: Screen
+    later: float
+
+
+def _run_cell(plan: RunPlan, scenario: Scenario, cell: Cell, output: _Output) -> None:
+    output.rows.cell(cell)
+    if not plan.runs(cell):
+        output.rows.write("skipped", reason=plan.no_lab)
+        output.screen.note(f"{cell.name} is skipped: {plan.no_lab}")
+        return
+    progress = output.screen.cell(scenario, cell, output.later)
+    try:
+        _fork(scenario, cell, output.rows, progress)
+    except KeyboardInterrupt:
+        output.rows.write("interrupted")
+        raise
+    except GradsyncError as error:
+        output.rows.write("failed", reason=str(error))
+        output.screen.note(f"{cell.name} failed: {error}")
+    else:
+        output.rows.write("done")
+    finally:
+        progress.finish()
+
+
+def _fork(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> None:
+    timeout = cell.seconds * PATIENCE + GRACE
+    with ExitStack() as stack:
+        lab = None
+        if cell.hosts is not None:
+            rate = None if cell.rate is None else Rate.parse(cell.rate)
+            lab = stack.enter_context(Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate)))
+
+        def rank() -> None:
+            _measure(scenario, cell, rows, progress)
+
+        if lab is None:
+            fork_ranks(None, rank, ranks=cell.ranks, timeout=timeout)
+        else:
+            fork_ranks(lab, rank, ranks_per_host=cell.ranks_per_host, timeout=timeout)
+
+
+def _measure(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> None:
+    """The life of a rank."""
+    # Remarks of peers about the machine would run through the line of the progress.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    dist.init_process_group("gloo", timeout=WIRE_TIMEOUT)
+    rounds = Rounds(cell, rows, progress=progress, meter=lambda: read_counters(interface).sent)
+    scenario.measure(rounds)
+    dist.destroy_process_group()

@@ -1,0 +1,23 @@
+"""The scenarios, one a file, in the order in which they are run and shown."""
+
+from gradsync.bench.scenario import Scenario
+from gradsync.bench.scenarios.accumulation import Accumulation
+from gradsync.bench.scenarios.overlap import Overlap
+from gradsync.bench.scenarios.skip_sync import SkipSync
+from gradsync.errors import ConfigurationError
+
+__all__ = ["SCENARIOS", "find_scenarios"]
+
+SCENARIOS: tuple[Scenario, ...] = (Accumulation(), Overlap(), SkipSync())
+ALL = "all"
+
+
+def find_scenarios(name: str) -> tuple[Scenario, ...]:
+    """The one of that name, or all of them."""
+    if name == ALL:
+        return SCENARIOS
+    found = tuple(scenario for scenario in SCENARIOS if scenario.name == name)
+    if not found:
+        names = ", ".join(scenario.name for scenario in SCENARIOS)
+        raise ConfigurationError(f"there is no scenario {name!r}. There are: {names}; or say all")
+    return found

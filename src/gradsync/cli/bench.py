@@ -1,0 +1,95 @@
+"""``gradsync bench``: what synchronization costs here, as pictures, tables and a page."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradsync.errors import ConfigurationError, GradsyncError
+
+if TYPE_CHECKING:
+    from gradsync.bench.runner import RunPlan
+    from gradsync.bench.screen import Screen
+
+__all__ = ["bench"]
+
+ALL, REPORT = "all", "report"
+INTERRUPTED = 130
+
+
+def bench(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(metavar="SCENARIO", help="Its name; 'all'; or 'report', to draw a folder again."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Argument(help="With 'report': the folder of results.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cells and rounds: minutes instead of hours.")] = False,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results; bench-results/TIME without it.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Measured rounds of every cell.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
+) -> None:
+    """Measure what synchronization costs, beside torch's DDP, Accelerate and others.
+
+    Results go to a folder: raw lines, tables, pictures, and report.html with all of it. Scenarios with hosts need root
+    (gradsync lab makes them); without it they are skipped, and the report says so.
+    """
+    # Pictures and pages are not needed by the other commands, so their packages are imported here.
+    try:
+        from gradsync.bench.runner import RunPlan
+        from gradsync.bench.scenarios import SCENARIOS, find_scenarios
+        from gradsync.bench.screen import Screen
+    except ModuleNotFoundError as error:
+        raise GradsyncError(f"{error.name} is missing: pip install 'gradsync[bench]'") from error
+
+    screen = Screen()
+    if listing or scenario is None:
+        _check_alone(scenario, folder)
+        for each in SCENARIOS:
+            print(f"{each.name:<14} {each.question}")
+    elif scenario == REPORT:
+        _draw_again(folder, screen)
+    else:
+        if folder is not None:
+            raise ConfigurationError(f"expected one scenario, or 'all', but {folder} follows. For a folder say --out")
+        plan = RunPlan(
+            scenarios=find_scenarios(scenario),
+            out=Path("bench-results") / time.strftime("%Y%m%d-%H%M%S") if out is None else out,
+            quick=quick,
+            rounds=rounds,
+            command=shlex.join(["gradsync", *sys.argv[1:]]),
+        )
+        _run(plan, screen)
+
+
+def _check_alone(scenario: str | None, folder: Path | None) -> None:
+    if scenario is not None or folder is not None:
+        raise ConfigurationError("--list stands alone: it lists all scenarios")
+
+
+def _draw_again(path: Path | None, screen: "Screen") -> None:
+    from gradsync.bench.record import ResultFolder
+    from gradsync.bench.report import REPORT as PAGE
+    from gradsync.bench.report import build_report
+    from gradsync.bench.scenarios import SCENARIOS
+
+    if path is None:
+        raise ConfigurationError("expected the folder of results after 'report', got nothing")
+    folder = ResultFolder.open(path)
+    screen.results(build_report(folder, SCENARIOS))
+    print(f"\nreport: {folder.path / PAGE}")
+
+
+def _run(plan: "RunPlan", screen: "Screen") -> None:
+    from gradsync.bench.report import REPORT as PAGE
+    from gradsync.bench.runner import run
+
+    outcome = run(plan, screen)
+    screen.results(outcome.sections)
+    print(f"\nreport: {outcome.folder.path / PAGE}")
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if outcome.failed:
+        raise GradsyncError(f"failed: {', '.join(outcome.failed)}. The results of the others are complete")

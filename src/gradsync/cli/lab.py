@@ -1,0 +1,127 @@
+"""``gradsync lab``: hosts with shaped links on this machine, and programs that run on them."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.lab import Lab, LabPlan, Rate
+from gradsync.lab.inventory import lab_names
+from gradsync.lab.iproute import check_fit
+from gradsync.lab.lab import take_down
+
+__all__ = ["lab"]
+
+UNSHAPED = "none"
+COLUMNS = ("Host", "Address", "Rate", "Link", "Processes")
+
+lab = typer.Typer(
+    help="Make hosts with slow links on this machine, and run programs on them. Needs root.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Name = Annotated[str, typer.Option(help="Which lab; several may be up.")]
+HostIndex = Annotated[int, typer.Argument(help="Its number, from 0.", show_default=False)]
+
+
+@lab.command()
+def up(
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    rate: Annotated[
+        str, typer.Option(help="Of each link, both ways: 400mbit, 2.5gbit, 50MB/s; none for no limit.")
+    ] = "1gbit",
+    name: Name = "default",
+) -> None:
+    """Make a lab. It stays until it is taken down."""
+    _show(Lab.up(LabPlan(name=name, hosts=hosts, rate=None if rate == UNSHAPED else Rate.parse(rate))))
+
+
+@lab.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
+    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the ranks are ended.")] = 86400.0,
+    name: Name = "default",
+) -> None:
+    """Run a command on all hosts, once a rank, with torchrun's environment.
+
+    What rank 0 writes is shown; what another rank writes, if it fails. The exit code is that of the first to fail.
+    """
+    raise typer.Exit(Lab.find(name).run(command, ranks_per_host=ranks_per_host, timeout=timeout))
+
+
+@lab.command()
+def status(name: Annotated[str | None, typer.Option(help="Which lab; all without it.")] = None) -> None:
+    """Show the hosts, their addresses, the rates and the links."""
+    check_fit()
+    names = lab_names() if name is None else [name]
+    if not names:
+        print("No lab is up. Make one with: gradsync lab up")
+    for each in names:
+        try:
+            _show(Lab.find(each))
+        except GradsyncError as error:
+            if name is not None:
+                raise
+            # Of several labs the others are shown.
+            print(f"gradsync: {error}", file=sys.stderr)
+
+
+@lab.command()
+def rate(
+    rate: Annotated[str, typer.Argument(help="400mbit, 2.5gbit, 50MB/s; none for no limit.", show_default=False)],
+    name: Name = "default",
+) -> None:
+    """Give all links another rate. They stay up."""
+    chosen = None if rate == UNSHAPED else Rate.parse(rate)
+    found = Lab.find(name)
+    found.set_rate(chosen)
+    _show(found)
+
+
+@lab.command()
+def cut(host: HostIndex, name: Name = "default") -> None:
+    """Take the link of a host down, as if its cable were pulled."""
+    Lab.find(name).cut(host)
+
+
+@lab.command()
+def heal(host: HostIndex, name: Name = "default") -> None:
+    """Bring the link of a host up again."""
+    Lab.find(name).heal(host)
+
+
+@lab.command()
+def down(name: Name = "default") -> None:
+    """Remove a lab and end all that runs in it, whoever made it."""
+    if not take_down(name):
+        others = ", ".join(lab_names())
+        raise ConfigurationError(f"the lab {name} is not up" + (f"; these are: {others}" if others else ""))
+
+
+def _show(found: Lab) -> None:
+    links, processes = found.links(), found.processes()
+    rows = [
+        (
+            host.name,
+            host.address,
+            str(links[host.index].rate or "unshaped"),
+            "up" if links[host.index].up else "cut",
+            str(len(processes[host.index])),
+        )
+        for host in found.hosts
+    ]
+    console = Console(highlight=False)
+    console.print(Text(f"Lab {found.plan.name}: {len(rows)} hosts", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(Text(cell, style="bold red" if cell == "cut" else "") for cell in row))
+    console.print(table)

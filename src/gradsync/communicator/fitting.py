@@ -1,0 +1,174 @@
+"""The fastest wire for a process group: chosen from backend, device, where the ranks are, and measured speed.
+
+=====================================================  ============================================================
+CPU tensors, all ranks on one host                     shared memory
+CPU tensors, several ranks on some host                shared memory inside, peer exchange or the group between
+CPU tensors, one rank a host, Gloo                     peer exchange, or the group itself where that is faster
+anything else (GPUs, MPI, a single rank)               the group itself
+=====================================================  ============================================================
+
+All ranks come to the same choice: what they know of themselves is compared, what they measure is the slowest rank's.
+The environment variable ``GRADSYNC_WIRE`` names one (``group``, ``shared-memory``, ``peer-exchange``,
+``hierarchical``) instead of ``auto``.
+"""
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator.base import Communicator
+from gradsync.communicator.hierarchical import HierarchicalCommunicator
+from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
+from gradsync.communicator.process_group import ProcessGroupCommunicator
+from gradsync.communicator.shared_memory import SharedMemoryCommunicator
+from gradsync.communicator.subgroups import CommunicatorFactory
+from gradsync.communicator.topology import Topology, find_topology
+from gradsync.errors import ConfigurationError
+
+__all__ = ["WIRES", "Choice", "fit_communicator"]
+
+LOGGER = logging.getLogger("gradsync")
+
+VARIABLE = "GRADSYNC_WIRE"
+WIRES = ("auto", "group", "shared-memory", "peer-exchange", "hierarchical")
+MEASURED_BYTES = 4 * 1024 * 1024
+REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A communicator, and why it was chosen, in words for a log or a summary."""
+
+    communicator: Communicator
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_WORDS.get(type(self.communicator), type(self.communicator).__name__)} ({self.reason})"
+
+    @classmethod
+    def given(cls, communicator: Communicator) -> "Choice":
+        """There was nothing to choose."""
+        return cls(communicator=communicator, reason="it was given")
+
+
+_WORDS: dict[type, str] = {
+    HierarchicalCommunicator: "shared memory inside hosts, peer exchange between them",
+    PeerExchangeCommunicator: "peer exchange",
+    ProcessGroupCommunicator: "the process group",
+    SharedMemoryCommunicator: "shared memory",
+}
+
+# By the id of the group, with the group: communicators hold theirs, so a weak dictionary would never let go.
+_chosen: dict[tuple[int, str], tuple[Any, Choice]] = {}
+
+
+def fit_communicator(communicator: Communicator, device: torch.device) -> Choice:
+    """The fastest communicator over the same ranks as ``communicator``, for gradients on ``device``. Collective.
+
+    Only a :class:`ProcessGroupCommunicator` is replaced. What was chosen for a group is kept for the next model.
+    """
+    if not isinstance(communicator, ProcessGroupCommunicator):
+        return Choice.given(communicator)
+    name = os.environ.get(VARIABLE, "auto")
+    if name not in WIRES:
+        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {name!r}")
+    alive = dist.distributed_c10d._world.pg_map
+    for key in [key for key, (group, _) in _chosen.items() if group not in alive]:
+        del _chosen[key]
+    key = (id(communicator.group), f"{name} {device.type}")
+    if key not in _chosen:
+        choice = _choose(communicator, device, name)
+        LOGGER.info("gradients travel over %s", choice)
+        _chosen[key] = (communicator.group, choice)
+    return _chosen[key][1]
+
+
+def _choose(communicator: ProcessGroupCommunicator, device: torch.device, name: str) -> Choice:
+    if communicator.world_size == 1:
+        return Choice(communicator=communicator, reason="there is only one rank")
+    if name == "group":
+        return Choice(communicator=communicator, reason=f"{VARIABLE} says so")
+    if device.type != "cpu" or communicator.device.type != "cpu":
+        return Choice(communicator=communicator, reason=f"gradients lie on {device.type}")
+    if name == "peer-exchange":
+        return Choice(communicator=PeerExchangeCommunicator(communicator.group), reason=f"{VARIABLE} says so")
+    if "gloo" not in communicator.backend:
+        return Choice(communicator=communicator, reason=f"{communicator.backend} knows its own ways")
+    topology = find_topology(communicator)
+    if len(topology.hosts) == 1:
+        return _within_a_host(communicator)
+    if name == "shared-memory":
+        raise ConfigurationError(
+            f"{VARIABLE}=shared-memory needs all ranks on one host, got {len(topology.hosts)} hosts. Leave it out, or "
+            "set it to hierarchical"
+        )
+    if name == "hierarchical" or max(map(len, topology.hosts)) > 1:
+        return _between_hosts(communicator, topology)
+    return _faster(communicator)
+
+
+def _within_a_host(communicator: ProcessGroupCommunicator) -> Choice:
+    shared, error = _attempt(communicator, lambda: _share_memory(communicator.group))
+    if shared is None:
+        LOGGER.warning("the ranks of this host cannot share memory (%s), so gradients travel over sockets", error)
+        return Choice(communicator=communicator, reason=f"memory cannot be shared ({error})")
+    return Choice(communicator=shared, reason=f"all {communicator.world_size} ranks are on one host")
+
+
+def _between_hosts(communicator: ProcessGroupCommunicator, topology: Topology) -> Choice:
+    reason = f"{communicator.world_size} ranks are on {len(topology.hosts)} hosts"
+
+    def make(inside: CommunicatorFactory) -> HierarchicalCommunicator:
+        return HierarchicalCommunicator.over(communicator.group, inside, topology=topology)
+
+    layered, error = _attempt(communicator, lambda: make(_share_memory))
+    if layered is None:
+        LOGGER.warning("the ranks of a host cannot share memory (%s), so gradients travel over sockets", error)
+        return Choice(communicator=make(PeerExchangeCommunicator), reason=f"{reason} that cannot share memory")
+    return Choice(communicator=layered, reason=reason)
+
+
+def _share_memory(group: dist.ProcessGroup) -> Communicator:
+    wire = ProcessGroupCommunicator(group)
+    return wire if wire.world_size == 1 else SharedMemoryCommunicator(wire, timeout=wire.timeout)
+
+
+def _attempt(
+    communicator: Communicator, make: Callable[[], Communicator]
+) -> tuple[Communicator | None, Exception | None]:
+    """What ``make`` makes, if it can on all ranks; else the error, here or that there was one elsewhere."""
+    made, error = None, None
+    try:
+        made = make()
+    except (ConfigurationError, OSError) as caught:
+        error = caught
+    failed = torch.tensor([error is not None], dtype=torch.int32)
+    communicator.all_reduce(failed, "max").wait()
+    if not failed.item():
+        return made, None
+    return None, error or ConfigurationError("another rank could not")
+
+
+def _faster(communicator: ProcessGroupCommunicator) -> Choice:
+    """The group or a peer exchange over it, whichever reduces a bucket's worth of bytes in less time."""
+    exchange = PeerExchangeCommunicator(communicator.group)
+    buffer = torch.zeros(MEASURED_BYTES // 4)
+    times: dict[str, list[float]] = {"group": [], "exchange": []}
+    for _ in range(REPEATS + 1):
+        for name, wire in (("group", communicator), ("exchange", exchange)):
+            started = time.perf_counter()
+            wire.all_reduce(buffer).wait()
+            times[name].append(time.perf_counter() - started)
+    medians = torch.tensor([statistics.median(readings[1:]) for readings in times.values()], dtype=torch.float64)
+    communicator.all_reduce(medians, "max").wait()
+    by_group, by_exchange = medians.tolist()
+    size = f"{MEASURED_BYTES >> 20} MiB"
+    words = f"{size} took {by_exchange * 1e3:.1f} ms by peer exchange and {by_group * 1e3:.1f} ms by the group"
+    return Choice(communicator=exchange if by_exchange < by_group else communicator, reason=words)

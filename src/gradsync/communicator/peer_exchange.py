@@ -1,0 +1,318 @@
+"""Collectives out of point-to-point messages: every rank exchanges pieces with every other one, directly.
+
+A tensor is cut into a *share* for every rank, and a share into *chunks*::
+
+                   share 0     share 1     share 2            rank 1, chunk 0 of an all-reduce
+    rank 0      [ . . . . . | a . . . . | . . . . . ]    1  receives a and c, sends its own pieces of shares 0 and 2
+    rank 1      [ . . . . . | b . . . . | . . . . . ]    2  adds (a + b) + c: always in the order of the ranks
+    rank 2      [ . . . . . | c . . . . | . . . . . ]    3  sends the sum to ranks 0 and 2, receives theirs
+
+The owner of a share sums it for all, so all ranks hold the same bits, and the order of summation depends neither on
+timing nor on the sizes: the result is that of ranks as threads of one process. Several chunks are under way at a time,
+so that sums are computed while bytes cross the wire.
+
+Gloo's reduce-scatter is a whole all-reduce and a slice, twice the bytes of this one; its all-gather goes through a
+temporary. A small all-reduce goes in one step instead of two: all pieces to everybody, who then all sum everything.
+
+Chunks were measured with 2 ranks. The size makes no difference over a link: from 256 KiB to 8 MiB at 400 Mbit/s and
+from 1 to 8 MiB at 1 Gbit/s, all reach 94 % of the rate or more. On loopback every message costs changes of threads:
+100 MB in chunks of half a megabyte took 1.4 times as long as in chunks of 4 MiB, on a machine that was busy otherwise.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator.background import Background
+from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.peer_link import Exchange, Message, PeerLink
+from gradsync.communicator.process_group import ProcessGroupCommunicator
+from gradsync.errors import ConfigurationError
+
+__all__ = ["PeerExchangeCommunicator", "check_operation"]
+
+CHUNK_BYTES = 4 << 20
+IN_FLIGHT = 4
+# The most that a second step costs, in bytes that could cross a slow link meanwhile, and the most worth summing twice.
+STEP_BYTES = 32 << 10
+DIRECT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """How a flat tensor is cut: into shares, the last of them smaller or empty, and each of them into chunks."""
+
+    numel: int
+    share: int
+    chunk: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.share // self.chunk)
+
+    def at(self, share: int, chunk: int) -> slice:
+        end = min(self.numel, (share + 1) * self.share)
+        start = min(end, share * self.share + chunk * self.chunk)
+        return slice(start, min(end, start + self.chunk))
+
+
+class PeerExchangeCommunicator:
+    """Reduce-scatter, all-gather and what they make, over the point-to-point messages of a Gloo group.
+
+    ``chunk_bytes`` is the size of a message, ``in_flight`` how many are received into memory of their own at a time.
+    Tensors that are not on the CPU take Gloo's own collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, chunk_bytes: int = CHUNK_BYTES, in_flight: int = IN_FLIGHT) -> None:
+        if chunk_bytes < 1 or in_flight < 1:
+            raise ConfigurationError(
+                f"chunk_bytes and in_flight must be at least 1, got chunk_bytes={chunk_bytes}, in_flight={in_flight}"
+            )
+        self.group = group
+        self._chunk_bytes = chunk_bytes
+        self._in_flight = in_flight
+        self._link = PeerLink(group)
+        self._gloo = ProcessGroupCommunicator(group)
+        self._background = Background("gradsync peer exchange")
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def __repr__(self) -> str:
+        return f"PeerExchangeCommunicator(rank {self.rank} of {self.world_size})"
+
+    @property
+    def rank(self) -> int:
+        return self._link.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._link.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def averages(self, device: torch.device) -> bool:
+        return False
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+        if not tensor.is_cpu:
+            return self._gloo.all_reduce(tensor, op)
+        fold = _Fold(op, tensor.dtype, self.world_size, self.rank)
+        if self._is_small(tensor):
+            return self._start("all_reduce", tensor, 1, lambda x, flat: self._reduce_at_once(x, flat, fold))
+        cut = self._cut(tensor, -(-tensor.numel() // self.world_size))
+
+        def run(exchange: Exchange, flat: torch.Tensor) -> None:
+            share = flat[self.rank * cut.share : (self.rank + 1) * cut.share]
+            self._reduce(exchange, flat, share, cut, fold, pass_on=True)
+
+        return self._start("all_reduce", tensor, 2 * cut.chunks, run)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
+        if not tensor.is_cpu:
+            return self._gloo.broadcast(tensor, source)
+        receivers = max(1, self.world_size - 1)
+        # Passing on takes a step more, and spares the source's link all bytes but one copy.
+        passed_on = receivers > 1 and tensor.nbytes > STEP_BYTES
+        cut = self._cut(tensor, -(-tensor.numel() // receivers) if passed_on else tensor.numel())
+
+        def run(exchange: Exchange, flat: torch.Tensor) -> None:
+            (self._pass_on if passed_on else self._give)(exchange, flat, source, cut)
+
+        return self._start(f"broadcast from {source}", tensor, 2 * cut.chunks, run)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        if not tensor.is_cpu:
+            return self._gloo.all_gather(output, tensor)
+        self._expect(output.numel() == tensor.numel() * self.world_size, "all_gather", output, tensor)
+        cut = self._cut(output, tensor.numel())
+
+        def run(exchange: Exchange, flat: torch.Tensor) -> None:
+            mine = flat[self.rank * cut.share : (self.rank + 1) * cut.share]
+            if mine.data_ptr() != tensor.data_ptr():
+                mine.copy_(tensor.reshape(-1))
+            self._gather(exchange, flat, cut)
+
+        return self._start("all_gather", output, cut.chunks, run)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        if not tensor.is_cpu:
+            return self._gloo.reduce_scatter(output, tensor)
+        self._expect(tensor.numel() == output.numel() * self.world_size, "reduce_scatter", output, tensor)
+        fold = _Fold("sum", tensor.dtype, self.world_size, self.rank)
+        cut = self._cut(tensor, output.numel())
+
+        def run(exchange: Exchange, share: torch.Tensor) -> None:
+            self._reduce(exchange, tensor.contiguous().view(-1), share, cut, fold, pass_on=False)
+
+        return self._start("reduce_scatter", output, 2 * cut.chunks, run)
+
+    # -- what runs in the background ----------------------------------------------------------------------------------
+
+    def _reduce_at_once(self, exchange: Exchange, flat: torch.Tensor, fold: "_Fold") -> None:
+        """Everybody gets everything and sums it: one step."""
+        *rows, total = self._rows(self.world_size, flat.numel(), flat.dtype)
+        messages = self._receive_rows(exchange, rows, 0)
+        for peer in self._link.peers:
+            exchange.send(peer, flat, 0)
+        fold(flat, messages, total)
+        # The peers must have had the summand before the sum takes its place.
+        exchange.finish_sends()
+        flat.copy_(total)
+
+    def _reduce(
+        self, exchange: Exchange, tensor: torch.Tensor, share: torch.Tensor, cut: _Cut, fold: "_Fold", *, pass_on: bool
+    ) -> None:
+        """Sum this rank's share of ``tensor`` into ``share``, which with ``pass_on`` everybody else receives, too."""
+        ahead = min(cut.chunks, max(2, self._in_flight // max(1, self.world_size - 1)))
+        slots = self._rows(ahead * (self.world_size - 1), cut.chunk, tensor.dtype)
+        waiting: dict[int, dict[int, tuple[Message, torch.Tensor]]] = {}
+
+        def start(chunk: int) -> None:
+            mine = cut.at(self.rank, chunk)
+            first = chunk % ahead * (self.world_size - 1)
+            rows = [row[: mine.stop - mine.start] for row in slots[first : first + self.world_size - 1]]
+            waiting[chunk] = self._receive_rows(exchange, rows, 2 * chunk)
+            for peer in self._link.peers:
+                piece = tensor[cut.at(peer, chunk)]
+                exchange.send(peer, piece, 2 * chunk)
+                # Its owner has all of the piece before it sends the sum that takes the piece's place.
+                if pass_on:
+                    exchange.receive(peer, piece, 2 * chunk + 1)
+
+        for chunk in range(ahead):
+            start(chunk)
+        for chunk in range(cut.chunks):
+            total = share[chunk * cut.chunk : (chunk + 1) * cut.chunk]
+            fold(tensor[cut.at(self.rank, chunk)], waiting.pop(chunk), total)
+            if pass_on:
+                for peer in self._link.peers:
+                    exchange.send(peer, total, 2 * chunk + 1)
+            if chunk + ahead < cut.chunks:
+                start(chunk + ahead)
+
+    def _gather(self, exchange: Exchange, flat: torch.Tensor, cut: _Cut) -> None:
+        for chunk, peer in itertools.product(range(cut.chunks), self._link.peers):
+            exchange.receive(peer, flat[cut.at(peer, chunk)], chunk)
+            exchange.send(peer, flat[cut.at(self.rank, chunk)], chunk)
+
+    def _give(self, exchange: Exchange, flat: torch.Tensor, source: int, cut: _Cut) -> None:
+        """The source sends everything to everybody."""
+        for chunk in range(cut.chunks):
+            piece = flat[cut.at(0, chunk)]
+            if self.rank != source:
+                exchange.receive(source, piece, chunk)
+                continue
+            for peer in self._link.peers:
+                exchange.send(peer, piece, chunk)
+
+    def _pass_on(self, exchange: Exchange, flat: torch.Tensor, source: int, cut: _Cut) -> None:
+        """The source sends every other rank a share, which that one passes on to the others."""
+        receivers = [rank for rank in range(self.world_size) if rank != source]
+        if self.rank == source:
+            for chunk in range(cut.chunks):
+                for share, peer in enumerate(receivers):
+                    exchange.send(peer, flat[cut.at(share, chunk)], 2 * chunk)
+            return
+        mine = receivers.index(self.rank)
+        others = [(share, peer) for share, peer in enumerate(receivers) if peer != self.rank]
+        arrivals = []
+        for chunk in range(cut.chunks):
+            arrivals.append(exchange.receive(source, flat[cut.at(mine, chunk)], 2 * chunk))
+            for share, peer in others:
+                exchange.receive(peer, flat[cut.at(share, chunk)], 2 * chunk + 1)
+        for chunk, arrival in enumerate(arrivals):
+            arrival.wait()
+            for _, peer in others:
+                exchange.send(peer, flat[cut.at(mine, chunk)], 2 * chunk + 1)
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _start(
+        self, kind: str, result: torch.Tensor, messages: int, run: Callable[[Exchange, torch.Tensor], None]
+    ) -> Handle:
+        """Have ``run`` put the outcome into ``result``, which it gets as a flat tensor."""
+        exchange = self._link.exchange(f"{kind} of {result.numel()} × {result.dtype}", messages)
+
+        def work() -> None:
+            flat = result.contiguous().view(-1)
+            run(exchange, flat)
+            exchange.finish()
+            # Memory that is not in one piece was copied.
+            if flat.data_ptr() != result.data_ptr():
+                result.copy_(flat.view_as(result))
+
+        return self._background.start(work)
+
+    def _cut(self, tensor: torch.Tensor, share: int) -> _Cut:
+        chunk = max(1, self._chunk_bytes // tensor.element_size())
+        return _Cut(numel=tensor.numel(), share=share, chunk=max(1, min(share, chunk)))
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        """Whether to spare a step is worth the bytes: (n - 1) tensors are sent in one step, 2 (n - 1) / n in two."""
+        n = self.world_size
+        return tensor.nbytes <= DIRECT_BYTES and tensor.nbytes * (n - 1) * (n - 2) <= STEP_BYTES * n
+
+    def _rows(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Memory for ``count`` messages. One collective runs at a time, so it is the same for all of them."""
+        size = count * numel * dtype.itemsize
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return (
+            list(self._scratch[:size].view(dtype).view(count, numel)) if size else [torch.empty(0, dtype=dtype)] * count
+        )
+
+    def _receive_rows(
+        self, exchange: Exchange, rows: list[torch.Tensor], number: int
+    ) -> dict[int, tuple[Message, torch.Tensor]]:
+        return {
+            peer: (exchange.receive(peer, row, number), row) for peer, row in zip(self._link.peers, rows, strict=True)
+        }
+
+    def _expect(self, fits: bool, kind: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        if not fits or output.dtype != tensor.dtype:
+            raise ConfigurationError(
+                f"{kind} over {self.world_size} ranks: the longer tensor must hold {self.world_size} times as many "
+                f"elements as the shorter one, of the same dtype. output is {output.numel()} × {output.dtype}, tensor "
+                f"is {tensor.numel()} × {tensor.dtype}"
+            )
+
+
+def check_operation(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Refuse what cannot be computed before a byte is sent: the same on all ranks, so that nobody waits."""
+    if op == "average" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(f"an average needs a floating-point dtype, got {dtype}. Sum instead, and divide")
+    if op == "max" and dtype.is_complex:
+        raise ConfigurationError(f"{dtype} numbers have no order, and so no maximum")
+
+
+class _Fold:
+    """Combines what came from the peers with this rank's own piece, in the order of the ranks."""
+
+    def __init__(self, op: ReduceOp, dtype: torch.dtype, world_size: int, rank: int) -> None:
+        check_operation(op, dtype)
+        self._op, self._world_size, self._rank = op, world_size, rank
+
+    def __call__(
+        self, mine: torch.Tensor, arriving: dict[int, tuple[Message, torch.Tensor]], total: torch.Tensor
+    ) -> None:
+        """``total`` may be ``mine``. What came before this rank's turn is combined in the memory of rank 0's piece."""
+        combine = torch.maximum if self._op == "max" else torch.add
+        so_far = mine
+        for rank in range(self._world_size):
+            piece = mine
+            if rank != self._rank:
+                message, piece = arriving[rank]
+                message.wait()
+            target = so_far if rank < self._rank else total
+            so_far = piece if rank == 0 else combine(so_far, piece, out=target)
+        if self._world_size == 1:
+            total.copy_(mine)
+        if self._op == "average":
+            total.div_(self._world_size)

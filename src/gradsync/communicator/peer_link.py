@@ -1,0 +1,182 @@
+"""Messages between two ranks of a Gloo group, and the name of the rank when one does not arrive.
+
+A collective of our own is an :class:`Exchange`: receives and sends with tags of their own, so that several of them,
+also of several communicators over one group, never mix. Tags are taken when a collective is *started*, which every
+rank does in the same order, and not when it runs.
+"""
+
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from gradsync.errors import ConfigurationError, PeerFailedError
+
+__all__ = ["Exchange", "Message", "PeerLink"]
+
+# A user's own dist.send and dist.recv on the group count from 0.
+FIRST_TAG = 1 << 30
+TAGS = 1 << 30
+# How long a rank that may be gone as well is given to show it, once another one is known to be gone.
+SECOND_LOOK = timedelta(milliseconds=20)
+
+CPU = torch.device("cpu")
+
+
+class _Tags:
+    """The tags of one group. They come round again after a milliard messages, long after the first were used."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> int:
+        with self._lock:
+            first, self._taken = self._taken, self._taken + count
+        return first
+
+
+_tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Tags]" = weakref.WeakKeyDictionary()
+
+
+class PeerLink:
+    """One rank's end of a Gloo group, for messages to its peers."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group: Any = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        # Each rank begins with the one after it: not all of them send to rank 0 first.
+        self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        # The backend itself: torch.distributed's checks and the dispatcher cost as much as a small message.
+        self.backend = _gloo_of(group)
+        self.failure: PeerFailedError | None = None
+        self._tags = _tags.setdefault(group, _Tags())
+
+    def exchange(self, what: str, messages: int) -> "Exchange":
+        """The next collective, ``what`` in words, of at most ``messages`` messages each way with every peer."""
+        return Exchange(self, what, self._tags.take(messages))
+
+    def name(self, peer: int) -> str:
+        """The number its user knows, the one in the world, with that in the group where they differ."""
+        known = dist.get_global_rank(self.group, peer)
+        return f"rank {known}" if known == peer else f"rank {known} ({peer} in its group)"
+
+
+class Message:
+    """A send or a receive under way."""
+
+    __slots__ = ("exchange", "peer", "work")
+
+    def __init__(self, exchange: "Exchange", peer: int, work: Any) -> None:
+        self.exchange, self.peer, self.work = exchange, peer, work
+
+    def wait(self) -> None:
+        # Messages of nothing are not sent, and then there is no work.
+        work, self.work = self.work, None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self.exchange.fail(self.peer, error)
+
+    def is_cut_off(self) -> bool:
+        """Whether the peer is known to be gone. Asked only when the collective has failed: it ends the message."""
+        work, self.work = self.work, None
+        if work is None:
+            return False
+        try:
+            work.wait(SECOND_LOOK)
+        except RuntimeError as error:
+            return not _is_timeout(error)
+        return False
+
+
+class Exchange:
+    """The messages of one collective. ``number`` tells those with one peer apart, and agrees on both sides."""
+
+    def __init__(self, link: PeerLink, what: str, first_tag: int) -> None:
+        self.link = link
+        self.what = what
+        self._first_tag = first_tag
+        self._sends: list[Message] = []
+        self._receives: list[Message] = []
+
+    def receive(self, peer: int, into: torch.Tensor, number: int) -> Message:
+        """Receive into ``into``, which nobody may use until the message was waited for."""
+        message = self._begin(self.link.backend.recv, peer, into, number)
+        self._receives.append(message)
+        return message
+
+    def send(self, peer: int, tensor: torch.Tensor, number: int) -> None:
+        """Send ``tensor``, which must keep its values until :meth:`finish_sends` or until the peer has answered."""
+        self._sends.append(self._begin(self.link.backend.send, peer, tensor, number))
+
+    def finish_sends(self) -> None:
+        while self._sends:
+            self._sends.pop().wait()
+
+    def finish(self) -> None:
+        """Wait for every message that was not waited for."""
+        for message in self._receives:
+            message.wait()
+        self.finish_sends()
+
+    def fail(self, peer: int, error: RuntimeError) -> NoReturn:
+        """Name ``peer``, a message with whom failed, here and in all later collectives."""
+        # What torch refuses is our own fault, and not said by Gloo.
+        if "gloo" not in str(error):
+            raise error
+        if self.link.failure is None:
+            self.link.failure = PeerFailedError(self._story(peer, error))
+        raise self.link.failure from error
+
+    def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
+        if self.link.failure is not None:
+            raise self.link.failure
+        if tensor.numel() == 0:
+            return Message(self, peer, None)
+        try:
+            work = begin([tensor], peer, FIRST_TAG + (self._first_tag + number) % TAGS)
+        except RuntimeError as error:
+            self.fail(peer, error)
+        return Message(self, peer, work)
+
+    def _story(self, peer: int, error: RuntimeError) -> str:
+        name, said = self.link.name, re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
+        if _is_timeout(error):
+            return (
+                f"{name(peer)} did not answer {name(self.link.rank)} in {self.what} ({said}). It hangs, is slower than "
+                "the group's timeout allows, or its link is cut. Look at that rank, or give the group a longer timeout"
+            )
+        # Who failed first makes others fail, whose end may be the one that is seen first.
+        gone = {message.peer for message in (*self._receives, *self._sends) if message.is_cut_off()} - {peer}
+        names = _listed([name(other) for other in sorted({peer} | gone)])
+        return f"{names} left {name(self.link.rank)} alone in {self.what} ({said}). The cause is in what {names} wrote"
+
+
+def _gloo_of(group: Any) -> Any:
+    try:
+        backend = group._get_backend(CPU)
+    except RuntimeError:
+        backend = None
+    if backend is None or backend.name() != "gloo":
+        found = "none" if backend is None else backend.name()
+        raise ConfigurationError(
+            f"a group with Gloo for CPU tensors is expected, but its backend for them is {found}. Make one with "
+            'torch.distributed.new_group(backend="gloo"), or use ProcessGroupCommunicator'
+        )
+    return backend
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,187 @@
+"""Memory that all ranks of a host see: each rank makes a piece, and maps the pieces of all others.
+
+The memory has no name (``memfd_create``): descriptors travel over the sockets of :class:`HostPeers` and are closed
+once mapped. So there is nothing to unlink, nothing stays behind after any crash, and the size of ``/dev/shm``, which
+containers keep small, does not matter. The kernel frees it with the last process that maps it.
+"""
+
+import bisect
+import ctypes
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradsync.communicator.host_peers import HostPeers
+
+__all__ = ["Heap", "Place", "Segment"]
+
+LOGGER = logging.getLogger("gradsync")
+
+# Small tensors share a segment: a mapping for each would cost a descriptor exchange and a page.
+SLAB_BYTES = 4 * 1024 * 1024
+ALIGNMENT = 64
+
+_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Segment:
+    """A piece of memory of every rank, all of one size."""
+
+    def __init__(self, number: int, maps: Sequence[Any], rank: int) -> None:
+        self.number = number
+        self.pieces = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
+        self.own = maps[rank]
+        self.used = 0
+        self.leases = 0
+        # What the communicator has made of a place here, so that it need not do so every time.
+        self.known: dict[tuple[int, int, torch.dtype], list[tuple[torch.Tensor, ...]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces[0].numel()
+
+
+# Where a tensor lies: the segment, and the bytes before it there.
+Place = tuple[Segment, int]
+
+
+class Heap:
+    """The shared memory of one communicator. Every rank allocates the same sizes in the same order."""
+
+    def __init__(self, peers: HostPeers) -> None:
+        self._peers = peers
+        self._made = 0
+        self._segments: dict[int, Segment] = {}
+        # Where the rank's own pieces begin, sorted, and whose they are.
+        self._addresses: list[int] = []
+        self._by_address: dict[int, Segment] = {}
+        self._slab: Segment | None = None
+        self._full = False
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Zeros that all ranks of the host see, as bytes. Collective.
+
+        None on all ranks when one of them has no memory left; the log says so once.
+        """
+        rounded = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        if rounded > SLAB_BYTES // 4:
+            segment = self._make(rounded)
+        else:
+            if self._slab is None or self._slab.used + rounded > self._slab.nbytes:
+                self._slab = self._make(SLAB_BYTES)
+            segment = self._slab
+        if segment is None:
+            return None
+        offset, segment.used = segment.used, segment.used + rounded
+        return self._lease(segment, offset, nbytes)
+
+    def _lease(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+        """A tensor over a part of this rank's piece. With the last of them the segment goes."""
+        lease = _array(max(nbytes, 1)).from_buffer(segment.own, offset)
+        segment.leases += 1
+        weakref.finalize(lease, Heap._end_lease, weakref.ref(self), segment.number).atexit = False
+        return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    @staticmethod
+    def _end_lease(heap_reference: "weakref.ref[Heap]", number: int) -> None:
+        heap = heap_reference()
+        segment = heap._segments.get(number) if heap is not None else None
+        if heap is None or segment is None:
+            return
+        segment.leases -= 1
+        if segment.leases == 0 and segment is not heap._slab:
+            heap._forget(segment)
+
+    def _forget(self, segment: Segment) -> None:
+        del self._segments[segment.number]
+        self._by_address = {address: other for address, other in self._by_address.items() if other is not segment}
+        self._addresses = sorted(self._by_address)
+        segment.known.clear()
+
+    def _make(self, nbytes: int) -> Segment | None:
+        if self._slab is not None and self._slab.leases == 0:
+            self._forget(self._slab)
+            self._slab = None
+        maps = None if self._full else self._map_everybodys(nbytes)
+        if maps is None:
+            self._full = True
+            return None
+        self._made += 1
+        segment = Segment(self._made, maps, self._peers.rank)
+        self._segments[segment.number] = segment
+        self._by_address[segment.pieces[self._peers.rank].data_ptr()] = segment
+        self._addresses = sorted(self._by_address)
+        return segment
+
+    def _map_everybodys(self, nbytes: int) -> list[Any] | None:
+        descriptor: int | None = None
+        descriptors: dict[int, int] = {}
+        try:
+            try:
+                descriptor = _make_memory(nbytes)
+            except OSError as error:
+                LOGGER.warning(
+                    "rank %d cannot share %d bytes of memory with the other ranks of its host (%s): gradients take an "
+                    "extra copy on their way",
+                    self._peers.rank,
+                    nbytes,
+                    error.strerror,
+                )
+            theirs = self._peers.share(descriptor, nbytes)
+            if theirs is None or descriptor is None:
+                return None
+            descriptors = theirs | {self._peers.rank: descriptor}
+            return [_map(descriptors[rank], nbytes) for rank in range(self._peers.world_size)]
+        finally:
+            for each in {*descriptors.values(), *([] if descriptor is None else [descriptor])}:
+                os.close(each)
+
+    def find(self, tensor: torch.Tensor) -> Place | None:
+        """Where ``tensor`` lies in this memory, or None if it lies elsewhere."""
+        address = tensor.data_ptr()
+        number = bisect.bisect_right(self._addresses, address) - 1
+        if number < 0:
+            return None
+        start = self._addresses[number]
+        segment = self._by_address[start]
+        return (segment, address - start) if address + tensor.nbytes <= start + segment.nbytes else None
+
+    def segment(self, number: int) -> Segment:
+        return self._segments[number]
+
+
+def _make_memory(nbytes: int) -> int:
+    descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC)
+    try:
+        # Now, and not by a bus error when it is written.
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _array(nbytes: int) -> Any:
+    """A type of ctypes array. Of its own, because instances of ctypes' own array types cannot be watched."""
+    return type("Bytes", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": nbytes})
+
+
+def _map(descriptor: int, nbytes: int) -> Any:
+    """The memory behind ``descriptor``, as a ctypes array. Python's own ``mmap`` would keep a descriptor open."""
+    address = _LIBC.mmap(None, nbytes, _READ_AND_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = _array(nbytes).from_address(address)
+    # Not at exit: threads may still be at work on it, and the kernel does the rest.
+    weakref.finalize(memory, _LIBC.munmap, address, nbytes).atexit = False
+    return memory

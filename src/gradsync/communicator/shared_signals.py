@@ -1,0 +1,152 @@
+"""How ranks of one host tell each other that they have come: semaphores in shared memory.
+
+Each rank has a semaphore for every other one, which that one posts. POSIX semaphores order memory, cost no system call
+when nobody sleeps, and sleep in the kernel when somebody must. Beside them every rank counts its posts, so that those
+of a rank that has ended since are told from those it never made.
+
+What lies in a rank's control memory, a cache line each::
+
+    semaphore posted by rank 0 ┃ … by rank N-1 ┃ posts of this rank ┃ header of even collectives ┃ of odd ones
+"""
+
+import ctypes
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradsync.communicator.host_peers import HostPeers
+from gradsync.errors import PeerFailedError
+
+__all__ = ["HEADER_NUMBERS", "Signals"]
+
+LINE_BYTES = 64
+HEADER_NUMBERS = 6
+# A rank that comes within microseconds is not worth going to sleep for.
+SPINS = 40
+# Sleep is interrupted only to look at the time; a peer's coming or end wakes it at once.
+SLEEP_SECONDS = 1.0
+
+Header = tuple[int, ...]
+_Header = ctypes.c_int64 * HEADER_NUMBERS
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Semaphore:
+    """A POSIX semaphore at an address that several processes see."""
+
+    # The quick calls keep the interpreter's lock, which would cost more than they do.
+    _quick = ctypes.PyDLL(None, use_errno=True)
+    _slow = ctypes.CDLL(None, use_errno=True)
+
+    def __init__(self, address: int) -> None:
+        self._address = ctypes.c_void_p(address)
+
+    def initialize(self) -> None:
+        if self._quick.sem_init(self._address, 1, 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def post(self) -> None:
+        self._quick.sem_post(self._address)
+
+    def try_take(self) -> bool:
+        return bool(self._quick.sem_trywait(self._address) == 0)
+
+    def take(self, seconds: float) -> bool:
+        until = time.time() + seconds
+        limit = _Timespec(int(until), int(until % 1 * 1e9))
+        if self._slow.sem_timedwait(self._address, ctypes.byref(limit)) == 0:
+            return True
+        if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return False
+
+
+class Signals:
+    """One rank's end: it posts to all others and waits for all others. ``controls`` is everybody's control memory."""
+
+    def __init__(self, peers: HostPeers, controls: Sequence[torch.Tensor], timeout: float) -> None:
+        self._peers, self._timeout = peers, timeout
+        # Held because what follows are bare addresses, which the thread that watches may use to the very end.
+        self._controls = list(controls)
+        bases = [control.data_ptr() for control in controls]
+        world_size, rank = peers.world_size, peers.rank
+        self._others = [peer for peer in range(world_size) if peer != rank]
+        self._mine = [(peer, _Semaphore(bases[rank] + peer * LINE_BYTES)) for peer in self._others]
+        self._theirs = [_Semaphore(bases[peer] + rank * LINE_BYTES) for peer in self._others]
+        for _, semaphore in self._mine:
+            semaphore.initialize()
+        self._posts = [ctypes.c_int64.from_address(base + world_size * LINE_BYTES) for base in bases]
+        self._own_posts = self._posts[rank]
+        self._headers = [
+            [_Header.from_address(base + (world_size + 1 + parity) * LINE_BYTES) for base in bases]
+            for parity in range(2)
+        ]
+        self._awaited = 0
+        self._ended: set[int] = set()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def control_bytes(world_size: int) -> int:
+        return (world_size + 3) * LINE_BYTES
+
+    def watch(self) -> None:
+        """From now on the end of a peer is noticed. All ranks have initialized their semaphores by then."""
+        self._peers.watch(self._note_end)
+
+    def _note_end(self, peer: int) -> None:
+        self._ended.add(peer)
+        # Whoever sleeps must look again: it may wait for one that waits for the one that ended.
+        for _, semaphore in self._mine:
+            semaphore.post()
+
+    # -- headers: what each rank thinks the collective is -----------------------------------------------------------
+
+    def write_header(self, number: int, header: Header) -> None:
+        self._headers[number % 2][self._peers.rank][:] = list(header)
+
+    def headers(self, number: int) -> list[list[int]]:
+        """Everybody's, by rank, after :meth:`meet`."""
+        return [header[:] for header in self._headers[number % 2]]
+
+    # -- meeting ------------------------------------------------------------------------------------------------------
+
+    def meet(self, describe: Callable[[], str]) -> None:
+        """Return when all ranks have come here. What each wrote before is then seen by all."""
+        self._own_posts.value += 1
+        for semaphore in self._theirs:
+            semaphore.post()
+        self._awaited += 1
+        for peer, semaphore in self._mine:
+            if self._ended or not _spin(semaphore):
+                self._sleep(peer, semaphore, describe)
+
+    def _sleep(self, peer: int, semaphore: _Semaphore, describe: Callable[[], str]) -> None:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            # From the first end on, posts also come from the thread that watches, so only the counts are to be trusted.
+            if self._ended:
+                missing = [other for other in sorted(self._ended) if self._posts[other].value < self._awaited]
+                if missing:
+                    raise self._peers.failed(missing[0], f"in {describe()}")
+                if self._posts[peer].value >= self._awaited:
+                    return
+            if semaphore.take(SLEEP_SECONDS):
+                if not self._ended:
+                    return
+            elif time.monotonic() > deadline:
+                raise PeerFailedError(
+                    f"rank {self._peers.rank} waited {self._timeout:g} s in {describe()} for rank {peer} (process "
+                    f"{self._peers.process_ids[peer]}), which is alive but has not come. Every rank must run the same "
+                    "collectives in the same order; if that rank is only slow, raise the timeout of the process group"
+                )
+
+
+def _spin(semaphore: _Semaphore) -> bool:
+    return any(semaphore.try_take() for _ in range(SPINS))

@@ -1,0 +1,64 @@
+"""New process groups out of an old one, with its backend and its timeout."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator.base import Communicator
+from gradsync.communicator.process_group import ProcessGroupCommunicator
+
+__all__ = ["CommunicatorFactory", "make_subgroups"]
+
+CommunicatorFactory: TypeAlias = Callable[[dist.ProcessGroup], Communicator]
+
+
+def make_subgroups(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """One group for each of ``parts``, which are numbers in ``group`` and do not overlap; the one of this rank, if any.
+
+    Every rank of ``group`` calls it with the same parts. Processes outside ``group`` need not.
+    """
+    is_whole_world = dist.get_world_size(group) == dist.get_world_size()
+    if not is_whole_world:
+        _level_group_counts(group)
+    rank, mine = dist.get_rank(group), None
+    for part in parts:
+        # Of groups of the whole world torch wants to hear on all processes, of others on their members only.
+        if is_whole_world or rank in part:
+            made = _new_group(group, part, only_members_call=not is_whole_world)
+            mine = made if rank in part else mine
+    return mine
+
+
+def _new_group(group: dist.ProcessGroup, part: Sequence[int], *, only_members_call: bool) -> dist.ProcessGroup:
+    name = dist.get_backend(group)
+    made: dist.ProcessGroup = dist.new_group(
+        [dist.get_global_rank(group, member) for member in part],
+        # A group that was made without a name for its backend knows them by device only.
+        backend=dist.get_backend_config(group) if name == "undefined" else name,
+        timeout=_timeout_of(group),
+        use_local_synchronization=only_members_call,
+    )
+    return made
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    backend = group._get_backend(group._device_types[0])
+    # Backends that are not torch's own may have no options; torch's default is theirs then.
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def _level_group_counts(group: dist.ProcessGroup) -> None:
+    """Give every rank as many process groups as the one with the most, with groups of its own.
+
+    torch names a group that only its members make by the number of groups they have. Where that differs, so do the
+    names, and the members would wait for each other until the timeout.
+    """
+    wire = ProcessGroupCommunicator(group)
+    count = len(dist.distributed_c10d._world.pg_names)
+    most = torch.tensor([count], device=wire.device)
+    wire.all_reduce(most, "max").wait()
+    for _ in range(int(most) - count):
+        _new_group(group, [wire.rank], only_members_call=True)

@@ -1,0 +1,246 @@
+"""What test_mpi.py starts with mpirun, on three ranks: all checks, and then a bad end.
+
+The checks of collectives are those of test_communicators.py, with the MPI communicator as the ambient one.
+"""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import gradsync
+from gradsync.communicator import Communicator, Handle, ambient_communicator
+from gradsync.communicator.mpi import PIECE_BYTES, MPICommunicator
+from tests import test_communicators as shared
+
+ANY_DTYPE = [*shared.DTYPES, torch.float16, torch.int32, torch.int8, torch.uint8]
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def noise(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of very different sizes, so that every order of summation rounds differently."""
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(numel, generator=generator, dtype=torch.float64).exp() ** 2).to(dtype)
+
+
+def check_introduction(wire: MPICommunicator) -> None:
+    assert isinstance(wire, Communicator)
+    assert isinstance(wire.all_reduce(torch.zeros(1)), Handle)
+    assert (wire.rank, wire.world_size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert wire.device == torch.device("cpu")
+    assert wire.averages(wire.device) is False
+    assert torch.equal(wire.allocate(5, torch.bfloat16, wire.device), torch.zeros(5, dtype=torch.bfloat16))
+    assert repr(wire).endswith(f", rank {wire.rank} of {wire.world_size})")
+
+
+def check_exact_values(wire: MPICommunicator) -> None:
+    n = wire.world_size
+    for dtype in ANY_DTYPE:
+        for numel in (0, 1, 1000, 40_001):
+            total = shared.patterns(n, numel, dtype).sum(0, dtype=dtype)
+            assert torch.equal(shared.all_reduce("sum", dtype, numel), total), (dtype, numel)
+        for numel in (100, 40_001):
+            largest = shared.patterns(n, numel, dtype).amax(0)
+            assert torch.equal(shared.all_reduce("max", dtype, numel), largest), dtype
+        for source in (0, n - 1):
+            assert torch.equal(shared.broadcast(source, dtype), shared.pattern(source, 30, dtype)), dtype
+        for numel in (0, 7):
+            output, sent = shared.all_gather(dtype, numel)
+            assert torch.equal(output, shared.patterns(n, numel, dtype).view(-1)), dtype
+            assert torch.equal(sent, shared.pattern(wire.rank, numel, dtype)), "what was sent has changed"
+        total = shared.patterns(n, 7 * n, dtype).sum(0, dtype=dtype)
+        assert torch.equal(shared.reduce_scatter(dtype), total.chunk(n)[wire.rank]), dtype
+
+
+def check_the_bits_of_the_reference(wire: MPICommunicator) -> None:
+    """Sums of floats too are those of the in-process ranks, whether they go in one piece or in several."""
+    n = wire.world_size
+    # Not a multiple of anything, and one so short that the last ranks own nothing of it.
+    cases = [(torch.float64, PIECE_BYTES // 8 * 5 // 2 + 1), (torch.float32, 30_011), (torch.bfloat16, 40_003)]
+    cases += [(torch.complex128, 4_099), (torch.complex64, 17)]
+    for dtype, numel in cases:
+        expected = noise(0, numel, dtype)
+        for rank in range(1, n):
+            expected.add_(noise(rank, numel, dtype))
+        tensor = noise(wire.rank, numel, dtype)
+        wire.all_reduce(tensor).wait()
+        assert torch.equal(tensor, expected), (dtype, numel)
+        tensor = noise(wire.rank, numel, dtype)
+        wire.all_reduce(tensor, "average").wait()
+        assert torch.equal(tensor, expected.div_(n)), (dtype, numel)
+    check_large_shares(wire)
+
+
+def check_large_shares(wire: MPICommunicator) -> None:
+    n, share = wire.world_size, PIECE_BYTES // 8 + 3
+    total = torch.zeros(share * n, dtype=torch.float64)
+    for rank in range(n):
+        total += noise(rank, share * n, torch.float64)
+    output, sent = torch.empty(share, dtype=torch.float64), noise(wire.rank, share * n, torch.float64)
+    wire.reduce_scatter(output, sent).wait()
+    assert torch.equal(output, total[wire.rank * share : (wire.rank + 1) * share])
+    assert torch.equal(sent, noise(wire.rank, share * n, torch.float64)), "what was sent has changed"
+
+
+def check_several_and_views(wire: MPICommunicator) -> None:
+    n = wire.world_size
+    tensors = shared.several_in_flight(5)
+    for number in range(5):
+        inputs = torch.stack([shared.pattern(r + number, 10 * n, torch.float64) for r in range(n)])
+        output, gathered, total = tensors[3 * number : 3 * number + 3]
+        assert torch.equal(total, inputs.sum(0))
+        assert torch.equal(output, inputs.sum(0).chunk(n)[wire.rank])
+        assert torch.equal(gathered, inputs.view(-1))
+    kept, whole = shared.shares_in_place()
+    total = shared.patterns(n, 7 * n, torch.float64).sum(0)
+    assert torch.equal(kept, total.chunk(n)[wire.rank])
+    assert torch.equal(whole, total)
+    assert shared.reduce_a_part().tolist() == [0.0] * 3 + [float(n)] * 3 + [0.0] * 3
+    flags = torch.tensor([wire.rank == 0, False])
+    wire.all_reduce(flags, "max").wait()
+    assert flags.tolist() == [True, False]
+
+
+def check_a_part_of_the_ranks() -> None:
+    """Numbers are those of the given communicator, whose own messages go on beside."""
+    world = MPI.COMM_WORLD
+    parts = world.Split(color=min(world.rank, 1), key=-world.rank)
+    wire = MPICommunicator(parts)
+    assert (wire.rank, wire.world_size) == (parts.rank, parts.size)
+    tensor = torch.tensor([float(world.rank)])
+    handle = wire.all_reduce(tensor)
+    assert parts.allreduce(1) == parts.size
+    handle.wait()
+    assert tensor.item() == (0.0 if world.rank == 0 else sum(range(1, world.size)))
+    wire.close()
+    wire.close()
+    expect(gradsync.MisuseError, "closed", lambda: wire.all_reduce(tensor))
+    parts.Free()
+
+
+def check_refusals(wire: MPICommunicator) -> None:
+    """Nothing is sent, so the communicator stays usable."""
+    matrix = torch.ones(3, 2).t()
+    expect(gradsync.ConfigurationError, "contiguous", lambda: wire.all_reduce(matrix))
+    expect(gradsync.ConfigurationError, "NCCL", lambda: wire.all_reduce(torch.ones(1, device="meta")))
+    expect(gradsync.ConfigurationError, "NCCL", lambda: wire.allocate(1, torch.float32, torch.device("cuda", 0)))
+    expect(gradsync.ConfigurationError, "no average", lambda: wire.all_reduce(torch.ones(1).int(), "average"))
+    expect(gradsync.ConfigurationError, "source must be", lambda: wire.broadcast(torch.ones(1), wire.world_size))
+    expect(gradsync.ConfigurationError, "equal shares", lambda: wire.all_gather(torch.ones(1), torch.ones(1)))
+    expect(gradsync.ConfigurationError, "mpi4py communicator", lambda: MPICommunicator("all"))
+    shared.reduce_a_part()
+
+
+def expect(kind: type[Exception], words: str, function: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=words):
+        function()
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+INPUTS = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def take_steps(
+    model: nn.Module, inputs: torch.Tensor, after_backward: Callable[[], None] = lambda: None
+) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        after_backward()
+        optimizer.step()
+    return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+def check_training(wire: MPICommunicator) -> None:
+    """All ways to average are a single process on the whole batch."""
+    expected = torch.tensor(take_steps(make_model(), INPUTS), dtype=torch.float64)
+    share = INPUTS.chunk(wire.world_size)[wire.rank]
+
+    def wrapped() -> list[float]:
+        # Tiny buckets: several are under way at a time.
+        model = gradsync.DistributedDataParallel(make_model(), communicator=wire, bucket_cap_mb=0.0002)
+        return take_steps(model, share)
+
+    def attached() -> list[float]:
+        model = make_model()
+        gradsync.synchronize_gradients(model, communicator=wire)
+        return take_steps(model, share)
+
+    def called() -> list[float]:
+        model = make_model()
+        return take_steps(model, share, lambda: gradsync.average_gradients(model, group=wire))
+
+    def accelerated() -> list[float]:
+        accelerator = gradsync.Accelerator(cpu=True, communicator=wire)
+        assert accelerator.num_processes == wire.world_size
+        model = accelerator.prepare(make_model())
+        return take_steps(model, share)
+
+    for train in (wrapped, attached, called, accelerated):
+        values = torch.tensor(train(), dtype=torch.float64)
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-15, msg=train.__name__)
+        first = values.clone()
+        wire.broadcast(first, 0).wait()
+        assert torch.equal(values, first), f"{train.__name__}: replicas differ"
+
+
+def check_all(wire: MPICommunicator) -> None:
+    with ambient_communicator(wire):
+        check_introduction(wire)
+        check_exact_values(wire)
+        check_the_bits_of_the_reference(wire)
+        check_several_and_views(wire)
+        check_a_part_of_the_ranks()
+        check_refusals(wire)
+        check_training(wire)
+    say(f"rank {wire.rank}: all checks passed")
+
+
+# -- a bad end --------------------------------------------------------------------------------------------------------
+
+
+def fail(wire: MPICommunicator) -> None:
+    """Rank 1 leaves while rank 0 waits for it. Then rank 2 fails, while all others wait."""
+    world = MPI.COMM_WORLD
+    pair = MPICommunicator(world.Split(color=world.rank // 2))
+    if world.rank == 1:
+        sys.exit(3)
+    if world.rank == 2:
+        world.recv(source=0)
+        raise ValueError("no luck")
+    tensor = torch.ones(10)
+    for _ in range(2):  # the second time without waiting
+        expect(
+            gradsync.PeerFailedError, "rank 0 waited in all_reduce sum of 10 .* rank 1", pair.all_reduce(tensor).wait
+        )
+    say("rank 0: rank 1 has left")
+    world.send(None, dest=2)
+    wire.all_reduce(tensor).wait()
+    say("rank 0: what nobody else has started is finished")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    wire = MPICommunicator()
+    check_all(wire)
+    fail(wire)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Bucket sizes that are found while training: the arithmetic, and that it changes nothing but sizes."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradsync.bucket_layout import BucketCaps, ParameterSpec, plan_layout
+from gradsync.bucket_tuner import HOST_SECONDS_PER_BUCKET, TUNED_AFTER, BucketTuner, Course, arrival
+from gradsync.communicator import Communicator, Handle, ReduceOp, choose_communicator
+from gradsync.communicator.background import Background
+from gradsync.cost_model import LinkCost
+from gradsync.synchronizer import Synchronizer
+from gradsync.synchronizer_options import SynchronizerOptions
+from gradsync.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+MIB = 1024 * 1024
+CPU = torch.device("cpu")
+LINEAR = tuple(point / 32 for point in range(33))
+
+courses = st.builds(
+    Course,
+    ready=st.lists(st.floats(0, 1), min_size=33, max_size=33).map(lambda times: tuple(sorted(times))),
+    latency=st.floats(0, 0.01),
+    seconds_per_byte=st.floats(1e-11, 1e-6),
+)
+sizes = st.lists(st.integers(1, 10 * MIB), min_size=1, max_size=20)
+
+
+# -- when the last bucket arrives -------------------------------------------------------------------------------------
+
+
+def test_one_bucket_travels_after_backward() -> None:
+    course = Course(ready=LINEAR, latency=0.1, seconds_per_byte=1e-6)
+    assert arrival(course, [500_000]) == pytest.approx(1.0 + HOST_SECONDS_PER_BUCKET + 0.1 + 0.5)
+
+
+def test_what_fits_into_backward_is_hidden() -> None:
+    """Ready at 0.5, 0.5 s on the wire, then the last one, which is small."""
+    course = Course(ready=LINEAR, latency=0.0, seconds_per_byte=1e-6)
+    assert arrival(course, [500_000, 450_000, 50_000]) == pytest.approx(1.5 + HOST_SECONDS_PER_BUCKET)
+
+
+@given(courses, sizes)
+def test_it_is_never_earlier_than_the_wire_or_backward_allow(course: Course, buckets: list[int]) -> None:
+    per_bucket = [course.latency + size * course.seconds_per_byte for size in buckets]
+    end = arrival(course, buckets)
+    assert end >= sum(per_bucket) - 1e-9
+    assert end >= course.ready[-1] + per_bucket[-1] - 1e-9
+
+
+@given(courses, sizes, st.floats(1.0, 10.0))
+def test_a_slower_wire_is_never_earlier(course: Course, buckets: list[int], factor: float) -> None:
+    slower = replace(course, seconds_per_byte=course.seconds_per_byte * factor)
+    assert arrival(slower, buckets) >= arrival(course, buckets) - 1e-9
+
+
+# -- in a training ----------------------------------------------------------------------------------------------------
+
+
+class SlowWire:
+    """The ranks of another communicator, over a wire that takes its time and none of the processor's."""
+
+    def __init__(self, over: Communicator, cost: LinkCost) -> None:
+        self._over, self._cost = over, cost
+        self._background = Background("slow wire")
+        self.collectives: list[int] = []
+        self.rank, self.world_size, self.device = over.rank, over.world_size, over.device
+        self.averages, self.allocate = over.averages, over.allocate
+        self.broadcast, self.all_gather, self.reduce_scatter = over.broadcast, over.all_gather, over.reduce_scatter
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+        handle = self._over.all_reduce(tensor, op)
+        self.collectives.append(tensor.nbytes)
+
+        def travel() -> None:
+            time.sleep(self._cost.latency + tensor.nbytes * self._cost.seconds_per_byte)
+            handle.wait()
+
+        return self._background.start(travel)
+
+
+class Layers(nn.Module):
+    """Backward takes about two milliseconds a layer."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=torch.float64) for _ in range(count))
+        # Not the global generator: ranks are threads here.
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=width**-0.5, generator=generator)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden.register_hook(lambda gradient: time.sleep(0.002))
+        return hidden
+
+
+def train(cost: LinkCost, windows: int) -> dict[str, object]:
+    wire = SlowWire(choose_communicator(), cost)
+    model = Layers(count=8, width=128)
+    specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()]
+    options = SynchronizerOptions(
+        communicator=wire,  # type: ignore[arg-type]
+        caps=BucketCaps.uniform(100 * MIB),
+        tuner=BucketTuner(cost),
+    )
+    engine = Synchronizer(list(model.parameters()), specs, options)
+    caps, gradients = [], []
+    for number in range(windows):
+        model.zero_grad()
+        inputs = torch.full((2, 128), float(wire.rank + number), dtype=torch.float64)
+        engine.begin_forward()
+        output = model(inputs)
+        engine.end_forward(output)
+        output.sum().backward()
+        caps.append(engine.caps)
+        gradients.append(model.layers[0].weight.grad.clone())  # type: ignore[union-attr, operator]
+    assert options.tuner is not None
+    return {
+        "caps": caps,
+        "gradients": gradients,
+        "rounds": options.tuner.rounds,
+        "still watching": engine._observer is not None,
+        "buckets": len(engine.buckets),
+    }
+
+
+def expected_gradient(number: int, world_size: int) -> torch.Tensor:
+    model = Layers(count=8, width=128)
+    total = sum(
+        model(torch.full((2, 128), float(rank + number), dtype=torch.float64)).sum() for rank in range(world_size)
+    )
+    (total / world_size).backward()  # type: ignore[union-attr]
+    gradient = model.layers[0].weight.grad
+    assert isinstance(gradient, torch.Tensor)
+    return gradient
+
+
+def test_sizes_are_found_together_and_then_stay() -> None:
+    """A slow wire of one bucket: cutting it is worth it. All ranks come to the same, at the same windows."""
+    windows = TUNED_AFTER[-1] + 4
+    results = run_ranks(train, 2, LinkCost(latency=1e-4, seconds_per_byte=1e-8), windows)
+    for result in results:
+        assert result["caps"] == results[0]["caps"]
+        assert result["rounds"] == len(TUNED_AFTER)
+        assert not result["still watching"]
+        assert result["buckets"] > 1  # type: ignore[operator]
+        caps = result["caps"]
+        assert isinstance(caps, list)
+        assert caps[: TUNED_AFTER[0]] == [BucketCaps.uniform(100 * MIB)] * TUNED_AFTER[0]
+        assert len(set(caps[TUNED_AFTER[-1] :])) == 1
+    for number in (0, TUNED_AFTER[0], windows - 1):
+        expected = expected_gradient(number, 2)
+        for result in results:
+            gradients = result["gradients"]
+            assert isinstance(gradients, list)
+            torch.testing.assert_close(gradients[number], expected, rtol=1e-12, atol=0.0)
+
+
+def test_where_every_bucket_is_dear_there_is_one() -> None:
+    results = run_ranks(train, 2, LinkCost(latency=0.03, seconds_per_byte=1e-11), TUNED_AFTER[0] + 1)
+    assert [result["buckets"] for result in results] == [1, 1]
+
+
+# -- a parameter that is larger than a bucket -------------------------------------------------------------------------
+
+
+def layout_of(numels: list[int], cap: int) -> list[list[int]]:
+    specs = [ParameterSpec.of(f"p{n}", torch.empty(numel, device="meta")) for n, numel in enumerate(numels)]
+    layout = plan_layout(specs, range(len(specs)), BucketCaps.uniform(cap), ballot=2)
+    return [
+        [len(part) * 4 for part in torch.empty(plan.numel, device="meta").split(plan.piece)] for plan in layout.buckets
+    ]
+
+
+def test_a_huge_parameter_crosses_the_wire_in_pieces() -> None:
+    first, huge, last = layout_of([1000, 10 * MIB // 4, 1000], 2 * MIB)
+    assert len(first) == len(last) == 1
+    assert len(huge) == 5
+    assert max(huge) - min(huge) < 64
+
+
+def test_small_parameters_never_do() -> None:
+    assert all(len(pieces) == 1 for pieces in layout_of([MIB // 8] * 50, 2 * MIB))
+
+
+def test_pieces_are_worth_a_collective() -> None:
+    assert [len(pieces) for pieces in layout_of([3 * MIB // 4], 1000)] == [3]
+
+
+def reduce_huge() -> tuple[list[int], torch.Tensor]:
+    wire = SlowWire(choose_communicator(), LinkCost(latency=0.0, seconds_per_byte=0.0))
+    parameter = nn.Parameter(torch.zeros(MIB, dtype=torch.float64))
+    options = SynchronizerOptions(communicator=wire, caps=BucketCaps.uniform(3 * MIB))  # type: ignore[arg-type]
+    engine = Synchronizer([parameter], [ParameterSpec.of("huge", parameter)], options)
+    engine.begin_forward()
+    output = parameter * torch.arange(MIB, dtype=torch.float64) * (wire.rank + 1)
+    engine.end_forward(output)
+    output.sum().backward()
+    assert parameter.grad is not None
+    return [nbytes for nbytes in wire.collectives if nbytes > 1000], parameter.grad.clone()
+
+
+def test_pieces_add_up() -> None:
+    for collectives, gradient in run_ranks(reduce_huge, 2):
+        assert len(collectives) == 2
+        assert torch.equal(gradient, torch.arange(MIB, dtype=torch.float64) * 1.5)

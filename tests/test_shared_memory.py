@@ -1,0 +1,285 @@
+"""What is special about shared memory: where buckets lie, who notices a rank that ends, and what is left of it all.
+
+The collectives themselves are tested by the contract of all communicators, in test_communicators.py.
+"""
+
+import gc
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync
+from gradsync.communicator import ProcessGroupCommunicator, SharedMemoryCommunicator, fit_communicator
+from tests.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks of its own: some of them do not survive their test."""
+    pool = RankPool(3)
+    yield pool
+    pool.close()
+
+
+def group_wire() -> ProcessGroupCommunicator:
+    return ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
+
+
+def shared_wire(timeout: float = 60.0) -> SharedMemoryCommunicator:
+    return SharedMemoryCommunicator(group_wire(), timeout=timeout)
+
+
+# -- where things lie -------------------------------------------------------------------------------------------------
+
+
+def reduce_buckets() -> dict[str, object]:
+    wire = shared_wire()
+    bucket = wire.allocate(1_000_001, torch.float32, CPU)
+    bucket.fill_(wire.rank + 1.0)
+    wire.all_reduce(bucket).wait()
+    part = bucket[50:60_000]
+    wire.all_reduce(part, "max").wait()
+    segments = len(wire._heap._segments)
+    del bucket, part
+    gc.collect()
+    return {
+        "segments": (segments, len(wire._heap._segments)),
+        "in /dev/shm": [name for name in os.listdir("/dev/shm") if "gradsync" in name],
+        "descriptors": [link for link in descriptors() if "memfd:gradsync" in link],
+    }
+
+
+def descriptors() -> list[str]:
+    return [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+
+
+def test_memory_has_no_name_and_goes_with_the_last_tensor(pool: RankPool) -> None:
+    for seen in pool.run(reduce_buckets):
+        before, after = seen["segments"]  # type: ignore[misc]
+        assert after == before - 1
+        assert seen["in /dev/shm"] == []
+        assert seen["descriptors"] == []
+
+
+def mixed_places() -> list[torch.Tensor]:
+    """Some ranks' tensors lie in shared memory, and some do not."""
+    wire = shared_wire()
+    results = []
+    for numel in (10, 300_000, 700_001):
+        shared = wire.allocate(numel, torch.float64, CPU)
+        tensor = torch.zeros(numel, dtype=torch.float64) if wire.rank == 1 else shared
+        tensor.copy_(torch.arange(numel) + wire.rank)
+        wire.all_reduce(tensor).wait()
+        results.append(tensor.clone())
+    return results
+
+
+def test_ranks_may_keep_their_tensors_in_different_places(pool: RankPool) -> None:
+    for results in pool.run(mixed_places):
+        for result in results:
+            expected = 3 * torch.arange(result.numel(), dtype=torch.float64) + 3
+            assert torch.equal(result, expected)
+
+
+def run_in_the_background() -> bool:
+    """Nobody waits for it, and it comes to an end."""
+    wire = shared_wire()
+    bucket = wire.allocate(1_000_000, torch.float32, CPU)
+    bucket.fill_(1.0)
+    handle = wire.all_reduce(bucket)
+    deadline = time.monotonic() + 30
+    while not (bucket == 3).all() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    arrived = bool((bucket == 3).all())
+    handle.wait()
+    return arrived
+
+
+def test_a_bucket_is_reduced_while_its_rank_does_something_else(pool: RankPool) -> None:
+    assert pool.run(run_in_the_background) == [True] * 3
+
+
+def wait_for_a_late_rank() -> float:
+    """Seconds of processor time that waiting for half a second took."""
+    wire = shared_wire()
+    message = torch.ones(4)
+    wire.all_reduce(message).wait()
+    if wire.rank == 2:
+        time.sleep(0.5)
+    busy = time.process_time()
+    wire.all_reduce(message).wait()
+    return time.process_time() - busy
+
+
+def test_waiting_costs_no_processor_time(pool: RankPool) -> None:
+    assert max(pool.run(wait_for_a_late_rank)) < 0.25
+
+
+# -- ranks that differ, or end ----------------------------------------------------------------------------------------
+
+
+def start_different_collectives() -> str:
+    wire = shared_wire()
+    tensor = torch.ones(5 if wire.rank == 1 else 3)
+    with pytest.raises(gradsync.MismatchError) as raised:
+        wire.all_reduce(tensor).wait()
+    after = torch.ones(2)
+    wire.all_reduce(after).wait()
+    assert after.tolist() == [3.0, 3.0], "the collective after a refused one is as good as any"
+    return str(raised.value)
+
+
+def test_different_collectives_are_refused_on_all_ranks(pool: RankPool) -> None:
+    for message in pool.run(start_different_collectives):
+        assert "rank 0: all_reduce sum of 3 × torch.float32" in message
+        assert "rank 1: all_reduce sum of 5 × torch.float32" in message
+
+
+def go_on_until_rank_1_is_killed(numel: int, with_child: bool) -> float:
+    wire = shared_wire()
+    bucket = wire.allocate(numel, torch.float32, CPU)
+    child = 0
+    if wire.rank == 1 and with_child:
+        # Like a worker of a DataLoader, which may live on for a while.
+        child = os.fork()
+        if child == 0:
+            time.sleep(5)
+            os._exit(0)
+    for number in range(1000):
+        if wire.rank == 1 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wire.all_reduce(bucket).wait()
+    return 0.0
+
+
+@pytest.mark.parametrize(("numel", "with_child"), [(10, False), (1_000_000, False), (10, True)])
+def test_a_killed_rank_is_named(pool: RankPool, numel: int, with_child: bool) -> None:
+    answers = pool.run(go_on_until_rank_1_is_killed, numel, with_child, timeout=30, expect_errors=True)
+    assert isinstance(answers[1], RankError)
+    assert answers[1].kind == "RankDied"
+    for rank in (0, 2):
+        answer = answers[rank]
+        assert isinstance(answer, RankError)
+        assert answer.kind == "PeerFailedError"
+        assert "rank 1 (process " in answer.message
+        assert "has ended" in answer.message
+        assert "all_reduce sum" in answer.message
+
+
+kept: list[SharedMemoryCommunicator] = []
+
+
+def stay_away() -> str:
+    wire = shared_wire(timeout=0.3)
+    kept.append(wire)  # so that it stays away, and does not leave
+    if wire.rank == 1:
+        return ""
+    with pytest.raises(gradsync.PeerFailedError) as raised:
+        wire.all_reduce(torch.ones(3)).wait()
+    return str(raised.value)
+
+
+def test_whoever_does_not_come_is_named_when_time_is_up(pool: RankPool) -> None:
+    first, _, third = pool.run(stay_away)
+    for message in (first, third):
+        assert "waited 0.3 s in all_reduce sum of 3 × torch.float32 for rank 1" in message
+
+
+def leave_first() -> list[float]:
+    """A rank that has done its part may go, and the others get their result all the same."""
+    wire = shared_wire()
+    tensors = [torch.ones(100_000) for _ in range(3)]
+    handles = [wire.all_reduce(tensor) for tensor in tensors]
+    for handle in handles:
+        handle.wait()
+    if wire.rank == 0:
+        wire.close()
+    return [float(tensor.mean()) for tensor in tensors]
+
+
+def test_a_rank_may_leave_after_its_part(pool: RankPool) -> None:
+    assert pool.run(leave_first) == [[3.0] * 3] * 3
+
+
+# -- where memory is short --------------------------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class ShortOfMemory:
+    """No file, and so no shared memory, of more than ``nbytes``, on rank 1."""
+
+    def __init__(self, rank: int, nbytes: int) -> None:
+        self._limit = nbytes if rank == 1 else resource.RLIM_INFINITY
+        self.log = Lines()
+
+    def __enter__(self) -> "ShortOfMemory":
+        logging.getLogger("gradsync").addHandler(self.log)
+        _, self._hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._limit, self._hard))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, self._hard))
+        logging.getLogger("gradsync").removeHandler(self.log)
+
+
+def allocate_too_much() -> tuple[list[str], float]:
+    wire = shared_wire()
+    with ShortOfMemory(wire.rank, 10_000_000) as short:
+        buckets = [wire.allocate(3_000_000, torch.float32, CPU) for _ in range(2)]
+    for bucket in buckets:
+        bucket.fill_(wire.rank)
+        wire.all_reduce(bucket).wait()
+    return short.log.lines, float(buckets[0].mean() + buckets[1].mean())
+
+
+def test_buckets_that_cannot_be_shared_take_another_way(pool: RankPool) -> None:
+    results = pool.run(allocate_too_much)
+    assert [total for _, total in results] == [6.0] * 3
+    lines = [lines for lines, _ in results]
+    assert lines[0] == lines[2] == []
+    assert len(lines[1]) == 1
+    assert "rank 1 cannot share 12000000 bytes" in lines[1][0]
+
+
+def train_without_shared_memory() -> tuple[str, list[str], torch.Tensor]:
+    wire = group_wire()
+    torch.manual_seed(0)
+    with ShortOfMemory(wire.rank, 1000) as short:
+        choice = fit_communicator(ProcessGroupCommunicator(dist.new_group()), CPU)
+    model = gradsync.DistributedDataParallel(nn.Linear(3, 1), communicator=choice.communicator)
+    model(torch.full((1, 3), float(wire.rank))).sum().backward()
+    assert model.module.weight.grad is not None
+    return str(choice), short.log.lines, model.module.weight.grad
+
+
+def test_without_any_shared_memory_the_group_is_used_and_the_log_says_so(
+    pool: RankPool,
+) -> None:
+    for choice, lines, gradient in pool.run(train_without_shared_memory):
+        assert choice.startswith("the process group (memory cannot be shared")
+        assert sum("gradients travel over sockets" in line for line in lines) == 1
+        assert gradient.tolist() == [[1.0, 1.0, 1.0]]

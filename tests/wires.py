@@ -1,0 +1,82 @@
+"""Communicators to run the contract over: a name for each, which a rank resolves itself, and keeps.
+
+Making process groups is slow, so a rank makes a wire once and uses it for every test after.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from gradsync.communicator import Communicator, ambient_communicator
+from gradsync.communicator.hierarchical import HierarchicalCommunicator
+from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
+from gradsync.communicator.round_robin import RoundRobinCommunicator
+from gradsync.communicator.topology import HOST_VARIABLE
+from tests.ranks import RankPool
+
+T = TypeVar("T")
+
+
+def small_chunks(group: dist.ProcessGroup) -> Communicator:
+    """Chunks of a few elements: every collective takes many of them, and the last one is not full."""
+    return PeerExchangeCommunicator(group, chunk_bytes=3000, in_flight=2)
+
+
+def round_robin(group: dist.ProcessGroup) -> Communicator:
+    return RoundRobinCommunicator.over(group, 2, PeerExchangeCommunicator)
+
+
+def hosts_of(*sizes: int) -> Callable[[dist.ProcessGroup], Communicator]:
+    """A factory that pretends that the first ranks are on one host, the next ones on another, and so on."""
+
+    def make(group: dist.ProcessGroup) -> Communicator:
+        host = [number for number, size in enumerate(sizes) for _ in range(size)][dist.get_rank(group)]
+        os.environ[HOST_VARIABLE] = f"host{host}"
+        try:
+            return HierarchicalCommunicator.over(group)
+        finally:
+            del os.environ[HOST_VARIABLE]
+
+    return make
+
+
+WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
+    "peer-exchange": PeerExchangeCommunicator,
+    "small-chunks": small_chunks,
+    "round-robin": round_robin,
+    "hosts-2+2": hosts_of(2, 2),
+    "hosts-3+1": hosts_of(3, 1),
+}
+
+_made: dict[str, tuple[dist.ProcessGroup, Communicator]] = {}
+
+
+def wire_called(name: str) -> Communicator:
+    """In a rank: the wire of that name over the default group."""
+    group = dist.distributed_c10d._get_default_group()
+    if name not in _made or _made[name][0] is not group:
+        _made[name] = group, WIRES[name](group)
+    return _made[name][1]
+
+
+def run_on_wire(name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    with ambient_communicator(wire_called(name)):
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class WireRanks:
+    """The ranks of a pool, to whom `choose_communicator()` means the wire of that name."""
+
+    pool: RankPool
+    name: str
+
+    @property
+    def world_size(self) -> int:
+        return self.pool.world_size
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        return self.pool.run(run_on_wire, self.name, function, *args, **kwargs)
