@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test check doctor bench-engine bench-accumulate format clean
+.PHONY: help install train test check doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
@@ -19,6 +19,7 @@ help:
 	@echo 'make check     lint, formatting, types'
 	@echo 'make doctor    say whether this machine is fit, and how fast its wire is'
 	@echo 'make install   create .venv with the pinned packages and gradsync itself'
+	@echo 'make bench     measure what synchronization costs, against all peers (about 12 minutes, as root)'
 	@echo 'make bench-engine       time a step against DDP, tuned and stock (about 4 minutes)'
 	@echo 'make bench-accumulate   time what accumulate() adds to a micro-batch (seconds)'
 	@echo 'make format    sort imports and format'
@@ -39,6 +40,9 @@ check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: .venv/.bench .venv/.apt
+	$(BIN)/gradsync bench all --quick $(ARGS)
 
 bench-engine: .venv/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/engine.py $(ARGS)
@@ -66,13 +70,18 @@ clean:
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.venv/.dev: .venv/.installed requirements/dev.txt
+.venv/.bench: .venv/.installed requirements/bench.txt
+	$(BIN)/pip install --quiet --requirement requirements/bench.txt
+	@touch $@
+
+.venv/.dev: .venv/.bench requirements/dev.txt
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt
 	@touch $@
 
 # Programs that single tests need; without them those tests say so and are skipped.
 .venv/.apt: requirements/apt.txt | .venv/.installed
-	@missing=$$(sed 's/ *#.*//' $< | while read -r name; do command -v $$name >/dev/null || echo $$name; done); \
+	@missing=$$(sed 's/ *#.*//; /^$$/d' $< | while read -r package program; do \
+		command -v $$program >/dev/null || echo $$package; done); \
 	if [ -n "$$missing" ] && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing >/dev/null || true; \
 	fi

@@ -35,6 +35,8 @@ WIRED = [
     ("peer-exchange", 4),
     ("small-chunks", 4),
     ("round-robin", 2),
+    ("shared-memory", 2),
+    ("shared-memory", 4),
     ("hosts-2+2", 4),
     ("hosts-3+1", 4),
 ]

@@ -157,6 +157,7 @@ LAYERS = (
     "bench.scenarios.accumulation",
     "bench.scenarios.overlap",
     "bench.scenarios.skip_sync",
+    "bench.scenarios.convergence",
     "bench.scenarios",
     "bench.report",
     "bench.screen",

@@ -30,6 +30,7 @@ from gradsync.communicator.topology import HOST_VARIABLE, Topology, find_topolog
 from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.testing import run_ranks
 from tests.ranks import RankPool, pool_of
+from tests.wires import wire_called
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,13 +48,17 @@ def noise(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def perform(wire: Communicator, calls: list[Call]) -> list[torch.Tensor]:
-    """Start all of them, then wait."""
+    """Start all of them, then wait. Every other one in memory of the wire's own, as buckets are."""
     results, handles = [], []
-    for kind, numel, dtype, source in calls:
+    for number, (kind, numel, dtype, source) in enumerate(calls):
         tensor = noise(wire.rank, numel * wire.world_size if kind == "reduce_scatter" else numel, dtype)
+        if number % 2:
+            tensor = wire.allocate(tensor.numel(), dtype, torch.device("cpu")).copy_(tensor)
         result = tensor
         if kind == "all_gather":
             result = torch.zeros(numel * wire.world_size, dtype=dtype)
+            if number % 2:
+                result = wire.allocate(result.numel(), dtype, torch.device("cpu"))
             handles.append(wire.all_gather(result, tensor))
         elif kind == "reduce_scatter":
             result = torch.zeros(numel, dtype=dtype)
@@ -104,6 +109,25 @@ def test_an_exchange_has_the_bits_of_threads(
     results = process_ranks.run(perform_by_exchange, calls, chunk_bytes, in_flight)
     for rank, tensors in enumerate(results):
         for what, tensor, reference in zip(calls, tensors, expected[rank], strict=True):
+            assert torch.equal(tensor, reference), f"{what} on rank {rank}"
+
+
+def perform_in_shared_memory(calls: list[Call]) -> list[torch.Tensor]:
+    return [result.clone() for result in perform(wire_called("shared-memory"), calls)]
+
+
+# Beside those: more than a stage holds, and more than a block.
+LARGE = st.one_of(NUMELS, st.integers(300_000, 310_000))
+
+
+@settings(max_examples=6)
+@given(calls=st.lists(st.tuples(call(), LARGE), min_size=3, max_size=7))
+def test_shared_memory_has_the_bits_of_threads(process_ranks: RankPool, calls: list[tuple[Call, int]]) -> None:
+    sized = [(kind, numel, dtype, source) for (kind, _, dtype, source), numel in calls]
+    expected = run_ranks(perform_in_process, process_ranks.world_size, sized)
+    results = process_ranks.run(perform_in_shared_memory, sized)
+    for rank, tensors in enumerate(results):
+        for what, tensor, reference in zip(sized, tensors, expected[rank], strict=True):
             assert torch.equal(tensor, reference), f"{what} on rank {rank}"
 
 

@@ -10,7 +10,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradsync.communicator import Communicator, ambient_communicator
+from gradsync.communicator import (
+    Communicator,
+    ProcessGroupCommunicator,
+    SharedMemoryCommunicator,
+    ambient_communicator,
+)
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
@@ -29,6 +34,10 @@ def round_robin(group: dist.ProcessGroup) -> Communicator:
     return RoundRobinCommunicator.over(group, 2, PeerExchangeCommunicator)
 
 
+def shared_memory(group: dist.ProcessGroup) -> Communicator:
+    return SharedMemoryCommunicator(ProcessGroupCommunicator(group), timeout=30)
+
+
 def hosts_of(*sizes: int) -> Callable[[dist.ProcessGroup], Communicator]:
     """A factory that pretends that the first ranks are on one host, the next ones on another, and so on."""
 
@@ -36,7 +45,7 @@ def hosts_of(*sizes: int) -> Callable[[dist.ProcessGroup], Communicator]:
         host = [number for number, size in enumerate(sizes) for _ in range(size)][dist.get_rank(group)]
         os.environ[HOST_VARIABLE] = f"host{host}"
         try:
-            return HierarchicalCommunicator.over(group)
+            return HierarchicalCommunicator.over(group, shared_memory if sizes == (2, 2) else PeerExchangeCommunicator)
         finally:
             del os.environ[HOST_VARIABLE]
 
@@ -47,6 +56,7 @@ WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
     "peer-exchange": PeerExchangeCommunicator,
     "small-chunks": small_chunks,
     "round-robin": round_robin,
+    "shared-memory": shared_memory,
     "hosts-2+2": hosts_of(2, 2),
     "hosts-3+1": hosts_of(3, 1),
 }

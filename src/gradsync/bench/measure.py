@@ -81,7 +81,7 @@ class Rounds:
                 if self._progress is not None:
                     self._progress.advance(number + 1, total)
 
-    def best(self, variants: Mapping[str, Step], *, warmup: int = 4, rounds: int = 6) -> str:
+    def best(self, variants: Mapping[str, Step], *, warmup: int = 3, rounds: int = 5) -> str:
         """The fastest of some settings, from a few rounds that are not recorded; the same answer on all ranks."""
         if not variants:
             raise ConfigurationError("the best of no variants was asked for; give at least one")

@@ -3,21 +3,32 @@
 from gradsync.communicator.base import Communicator, Handle, ReduceOp, when_done
 from gradsync.communicator.choose import ambient_communicator, choose_communicator
 from gradsync.communicator.fitting import Choice, fit_communicator
+from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.in_process import InProcessCommunicator, InProcessWorld
+from gradsync.communicator.mpi import MPICommunicator
+from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
+from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.communicator.shared_memory import SharedMemoryCommunicator
+from gradsync.communicator.topology import Topology, find_topology
 
 __all__ = [
     "Choice",
     "Communicator",
     "Handle",
+    "HierarchicalCommunicator",
     "InProcessCommunicator",
     "InProcessWorld",
+    "MPICommunicator",
+    "PeerExchangeCommunicator",
     "ProcessGroupCommunicator",
     "ReduceOp",
+    "RoundRobinCommunicator",
     "SharedMemoryCommunicator",
+    "Topology",
     "ambient_communicator",
     "choose_communicator",
+    "find_topology",
     "fit_communicator",
     "when_done",
 ]

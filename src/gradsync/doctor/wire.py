@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gradsync.doctor.finding import MIB, Finding, Status, size
 from gradsync.doctor.wire_rank import READY
@@ -58,16 +59,16 @@ class Wire:
             if any(codes):
                 return self._failed(codes)
             if all(code == 0 for code in codes):
-                return measured(self._backend, self._ranks, self._seconds())
+                return measured(self._backend, self._ranks, **self._result())
             if self._ready_at is None and all(output.read_text().startswith(READY) for output, _ in self._outputs):
                 self._ready_at = time.monotonic()
             if time.monotonic() > self._deadline:
                 return self._late()
             time.sleep(POLL_SECONDS)
 
-    def _seconds(self) -> dict[str, float]:
-        seconds: dict[str, float] = json.loads(self._outputs[0][0].read_text().removeprefix(READY))
-        return seconds
+    def _result(self) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(self._outputs[0][0].read_text().removeprefix(READY))
+        return result
 
     def _failed(self, codes: list[int | None]) -> Finding:
         rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
@@ -116,18 +117,33 @@ class Wire:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def measured(backend: str, ranks: int, seconds: Mapping[str, float]) -> Finding:
-    """``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time."""
+def measured(
+    backend: str,
+    ranks: int,
+    seconds: Mapping[str, float],
+    choice: str = "",
+    chosen: Mapping[str, float] | None = None,
+) -> Finding:
+    """``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time.
+
+    ``choice`` is the wire that gradsync would take between such ranks, and ``chosen`` its seconds.
+    """
     if ranks == 1:
         detail = f"{backend.upper()} starts and reduces; with a single GPU there is no wire to measure"
         return Finding(name=f"{backend} wire", status=Status.PASS, detail=detail)
     times = {int(nbytes): value for nbytes, value in seconds.items()}
-    lines = [
-        f"{size(nbytes):>7}  {value * 1e3:8.3f} ms  {nbytes / value / 1e9:7.3f} GB/s" for nbytes, value in times.items()
-    ]
-    detail = "\n".join([f"all-reduce between {ranks} ranks", *lines])
+    lines = [f"all-reduce between {ranks} ranks", *_rows(times)]
+    if chosen is not None:
+        lines += [f"gradsync takes {choice}", *_rows({int(nbytes): value for nbytes, value in chosen.items()})]
+    detail = "\n".join(lines)
     latency, bandwidth = times[min(times)], max(nbytes / value for nbytes, value in times.items() if nbytes >= MIB)
     if latency > SLOW_SECONDS or bandwidth < SLOW_BYTES_PER_SECOND[backend]:
         fix = "that is slow for one machine: see what else uses the cores (top), and measure again"
         return Finding(name=f"{backend} wire", status=Status.WARN, detail=detail, fix=fix)
     return Finding(name=f"{backend} wire", status=Status.PASS, detail=detail)
+
+
+def _rows(times: Mapping[int, float]) -> list[str]:
+    return [
+        f"{size(nbytes):>7}  {value * 1e3:8.3f} ms  {nbytes / value / 1e9:7.3f} GB/s" for nbytes, value in times.items()
+    ]

@@ -2,13 +2,14 @@
 
 from gradsync.bench.scenario import Scenario
 from gradsync.bench.scenarios.accumulation import Accumulation
+from gradsync.bench.scenarios.convergence import Convergence
 from gradsync.bench.scenarios.overlap import Overlap
 from gradsync.bench.scenarios.skip_sync import SkipSync
 from gradsync.errors import ConfigurationError
 
 __all__ = ["SCENARIOS", "find_scenarios"]
 
-SCENARIOS: tuple[Scenario, ...] = (Accumulation(), Overlap(), SkipSync())
+SCENARIOS: tuple[Scenario, ...] = (Accumulation(), Overlap(), SkipSync(), Convergence())
 ALL = "all"
 
 

@@ -1,0 +1,380 @@
+"""The DDP paper's other side of skipped synchronization: what it does to the loss.
+
+This trains for real: a small network that reads eight bytes of Python's standard library and guesses the next. As in
+the paper, gradients add up over n iterations (under ``no_sync``, nothing divides them), are averaged over the ranks,
+and the optimizer steps once, with the same learning rate for every n. Every n starts from the same weights and reads
+the same bytes; other seeds have other weights and other bytes. A round is eight iterations, so that every n has whole
+windows in it, and ends with the loss on text that no rank trains on; that evaluation is not in the times.
+
+A variant has one curve a seed, no thirty repetitions: rounds are points of the curve. Times are medians over them.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+
+from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.peers import Gradsync
+from gradsync.bench.plots import INK, canvas
+from gradsync.bench.record import Cell, CellRecord
+from gradsync.bench.scenario import MISSING, Picture, Table
+from gradsync.bench.windows import Pattern, window_step
+from gradsync.errors import ConfigurationError
+from gradsync.llm.text_sources import open_source
+
+__all__ = ["Convergence"]
+
+PERIODS = (1, 2, 4, 8)
+ITERATIONS = max(PERIODS)
+# Learning rates by samples an iteration, over all ranks. The paper has 0.02 and 0.06; this network bears more.
+RATES = {8: 0.02, 256: 0.2}
+SMALL, LARGE = RATES
+COLOURS = {1: INK, 2: "#56B4E9", 4: "#009E73", 8: "#D55E00"}
+
+CONTEXT, SYMBOLS, WIDTH = 8, 128, 128
+TEXT_BYTES, HELD_OUT, HELD_OUT_SAMPLES = 1_000_000, 0.1, 1024
+HELD_OUT_SEED = 1234
+# The last points of a curve, whose mean is its end.
+LAST = 3
+
+
+def variant_name(batch: int, period: int, seed: int) -> str:
+    return f"batch {batch} · every {period} · seed {seed}"
+
+
+class Convergence:
+    """Loss over iterations and over time, with gradients averaged every, every 2nd, 4th and 8th iteration."""
+
+    name = "convergence"
+    title = "Convergence: what skipped synchronization does to the loss"
+    source = "After Li et al., PyTorch Distributed, VLDB 2020 (skipping harms at batch 256, not at batch 8)."
+    question = "Does averaging only every n-th iteration reach the same loss, and how many seconds does it save?"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        rounds = 40 if quick else 150
+        return [
+            Cell(
+                name="1 host, 2 ranks, loopback",
+                warmup=0,
+                rounds=rounds,
+                seconds=rounds * 0.65,
+                emulated=False,
+                options={"seeds": 3},
+            ),
+            Cell(
+                name="2 hosts, 100 Mbit/s",
+                hosts=2,
+                rate="100mbit",
+                warmup=0,
+                rounds=rounds,
+                seconds=rounds * 0.55,
+                emulated=False,
+                options={"seeds": 1},
+            ),
+        ]
+
+    def measure(self, rounds: Rounds) -> None:
+        text = Text.read()
+        variants: dict[str, Step] = {}
+        for batch in RATES:
+            for period in PERIODS:
+                for seed in range(rounds.cell.options["seeds"]):
+                    variants[variant_name(batch, period, seed)] = _training(text, batch, period, seed)
+        network = sum(parameter.numel() for parameter in _network(0).parameters())
+        rounds.fact("gradient bytes", network * 4)
+        rounds.fact("learning rates", {str(batch): rate for batch, rate in RATES.items()})
+        rounds.run(variants)
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        return [_table(record) for record in records]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        # The cell with most seeds shows best what is noise.
+        most = max(records, key=lambda record: len(_seeds(record)))
+        return [_loss_picture(most), *(_time_picture(record, place) for place, record in enumerate(records))]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        most = max(records, key=lambda record: len(_seeds(record)))
+        return " ".join([_harm(most), *(saving for record in records if (saving := _saving(record)))])
+
+
+# -- the training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Bytes to train on and bytes to check with. Those above 127, which are rare, count as one."""
+
+    training: Tensor
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def read(cls) -> "Text":
+        data = bytearray()
+        for document in open_source("stdlib"):
+            data += document
+            if len(data) >= TEXT_BYTES:
+                break
+        if len(data) < TEXT_BYTES:
+            raise ConfigurationError(
+                f"this needs {TEXT_BYTES:,} bytes of Python's standard library, but there are {len(data):,}. "
+                "Install its source files"
+            )
+        symbols = torch.frombuffer(data[:TEXT_BYTES], dtype=torch.uint8).long().clamp(max=SYMBOLS - 1)
+        cut = int(TEXT_BYTES * (1 - HELD_OUT))
+        generator = torch.Generator().manual_seed(HELD_OUT_SEED)
+        inputs, targets = _samples(symbols[cut:], HELD_OUT_SAMPLES, generator)
+        return cls(training=symbols[:cut], inputs=inputs, targets=targets)
+
+
+def _samples(symbols: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    starts = torch.randint(0, len(symbols) - CONTEXT, (count, 1), generator=generator)
+    windows = symbols[starts + torch.arange(CONTEXT + 1)]
+    return windows[:, :CONTEXT], windows[:, CONTEXT]
+
+
+def _network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    features = 16
+    return nn.Sequential(
+        nn.Embedding(SYMBOLS, features),
+        nn.Flatten(),
+        nn.Linear(CONTEXT * features, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, SYMBOLS),
+    )
+
+
+def _training(text: Text, batch: int, period: int, seed: int) -> Step:
+    """Eight iterations of one variant, and the loss they lead to."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    network = _network(seed)
+    # Not told of the window: it would divide by its length.
+    wrapped = Gradsync().wrap(network, partial(torch.optim.SGD, lr=RATES[batch]))
+
+    def forward(model: nn.Module) -> Tensor:
+        # Everyone draws all samples and takes its own, so that the data depend on the seed alone.
+        inputs, targets = _samples(text.training, batch, generator)
+        return F.cross_entropy(model(inputs[rank::ranks]), targets[rank::ranks])
+
+    window = window_step(wrapped, forward, count=period, pattern=Pattern.NO_SYNC)
+
+    def step() -> Parts:
+        began = time.perf_counter()
+        for _ in range(ITERATIONS // period):
+            window()
+        seconds = time.perf_counter() - began
+        with torch.no_grad():
+            loss = F.cross_entropy(network(text.inputs), text.targets)
+        return {"training": seconds, "loss": float(loss)}
+
+    return step
+
+
+# -- what came of it --------------------------------------------------------------------------------------------------
+
+
+def _seeds(record: CellRecord) -> list[int]:
+    return sorted({int(name.rsplit(" ", 1)[1]) for name in record.samples})
+
+
+def _known(record: CellRecord, batch: int, period: int) -> list[str]:
+    names = (variant_name(batch, period, seed) for seed in _seeds(record))
+    return [name for name in names if name in record.samples]
+
+
+def _curves(record: CellRecord, batch: int, period: int) -> list[list[float]]:
+    """The losses of every seed, cut where the shortest ends."""
+    curves = [
+        [record.samples[name][number].parts["loss"] for number in sorted(record.samples[name])]
+        for name in _known(record, batch, period)
+    ]
+    shortest = min(map(len, curves), default=0)
+    return [curve[:shortest] for curve in curves]
+
+
+def _ends(record: CellRecord, batch: int, period: int) -> list[float]:
+    return [statistics.fmean(curve[-LAST:]) for curve in _curves(record, batch, period)]
+
+
+def _iteration(record: CellRecord, batch: int, period: int) -> float | None:
+    """Median seconds of an iteration."""
+    rounds = [record.part(name, "training") for name in _known(record, batch, period)]
+    return statistics.median(rounds) / ITERATIONS if rounds else None
+
+
+def _worse(record: CellRecord, batch: int, period: int) -> list[float]:
+    """By how much the loss ends above that of n = 1, seed by seed."""
+    return [
+        mine - baseline for mine, baseline in zip(_ends(record, batch, period), _ends(record, batch, 1), strict=False)
+    ]
+
+
+def _spread(values: Iterable[float], form: str) -> str:
+    """The mean, and the lowest and highest where there are several."""
+    known = list(values)
+    if not known:
+        return MISSING
+    middle = format(statistics.fmean(known), form)
+    return middle if len(known) == 1 else f"{middle} ({min(known):{form}} to {max(known):{form}})"
+
+
+def _table(record: CellRecord) -> Table:
+    rows = []
+    for batch in RATES:
+        alone = _iteration(record, batch, 1)
+        for period in PERIODS:
+            taken = _iteration(record, batch, period)
+            if taken is None:
+                continue
+            whole = ITERATIONS * record.rounds
+            saved = MISSING if alone is None else f"{(alone - taken) * whole:.2f}"
+            name = "every iteration" if period == 1 else f"every {period}"
+            ends = _spread(_ends(record, batch, period), ".3f")
+            worse = _spread(_worse(record, batch, period), "+.3f") if period > 1 else MISSING
+            times = f"{taken * 1e3:.2f}", f"{taken * whole:.2f}"
+            rows.append([f"batch {batch}, {name}", ends, worse, *times, saved])
+    seeds = len(_seeds(record))
+    return Table(
+        title=f"{record.cell.name}: {record.rounds * ITERATIONS} iterations, real computation",
+        columns=["averaged", "loss at the end", "above n = 1", "ms an iteration", "seconds", "seconds saved"],
+        rows=rows,
+        note=(
+            f"{seeds} seed{'s: the mean, lowest and highest' if seeds > 1 else ''}; one curve a seed, no repeated "
+            f"rounds. The loss is that of held-out text, mean of the last {LAST} points. Times are medians over "
+            "the rounds, without evaluation."
+        ),
+    )
+
+
+def _loss_picture(record: CellRecord) -> Picture:
+    title = _message(record)
+    figure, axes = canvas(title, panels=_panels(), height=4.4)
+    for panel, batch in zip(axes, RATES, strict=True):
+        for period in PERIODS:
+            curves = _curves(record, batch, period)
+            places = [(number + 1) * ITERATIONS for number in range(len(curves[0]) if curves else 0)]
+            _draw(panel, period, places, curves)
+        panel.set_xlabel("iterations")
+    _frame(axes, record)
+    seeds = len(_seeds(record))
+    band = f" Lines are means of {seeds} seeds, bands reach from the lowest to the highest." if seeds > 1 else ""
+    return Picture(slug="loss", title=title, figure=figure, reading=_harm(record) + band)
+
+
+def _time_picture(record: CellRecord, place: int) -> Picture:
+    title = f"Loss over time, {record.cell.name}: {_time_message(record)}"
+    figure, axes = canvas(title, panels=_panels(), height=4.4)
+    for panel, batch in zip(axes, RATES, strict=True):
+        for period in PERIODS:
+            curves, taken = _curves(record, batch, period), _iteration(record, batch, period)
+            if taken is not None:
+                seconds = [(number + 1) * ITERATIONS * taken for number in range(len(curves[0]))]
+                _draw(panel, period, seconds, curves)
+        panel.set_xlabel("seconds of training")
+        panel.set_xlim(left=0)
+    _frame(axes, record)
+    return Picture(slug=f"time-{place}", title=title, figure=figure, reading=_saving(record) or title)
+
+
+def _panels() -> list[str]:
+    return [f"batch {batch}, learning rate {rate}" for batch, rate in RATES.items()]
+
+
+def _draw(panel: Axes, period: int, places: Sequence[float], curves: Sequence[Sequence[float]]) -> None:
+    points = list(zip(*curves, strict=True))
+    label = "averaged every iteration" if period == 1 else f"every {period}"
+    means = [statistics.fmean(point) for point in points]
+    panel.plot(places, means, color=COLOURS[period], linewidth=1.8, label=label)
+    if len(curves) > 1:
+        lows, highs = [min(point) for point in points], [max(point) for point in points]
+        panel.fill_between(places, lows, highs, color=COLOURS[period], alpha=0.15, linewidth=0)
+
+
+def _frame(axes: Sequence[Axes], record: CellRecord) -> None:
+    """The range of the curves that every iteration averages: what leaves it at the top has diverged."""
+    whole = [loss for batch in RATES for curve in _curves(record, batch, 1) for loss in curve]
+    every = [
+        loss for batch in RATES for period in PERIODS for curve in _curves(record, batch, period) for loss in curve
+    ]
+    low, high = min(every), max(whole or every)
+    margin = (high - low) * 0.06 or 0.1
+    for panel in axes:
+        panel.set_ylim(low - margin, high + margin * 4)
+        panel.grid(axis="y")
+        panel.spines["left"].set_visible(False)
+    axes[0].set_ylabel("loss on held-out text")
+    figure = axes[0].get_figure()
+    if figure is not None:
+        handles = {
+            label: handle for each in axes for handle, label in zip(*each.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=len(PERIODS), frameon=False)
+
+
+def _message(record: CellRecord) -> str:
+    small, large = (_worse(record, batch, ITERATIONS) for batch in (SMALL, LARGE))
+    if not small or not large:
+        return "Loss over iterations"
+    means = [statistics.fmean(values) for values in (small, large)]
+    return (
+        f"Averaging only every {ITERATIONS}th iteration changes the final loss by {means[0]:+.2f} at batch {SMALL} "
+        f"and by {means[1]:+.2f} at batch {LARGE}"
+    )
+
+
+def _time_message(record: CellRecord) -> str:
+    parts = []
+    for batch in RATES:
+        first, last = _iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)
+        if first is not None and last is not None:
+            parts.append(f"{(first - last) * ITERATIONS * record.rounds:.1f} s at batch {batch}")
+    return f"every {ITERATIONS}th saves {' and '.join(parts)}" if parts else "no comparison"
+
+
+def _harm(record: CellRecord) -> str:
+    """Which n end above n = 1 with every seed, and by how much."""
+    sentences = []
+    for batch in RATES:
+        worse = {period: _worse(record, batch, period) for period in PERIODS[1:]}
+        known = {period: values for period, values in worse.items() if values}
+        if not known:
+            continue
+        shown = ", ".join(f"n = {period} {statistics.fmean(values):+.3f}" for period, values in known.items())
+        always = [str(period) for period, values in known.items() if min(values) > _noise(record, batch)]
+        verdict = (
+            f"worse than the seeds differ for n = {', '.join(always)}" if always else "within what seeds differ by"
+        )
+        sentences.append(f"Batch {batch}, final loss against averaging every iteration: {shown} ({verdict}).")
+    return " ".join(sentences) or "There is nothing to compare yet."
+
+
+def _noise(record: CellRecord, batch: int) -> float:
+    """Half of what seeds alone change in the loss of n = 1."""
+    ends = _ends(record, batch, 1)
+    return (max(ends) - min(ends)) / 2 if ends else 0.0
+
+
+def _saving(record: CellRecord) -> str:
+    parts = []
+    for batch in RATES:
+        first, last = _iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)
+        if first is not None and last is not None:
+            whole = ITERATIONS * record.rounds
+            share = 1 - last / first
+            parts.append(
+                f"{(first - last) * whole:.1f} s of {first * whole:.1f} s at batch {batch} ({share * 100:.0f} %)"
+            )
+    if not parts:
+        return ""
+    return f"{record.cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
