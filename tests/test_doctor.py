@@ -428,7 +428,7 @@ def test_the_command_measures_the_wire() -> None:
     lines = [line.split("ms")[0].split() for line in measured["detail"].splitlines()]
     sizes = [["4", "KiB"], ["256", "KiB"], ["4", "MiB"], ["32", "MiB"]]
     assert [words[:2] for words in lines[1:5]] == [words[:2] for words in lines[6:]] == sizes
-    assert lines[5] == "gradsync takes shared memory (all 2 ranks are on one host)".split()
+    assert " ".join(lines[5]) == "gradsync takes shared memory (all 2 ranks are on one host)"
 
 
 @pytest.mark.usefixtures("clean_environment")

@@ -123,7 +123,7 @@ class Synchronizer(BackwardEngine):
         if self._broken:
             self._require_zeroed()
         self.finish_last()
-        if self.window.state is not WindowState.SYNCHRONIZED and not self.steps_locally:
+        if not self.window.has_means and not self.steps_locally:
             self._before_unsynchronized_step()
         self.window.close()
 

@@ -35,6 +35,7 @@ class Window:
         self.state = WindowState.CLOSED
         self.weights = Weights(communicator)
         self._witness = Witness()
+        self._means = Witness()
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
         """A backward begins, and has been counted. ``late``: it has left its first gradient already."""
@@ -62,6 +63,7 @@ class Window:
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
         """The gradients are means now."""
         self.state = WindowState.SYNCHRONIZED
+        self._means.note(buckets)
         self.weights.learn()
         if self.weights.counting:
             self._witness.note(buckets)
@@ -84,6 +86,7 @@ class Window:
         """Forget the window, whatever has happened in it."""
         self.close()
         self._witness.forget()
+        self._means.forget()
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise if an optimizer would step on gradients of this rank alone."""
@@ -101,6 +104,11 @@ class Window:
         if self.state is WindowState.UNSYNCHRONIZED:
             return False
         return not self.weights.counting or self.weights.synchronized
+
+    @property
+    def has_means(self) -> bool:
+        """Whether gradients are those that were synchronized last: not zeroed since, and perhaps computed anew."""
+        return self.state is WindowState.SYNCHRONIZED and not self._means.has_lost
 
     @property
     def finished(self) -> bool:
