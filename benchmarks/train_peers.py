@@ -19,6 +19,7 @@ from interleave import Step, interleave, ratio, table
 from torch import nn
 
 from gradsync import Accelerator
+from gradsync.communicator import ProcessGroupCommunicator
 from gradsync.llm.batches import Batches, BatchPlan
 from gradsync.llm.model import build_model, loss_of
 from gradsync.llm.tokens import prepare_tokens
@@ -53,6 +54,11 @@ def on_gradsync(loop: Loop, accelerator: Accelerator) -> Step:
         optimizer.zero_grad()
 
     return step
+
+
+def group_wire() -> ProcessGroupCommunicator:
+    """The group's own wire; gradsync would take shared memory."""
+    return ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
 
 
 def on_ddp(loop: Loop, **options: bool) -> Step:
@@ -113,6 +119,7 @@ def main() -> None:
     batches = Batches(tokens.split()[0], plan, accelerator.process_index, accelerator.num_processes)
     makers: dict[str, Callable[[Loop], Step]] = {
         "gradsync": lambda loop: on_gradsync(loop, accelerator),
+        "gradsync, Gloo": lambda loop: on_gradsync(loop, Accelerator(cpu=True, communicator=group_wire())),
         "torch stock": on_ddp,
         "torch tuned": lambda loop: on_ddp(loop, **tuned()),
         "accelerate": lambda loop: on_accelerate(loop, arguments.grad_accum),
@@ -131,8 +138,9 @@ def main() -> None:
         for name, times in samples.items():
             print(f"{name:20} {tokens_a_step / sorted(times)[len(times) // 2]:10,.0f} tokens/s")
         for peer in ("torch stock", "torch tuned", "accelerate"):
-            middle, low, high = ratio(samples["gradsync"], samples[peer])
-            print(f"time of gradsync / {peer}: {middle:.3f} ({low:.3f}–{high:.3f})")
+            for ours in ("gradsync", "gradsync, Gloo"):
+                middle, low, high = ratio(samples[ours], samples[peer])
+                print(f"time of {ours} / {peer}: {middle:.3f} ({low:.3f}–{high:.3f})")
     accelerator.end_training()
 
 

@@ -367,6 +367,7 @@ class BackwardEngine:
         self.window.synchronized(self.buckets)
         if self._precise is not None and self.window.finished:
             self._precise.narrow(self.buckets)
+            self.window.means_left_buckets()
         if self._observer is not None:
             self._observer.synchronization_finished()
 

@@ -71,6 +71,10 @@ class Window:
                 # A window that nobody has framed ends with its synchronization.
                 self.weights.reset()
 
+    def means_left_buckets(self) -> None:
+        """The engine has put the means elsewhere, so that their absence from the buckets says nothing."""
+        self._means.forget()
+
     def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
         """Go on in a window that was saved, whose gradients lie in the buckets again."""
         if accumulated:

@@ -44,9 +44,12 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class HostPeers:
-    """This rank's sockets to the other ranks of ``communicator``, all of which are on this host. Collective."""
+    """This rank's sockets to the other ranks of ``communicator``, all of which are on this host. Collective.
 
-    def __init__(self, communicator: Communicator) -> None:
+    ``timeout`` is how many seconds a rank waits for another one that lives but does not come.
+    """
+
+    def __init__(self, communicator: Communicator, timeout: float) -> None:
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self._sockets: dict[int, socket.socket] = {}
         self.process_ids: dict[int, int] = {}
@@ -70,6 +73,8 @@ class HostPeers:
             ) from error
         finally:
             listener.close()
+        for connection in self._sockets.values():
+            connection.settimeout(timeout)
         _all.add(self)
 
     def _connect(self, token: bytes) -> socket.socket:

@@ -75,7 +75,7 @@ class SharedMemoryCommunicator:
         # Models that share the group share the order of its collectives, whichever way these take.
         self.group = getattr(over, "group", self)
         self._rank, self._world_size = over.rank, over.world_size
-        self._peers = HostPeers(over)
+        self._peers = HostPeers(over, timeout)
         self._heap = Heap(self._peers)
         control = self._allocate_or_refuse(Signals.control_bytes(self._world_size))
         stages = self._allocate_or_refuse(2 * STAGE_BYTES)
