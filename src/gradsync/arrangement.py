@@ -72,8 +72,6 @@ class Arrangement:
         options = self._options
         caps = BucketCaps.one_parameter_each() if options.schedule == "naive" else options.caps
         self.layout = plan_layout(self._specs, self._trained_order, caps, ballot=options.communicator.world_size)
-        if options.tuner is not None:
-            options.tuner.forget()
         self.buckets = []
         self.places = [None] * len(self.parameters)
         for plan in self.layout.buckets:
@@ -106,14 +104,13 @@ class Arrangement:
         changed = now_trainable != self._trainable
         self._trainable = now_trainable
         changed = self.order.agree(communicator) or changed
-        changed = self._tune() or changed
         return changed or any(
             place is not None and place[1].arrivals_expected[place[2]] != expected
             for place, expected in zip(self.places, self._multiplicity, strict=True)
         )
 
-    def _tune(self) -> bool:
-        """Take other caps if what was measured speaks for them. Collective, when it is due."""
+    def tune(self) -> bool:
+        """Take other caps if what was measured speaks for them: True when buckets must be made anew. Collective."""
         tuner = self._options.tuner
         if tuner is None or not tuner.due(self.order.windows):
             return False

@@ -255,7 +255,8 @@ class BackwardEngine:
         self._met = True
         if self._arrangement.has_unfrozen:
             self._order.invalidate()
-        if self._order.due and self._arrangement.agree():
+        changed = self._order.due and self._arrangement.agree()
+        if self._arrangement.tune() or changed:
             self._build()
             self._arrangement.land_again(self._arrivals)
         if self.window.weights.agreed_on:

@@ -26,6 +26,7 @@ __all__ = ["LinkCost", "auto_caps", "measure_link"]
 SMALL_BYTES = 4 * 1024
 LARGE_BYTES = 4 * 1024 * 1024
 REPEATS = 5
+SMALL_REPEATS = 20
 MIN_BUCKET_BYTES = 256 * 1024
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
 MIN_HIDDEN = 0.02
@@ -73,7 +74,8 @@ def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
     cost = _measured.get(key)
     if cost is None:
         _time_all_reduce(communicator, device, LARGE_BYTES)
-        small, _ = _median_times(communicator, device, SMALL_BYTES)
+        # The least: a short message is held up by many things, and buckets in flight hide each other's waiting.
+        small = min(_time_all_reduce(communicator, device, SMALL_BYTES)[0] for _ in range(SMALL_REPEATS))
         large, busy = _median_times(communicator, device, LARGE_BYTES)
         share_busy = _share_of_compute(communicator, device, busy / large)
         readings = torch.tensor([small, large, share_busy], dtype=torch.float64, device=communicator.device)

@@ -160,7 +160,7 @@ class Replica:
         cost = measure_link(communicator, self.device)
         caps = auto_caps(cost, sum(spec.nbytes for spec in self.specs))
         tunable = cost.overlaps and self.device.type == "cpu" and settings.schedule == "overlapped"
-        return caps, BucketTuner(cost) if tunable else None
+        return caps, BucketTuner() if tunable else None
 
     def _described(self, settings: EngineSettings) -> list[tuple[str, Any]]:
         return [

@@ -5,6 +5,7 @@ cell that fails leaves the others alone, and after Ctrl-C the report is made of 
 """
 
 import dataclasses
+import importlib
 import logging
 import os
 import time
@@ -155,6 +156,8 @@ def _run_cell(plan: RunPlan, scenario: Scenario, cell: Cell, output: _Output) ->
 
 
 def _fork(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> None:
+    # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
+    importlib.import_module("torch._dynamo")
     timeout = cell.seconds * PATIENCE + GRACE
     with ExitStack() as stack:
         lab = None

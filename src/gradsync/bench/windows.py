@@ -8,9 +8,10 @@ import torch
 
 from gradsync.bench.measure import Parts, Step
 from gradsync.bench.peers import Wrapped
+from gradsync.bucket_tuner import TUNED_AFTER
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Forward", "Pattern", "optimizer_step", "timed_step", "window_step"]
+__all__ = ["Forward", "Pattern", "optimizer_step", "settle", "timed_step", "window_step"]
 
 # One forward of the wrapped model, with whatever inputs it needs, to the loss.
 Forward = Callable[[torch.nn.Module], torch.Tensor]
@@ -98,3 +99,12 @@ def timed_step(wrapped: Wrapped, forward: Forward, exposed: Callable[[], float] 
         }
 
     return step
+
+
+def settle(step: Step, *, windows: int = 1) -> None:
+    """Run until gradsync has chosen its bucket sizes, as it does in the first windows of a training.
+
+    ``windows`` is how many of them a step has.
+    """
+    for _ in range(-(-(max(TUNED_AFTER) + 1) // windows)):
+        step()

@@ -23,7 +23,7 @@ __all__ = ["Heap", "Place", "Segment"]
 LOGGER = logging.getLogger("gradsync")
 
 # Small tensors share a segment: a mapping for each would cost a descriptor exchange and a page.
-SLAB_BYTES = 4 * 1024 * 1024
+SLAB_BYTES = 1024 * 1024
 ALIGNMENT = 64
 
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE

@@ -29,7 +29,7 @@ from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = ["SharedMemoryCommunicator"]
 
-STAGE_BYTES = 1024 * 1024
+STAGE_BYTES = 512 * 1024
 # What fits twice into a core's cache: sums are written while their summands are still there.
 BLOCK_BYTES = 256 * 1024
 # Below this every rank adds up everything itself, which is less work than meeting a second time.

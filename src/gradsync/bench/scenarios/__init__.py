@@ -2,14 +2,29 @@
 
 from gradsync.bench.scenario import Scenario
 from gradsync.bench.scenarios.accumulation import Accumulation
+from gradsync.bench.scenarios.bucket_size import BucketSize
 from gradsync.bench.scenarios.convergence import Convergence
 from gradsync.bench.scenarios.overlap import Overlap
+from gradsync.bench.scenarios.peers import Peers
+from gradsync.bench.scenarios.round_robin import RoundRobin
+from gradsync.bench.scenarios.scaling import Scaling
 from gradsync.bench.scenarios.skip_sync import SkipSync
+from gradsync.bench.scenarios.wire import Wire
 from gradsync.errors import ConfigurationError
 
 __all__ = ["SCENARIOS", "find_scenarios"]
 
-SCENARIOS: tuple[Scenario, ...] = (Accumulation(), Overlap(), SkipSync(), Convergence())
+SCENARIOS: tuple[Scenario, ...] = (
+    Accumulation(),
+    Overlap(),
+    BucketSize(),
+    SkipSync(),
+    Scaling(),
+    Convergence(),
+    RoundRobin(),
+    Wire(),
+    Peers(),
+)
 ALL = "all"
 
 

@@ -14,7 +14,7 @@ from gradsync.bench.plots import Series, canvas, draw_bars, limit_line
 from gradsync.bench.record import EVERY, Cell, CellRecord
 from gradsync.bench.scenario import Picture, Table, timing_table
 from gradsync.bench.tuning import best_bucket_mb
-from gradsync.bench.windows import Pattern, window_step
+from gradsync.bench.windows import Pattern, settle, window_step
 from gradsync.bench.workload import Workload
 from gradsync.lab.profile import transformer
 
@@ -69,6 +69,8 @@ class Accumulation:
                     rounds.absent(name, NO_SUCH)
                     continue
                 variants[name] = window_step(wrapped, workload.forward, count=COUNT, pattern=pattern)
+        for pattern in Pattern:
+            settle(variants[variant_name(PEERS[-1], pattern)], windows=COUNT if pattern is Pattern.EVERY else 1)
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.peers import DDP, Gradsync, NoWrapper
-from gradsync.bench.plots import INK, SOFT, canvas, colour_of
+from gradsync.bench.plots import INK, canvas, colour_of
 from gradsync.bench.record import EVERY, Cell, CellRecord
 from gradsync.bench.scenario import Picture, Table, timing_table
 from gradsync.bench.windows import Pattern, window_step
@@ -28,7 +28,7 @@ RATES = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
 ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
 AUTO = "gradsync auto"
 SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
-WIRE_SECONDS = 0.045
+WIRE_SECONDS = 0.035
 LAYERS = 6
 # Beyond the last meeting of the tuner, at which buckets are made anew.
 TUNING_WINDOWS = max(TUNED_AFTER) + 4
@@ -93,7 +93,13 @@ class BucketSize:
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         chosen = Table(
             title="Where the automatic choice landed",
-            columns=["link", "best fixed size", "auto: largest bucket", "auto / best fixed", "auto / DDP tuned at best"],
+            columns=[
+                "link",
+                "best fixed size",
+                "auto: largest bucket",
+                "auto / best fixed",
+                "auto / DDP tuned at best",
+            ],
             rows=[_landing(record) for record in records],
             note="Buckets of auto are smaller towards the end where three sizes are given. " + _tuner_words(),
         )
@@ -105,7 +111,9 @@ class BucketSize:
         for panel, record in zip(axes, records, strict=True):
             _draw(panel, record)
         axes[0].set_ylabel("ms a step (median, p5–p95)")
-        handles = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+        handles = {
+            label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        }
         figure.legend(list(handles.values()), list(handles), loc="outside lower left", ncols=5, frameon=False)
         return [Picture(slug="sizes", title=title, figure=figure, reading=self.reading(records))]
 
@@ -122,7 +130,9 @@ def _one_window(wrapped: Any, workload: Workload) -> Step:
 
 
 def _tuner_words() -> str:
-    return f"The tuner looks after {', '.join(str(count) for count in TUNED_AFTER)} windows; all of them were run before."
+    return (
+        f"The tuner looks after {', '.join(str(count) for count in TUNED_AFTER)} windows; all of them were run before."
+    )
 
 
 def _sizes(record: CellRecord, peer: str) -> list[float]:
@@ -132,9 +142,7 @@ def _sizes(record: CellRecord, peer: str) -> list[float]:
 
 def _best(record: CellRecord, peer: str) -> float | None:
     """The fixed size with the lowest median."""
-    return min(
-        _sizes(record, peer), key=lambda size: record.summary(variant_name(peer, size)).median, default=None
-    )
+    return min(_sizes(record, peer), key=lambda size: record.summary(variant_name(peer, size)).median, default=None)
 
 
 def _over_best(record: CellRecord, peer: str) -> float | None:
@@ -169,9 +177,9 @@ def _draw(axes: Axes, record: CellRecord) -> None:
         height = record.summary(variant_name(OURS, best)).median * 1e3
         axes.plot([best], [height], "o", color="white", markeredgecolor=colour_of(OURS), markersize=10, zorder=2.5)
         axes.plot([best], [height], "o", color=colour_of(OURS), markersize=4.5, zorder=3)
-        note = f"best fixed\n{height:.0f} ms"
-        axes.annotate(note, (best, height), (0, -12), textcoords="offset points", ha="center", va="top", fontsize=8.5)
     _draw_auto(axes, record)
+    # Below the curves, where nothing else is.
+    axes.text(0.03, 0.04, _values(record), transform=axes.transAxes, fontsize=9, va="bottom")
     limit = record.limit(AUTO)
     if limit is not None:
         axes.axhline(limit * 1e3, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="limit")
@@ -194,15 +202,13 @@ def _draw_auto(axes: Axes, record: CellRecord) -> None:
     if largest:
         place = min(largest, max(record.facts["sizes in MiB"]))
         axes.plot([place], [height], "D", color=colour_of(OURS), markersize=8, label="gradsync, auto", zorder=4)
-    axes.annotate(
-        f"auto {height:.0f} ms",
-        (0.02, height),
-        (0, 4),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        color=SOFT,
-        fontsize=8.5,
-    )
+
+
+def _values(record: CellRecord) -> str:
+    best = _best(record, OURS)
+    known = {} if best is None else {f"best fixed, {_short(best)} MiB": variant_name(OURS, best)}
+    known |= {"auto": AUTO} if AUTO in record.samples else {}
+    return "\n".join(f"{name}: {record.summary(variant).median * 1e3:.1f} ms" for name, variant in known.items())
 
 
 def _short(size: float) -> str:

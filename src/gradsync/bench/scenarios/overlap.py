@@ -15,7 +15,7 @@ from gradsync.bench.record import EVERY, Cell, CellRecord
 from gradsync.bench.scenario import Picture, Table, timing_table
 from gradsync.bench.statistics import percent
 from gradsync.bench.tuning import best_bucket_mb
-from gradsync.bench.windows import timed_step
+from gradsync.bench.windows import settle, timed_step
 from gradsync.bench.workload import Workload
 from gradsync.lab.profile import bert_base, resnet50
 from gradsync.synchronizer_options import Schedule
@@ -74,6 +74,7 @@ class Overlap:
             timeline = Timeline(keep=1)
             wrapped = workload.wrap(Gradsync(name=name, schedule=schedule, observer=timeline))
             variants[name] = timed_step(wrapped, workload.forward, exposed=_Exposed(timeline))
+            settle(variants[name])
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:

@@ -12,7 +12,7 @@ from gradsync.bench.record import Cell, CellRecord
 from gradsync.bench.scenario import Picture, Table, timing_table
 from gradsync.bench.statistics import percent
 from gradsync.bench.tuning import best_bucket_mb
-from gradsync.bench.windows import Pattern, window_step
+from gradsync.bench.windows import Pattern, settle, window_step
 from gradsync.bench.workload import Workload
 from gradsync.lab.profile import transformer
 
@@ -63,6 +63,8 @@ class SkipSync:
                 wrapped = workload.wrap(peer, window=period)
                 window = window_step(wrapped, workload.forward, count=period, pattern=Pattern.NO_SYNC)
                 variants[name] = _repeated(window, ITERATIONS // period)
+                if peer.name == PEERS[-1]:
+                    settle(window)
                 wire[name] = workload.wire_seconds(rounds.cell, synchronizations=ITERATIONS // period)
         rounds.limits(compute=ALONE, wire=wire)
         rounds.run(variants)

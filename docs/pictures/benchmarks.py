@@ -1,0 +1,131 @@
+"""Fills docs/benchmarks.md from the results of one run: its pictures, tables and readings.
+
+    gradsync bench all --out results
+    python docs/pictures/benchmarks.py results
+
+Everything between the two markers of the page is written anew, and docs/pictures/bench holds the pictures of that run
+and no others, so that the page never mixes runs. Pictures are PNG: they have a white ground, also where a reader's
+page is dark.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradsync.bench.record import ResultFolder
+from gradsync.bench.report import Section, build_report
+from gradsync.bench.scenario import Table
+from gradsync.bench.scenarios import SCENARIOS
+from gradsync.errors import ConfigurationError, GradsyncError
+
+PAGE = Path(__file__).parent.parent / "benchmarks.md"
+PICTURES = Path(__file__).parent / "bench"
+BEGIN, END = "<!-- results begin -->", "<!-- results end -->"
+
+
+def fill(folder: ResultFolder, page: Path, pictures: Path) -> None:
+    """Write the run in ``folder`` into ``page``, and its pictures into ``pictures``, which lies beside or below it."""
+    before, after = _frame(page)
+    sections = build_report(folder, SCENARIOS)
+    slugs = [drawing.slug for section in sections for drawing in section.drawings]
+    if not slugs:
+        raise ConfigurationError(f"{folder.path} has no picture to show: no cell of it was measured. Run it again")
+    pictures.mkdir(parents=True, exist_ok=True)
+    for old in pictures.glob("*.png"):
+        old.unlink()
+    for slug in slugs:
+        shutil.copyfile(folder.figures / f"{slug}.png", pictures / f"{slug}.png")
+    links = pictures.relative_to(page.parent).as_posix()
+    lines = [*_run_lines(folder.config), *(line for section in sections for line in _section_lines(section, links))]
+    page.write_text("\n".join([before, *lines, after]), encoding="utf-8")
+
+
+def _frame(page: Path) -> tuple[str, str]:
+    """What stands before the results, and what after."""
+    text = page.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ConfigurationError(f"{page.name} needs the lines {BEGIN} and {END}, once each and in this order")
+    return text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+
+
+def _run_lines(config: Mapping[str, Any]) -> Iterator[str]:
+    """Where the numbers come from. Not the command as it was typed: that may name folders of a machine."""
+    names = config.get("scenarios", [])
+    what = "all" if len(names) == len(SCENARIOS) else names[0] if len(names) == 1 else "SCENARIO"
+    rows = {
+        "command": f"`gradsync bench {what}{' --quick' if config.get('quick') else ''}`",
+        "when": config.get("started", "unknown"),
+        "commit": config.get("commit", "unknown"),
+        **config.get("machine", {}),
+        **config.get("versions", {}),
+    }
+    yield ""
+    yield "| run | |"
+    yield "|---|---|"
+    for name, value in rows.items():
+        yield f"| {_cell(name)} | {_cell(value)} |"
+    yield ""
+
+
+def _section_lines(section: Section, links: str) -> Iterator[str]:
+    yield f"### {section.title}"
+    yield ""
+    yield f"*{section.question}* {section.source}"
+    yield ""
+    yield f"    gradsync bench {section.name}"
+    yield ""
+    for note in section.notes:
+        yield f"**{note}**"
+        yield ""
+    if section.reading:
+        yield section.reading
+        yield ""
+    for drawing in section.drawings:
+        yield f"![{drawing.title}]({links}/{drawing.slug}.png)"
+        yield ""
+        if drawing.reading != section.reading:
+            yield drawing.reading
+            yield ""
+    if section.tables:
+        yield "<details><summary>Tables</summary>"
+        yield ""
+        for table in section.tables:
+            yield from _table_lines(table)
+        yield "</details>"
+        yield ""
+
+
+def _table_lines(table: Table) -> Iterator[str]:
+    yield f"**{table.title}**"
+    yield ""
+    yield _row(table.columns)
+    yield _row(["---", *["---:"] * (len(table.columns) - 1)])
+    for row in table.rows:
+        yield _row(row)
+    yield ""
+    if table.note:
+        yield table.note
+        yield ""
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/pictures/benchmarks.py FOLDER, where FOLDER holds the results of gradsync bench")
+    try:
+        fill(ResultFolder.open(Path(sys.argv[1])), PAGE, PICTURES)
+    except (GradsyncError, OSError) as error:
+        sys.exit(f"benchmarks.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

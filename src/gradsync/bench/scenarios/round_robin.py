@@ -1,0 +1,170 @@
+"""The DDP paper's round-robin process groups: buckets take turns on 1, 3 and 5 groups.
+
+A group reduces its buckets one after the other. Several groups keep more buckets under way at a time, which helps where
+one bucket leaves the link idle (many small ones), and cannot help where the link is full (few large ones).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.peers import Gradsync, MakeOptimizer, NoWrapper, Peer, Wrapped
+from gradsync.bench.plots import Series, canvas, draw_bars
+from gradsync.bench.record import EVERY, Cell, CellRecord
+from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.statistics import percent
+from gradsync.bench.windows import Pattern, window_step
+from gradsync.bench.workload import Workload
+from gradsync.communicator.round_robin import RoundRobinCommunicator
+from gradsync.data_parallel import DistributedDataParallel
+from gradsync.lab.profile import transformer
+
+__all__ = ["InTurn", "RoundRobin"]
+
+MIB = 2**20
+GROUPS = (1, 3, 5)
+ALONE, OWN = "no wrapper", "gradsync, its own wire"
+MODELS = {
+    "many small buckets": {"parameters": 400_000, "layers": 8, "seconds": 0.03, "buckets": 40},
+    "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4},
+}
+# Blues from light to dark: they are all gradsync.
+SHADES = {1: "#9ecae1", 3: "#4a98c9", 5: "#0072B2"}
+
+
+def variant_name(groups: int) -> str:
+    return f"{groups} Gloo group{'s' if groups > 1 else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTurn(Peer):
+    """gradsync over several Gloo groups in turn, with buckets of a given size."""
+
+    groups: int
+    bucket_mb: float
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return variant_name(self.groups)
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        communicator = RoundRobinCommunicator.over(everybody, self.groups)
+        wrapper = DistributedDataParallel(model, communicator=communicator, bucket_cap_mb=self.bucket_mb)
+        return Wrapped(
+            model=wrapper,
+            optimizer=optimizer(wrapper.parameters()),
+            backward=lambda loss: (loss / window).backward(),
+            no_sync=wrapper.no_sync,
+        )
+
+
+class RoundRobin:
+    """One, three and five groups, where latency counts and where bandwidth counts."""
+
+    name = "round-robin"
+    title = "Round-robin groups: when several process groups are better than one"
+    source = (
+        "After Li et al., PyTorch Distributed, VLDB 2020 (three groups: 33 % less for BERT over NCCL, else nothing)."
+    )
+    question = "Is a step faster if buckets take turns on several process groups?"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        rounds = 30 if quick else 100
+        rates = {"many small buckets": None, "few large buckets": "400mbit"}
+        return [
+            Cell(
+                name=f"{model}, 2 hosts, {'unshaped' if rate is None else '400 Mbit/s'}",
+                hosts=2,
+                rate=rate,
+                rounds=rounds,
+                seconds=(rounds + 5) * 0.35 + 3,
+                options={"model": model, **MODELS[model]},
+            )
+            for model, rate in rates.items()
+        ]
+
+    def measure(self, rounds: Rounds) -> None:
+        options = rounds.cell.options
+        profile = transformer(parameters=options["parameters"], layers=options["layers"], seconds=options["seconds"])
+        workload = Workload(profile=profile)
+        size = workload.nbytes / options["buckets"] / MIB
+        rounds.fact("gradient bytes", workload.nbytes)
+        rounds.fact("bucket MiB", size)
+        rounds.limits(compute=ALONE, wire={EVERY: workload.wire_seconds(rounds.cell)})
+        peers: dict[str, Peer] = {ALONE: NoWrapper()}
+        peers |= {variant_name(count): InTurn(groups=count, bucket_mb=size) for count in GROUPS}
+        peers[OWN] = Gradsync(bucket_mb=size)
+        variants: dict[str, Step] = {
+            name: window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
+            for name, peer in peers.items()
+        }
+        rounds.run(variants)
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        return [timing_table(record, baseline=variant_name(1), note=_sizes(record)) for record in records]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        title = _message(records)
+        figure, (axes,) = canvas(title, height=4.0)
+        bars = {variant_name(count): SHADES[count] for count in GROUPS} | {OWN: "#009E73"}
+        series = [_series(records, name, colour) for name, colour in bars.items()]
+        draw_bars(axes, [record.cell.name for record in records], series, form="{:.0f}")
+        axes.set_xticks(range(len(records)), [record.cell.name for record in records], fontsize=10)
+        axes.set_ylabel("ms a step (median, p5–p95)")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=len(bars), frameon=False)
+        return [Picture(slug="groups", title=title, figure=figure, reading=self.reading(records))]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        return " ".join(_sentence(record) for record in records)
+
+
+def _series(records: Sequence[CellRecord], name: str, colour: str) -> Series:
+    known = [record.summary(name) if name in record.samples else None for record in records]
+    return Series(
+        label=name,
+        values=[None if summary is None else summary.median * 1e3 for summary in known],
+        spans=[None if summary is None else (summary.p5 * 1e3, summary.p95 * 1e3) for summary in known],
+        colour=colour,
+    )
+
+
+def _sizes(record: CellRecord) -> str:
+    size = record.facts.get("bucket MiB")
+    return "" if size is None else f"Buckets of {size:.2f} MiB; all but {ALONE} are gradsync, with the same buckets."
+
+
+def _gain(record: CellRecord, groups: int) -> float | None:
+    one, several = variant_name(1), variant_name(groups)
+    if one not in record.samples or several not in record.samples:
+        return None
+    return 1 - record.ratio(several, one).median
+
+
+def _message(records: Sequence[CellRecord]) -> str:
+    gains = [
+        f"{_change(gain)} with {record.cell.options['model']}"
+        for record in records
+        if (gain := _gain(record, 3)) is not None
+    ]
+    return f"Three groups in turn: a step takes {', '.join(gains)}" if gains else "Several groups in turn"
+
+
+def _change(gain: float) -> str:
+    if abs(gain) < 0.005:
+        return "as long"
+    return f"{percent(abs(gain))} {'less' if gain > 0 else 'more'}"
+
+
+def _sentence(record: CellRecord) -> str:
+    gains = [
+        f"{_change(gain)} with {count} groups" for count in GROUPS[1:] if (gain := _gain(record, count)) is not None
+    ]
+    own = ""
+    if OWN in record.samples and variant_name(1) in record.samples:
+        own = f"; {_change(1 - record.ratio(OWN, variant_name(1)).median)} on the wire that gradsync takes by itself"
+    return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."

@@ -1,0 +1,213 @@
+"""Weak scaling: every rank is a host of its own with the same work, and more and more of them synchronize.
+
+The efficiency is the time of one process without a wrapper over the time of N ranks. All ranks share the cores of one
+machine, so what the hosts themselves have to do (Python, copies, sums, sockets) adds up, which it would not on real
+hosts. How much of the cores that takes is measured and shown.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+
+from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.peers import DDP, Gradsync, NoWrapper, Peer
+from gradsync.bench.plots import Series, canvas, draw_lines
+from gradsync.bench.record import EVERY, Cell, CellRecord
+from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.statistics import percent
+from gradsync.bench.windows import Pattern, settle, window_step
+from gradsync.bench.workload import Workload
+from gradsync.lab.profile import transformer
+
+__all__ = ["Scaling"]
+
+MIB = 2**20
+RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
+ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
+MODEL = {"parameters": 160_000, "layers": 2, "seconds": 0.05}
+# Of all gradients: the bucket sizes from which torch's DDP gets its best.
+SHARES = (1, 4)
+HOST = "host work"
+
+
+class Scaling:
+    """Time of a step and efficiency over the number of ranks, at two link rates."""
+
+    name = "scaling"
+    title = "Scaling: what each further host costs"
+    source = "After the scalability figures of Li et al., PyTorch Distributed, VLDB 2020 (up to 256 GPUs)."
+    question = "How much of the speed of N hosts is left when their gradients are averaged?"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        rounds = 30 if quick else 60
+        counts = (2, 4, 8) if quick else (2, 4, 8, 16)
+        one = Cell(name="1 rank", ranks=1, rounds=rounds, seconds=(rounds + 40) * 0.2, options={"link": "", **MODEL})
+        return [one] + [
+            Cell(
+                name=f"{count} hosts, {words}",
+                ranks=count,
+                hosts=count,
+                rate=rate,
+                rounds=rounds,
+                seconds=(rounds + 15) * (0.2 + 0.025 * count) + 1 + count * 0.3,
+                options={"link": words, **MODEL},
+            )
+            for rate, words in RATES.items()
+            for count in counts
+        ]
+
+    def measure(self, rounds: Rounds) -> None:
+        options = rounds.cell.options
+        profile = transformer(parameters=options["parameters"], layers=options["layers"], seconds=options["seconds"])
+        workload = Workload(profile=profile)
+        rounds.fact("gradient bytes", workload.nbytes)
+        rounds.fact("cores", len(os.sched_getaffinity(0)))
+        rounds.limits(compute=ALONE, wire={EVERY: workload.wire_seconds(rounds.cell)})
+        tuned = DDP(name=TUNED, tuned=True, bucket_mb=_best_bucket_mb(rounds, workload))
+        peers: tuple[Peer, ...] = (NoWrapper(), tuned, Gradsync())
+        variants = {peer.name: _step(workload, peer) for peer in peers}
+        settle(variants[OURS])
+        rounds.run(variants)
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        note = "Efficiency: one process without a wrapper over this. Host work: the share of all cores that the "
+        rows = [_row(record, records, peer) for record in records for peer in (ALONE, TUNED, OURS)]
+        summary = Table(
+            title="Weak scaling",
+            columns=["ranks and link", "variant", "median ms", "efficiency", "host work of a step"],
+            rows=[row for row in rows if row is not None],
+            note=note + "ranks together keep busy during a step. Real hosts would have cores of their own.",
+        )
+        return [summary, *(timing_table(record, baseline=ALONE) for record in records)]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        links = [words for words in RATES.values() if _of_link(records, words)]
+        if not links:
+            return []
+        title = _message(records)
+        figure, axes = canvas(title, panels=links, height=4.2)
+        for panel, words in zip(axes, links, strict=True):
+            shown = _of_link(records, words)
+            series = [_efficiency_series(shown, records, peer) for peer in (ALONE, TUNED, OURS)]
+            draw_lines(panel, [str(record.cell.ranks) for record in shown], series, form="{:.0f} %")
+            panel.set_xlabel("ranks, each on a host of its own")
+            panel.set_xlim(right=len(shown) - 1 + 1.5)
+            panel.set_ylim(0, 108)
+        axes[0].set_ylabel("efficiency, %")
+        time_title = "Time of a step over the number of hosts"
+        times, panels = canvas(time_title, panels=links, height=4.2)
+        for panel, words in zip(panels, links, strict=True):
+            shown = _of_link(records, words)
+            series = [_time_series(shown, peer) for peer in (ALONE, TUNED, OURS)]
+            draw_lines(panel, [str(record.cell.ranks) for record in shown], series, form="{:.0f} ms")
+            panel.set_xlabel("ranks, each on a host of its own")
+            panel.set_xlim(right=len(shown) - 1 + 1.6)
+        panels[0].set_ylabel("ms a step (median, p5–p95)")
+        return [
+            Picture(slug="efficiency", title=title, figure=figure, reading=self.reading(records)),
+            Picture(slug="time", title=time_title, figure=times, reading=_host_words(records)),
+        ]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        sentences = []
+        for words in RATES.values():
+            shown = [record for record in _of_link(records, words) if record.cell.ranks > 1]
+            if shown:
+                last = shown[-1]
+                parts = [
+                    f"{peer} {percent(value)}"
+                    for peer in (TUNED, OURS)
+                    if (value := _efficiency(last, records, peer)) is not None
+                ]
+                sentences.append(f"{last.cell.name}: {', '.join(parts)} of the speed of as many single processes.")
+        return " ".join([*sentences, _host_words(records)])
+
+
+def _step(workload: Workload, peer: Peer) -> Step:
+    window = window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
+
+    def step() -> Parts:
+        began = time.process_time()
+        window()
+        return {HOST: time.process_time() - began}
+
+    return step
+
+
+def _best_bucket_mb(rounds: Rounds, workload: Workload) -> float:
+    """Of fewer sizes and rounds than in other scenarios: every rank more costs time here."""
+    sizes = [f"{workload.nbytes / share / MIB:.3f}" for share in SHARES]
+    steps = {size: _step(workload, DDP(tuned=True, bucket_mb=float(size))) for size in sizes}
+    best = rounds.best(steps, warmup=2, rounds=5)
+    rounds.fact("DDP bucket MiB", f"{best}, the best of {', '.join(sizes)}")
+    return float(best)
+
+
+def _of_link(records: Sequence[CellRecord], words: str) -> list[CellRecord]:
+    """The cells of a link by ranks, with the one rank that needs none in front."""
+    return sorted(
+        (record for record in records if record.cell.options["link"] in ("", words)),
+        key=lambda record: record.cell.ranks,
+    )
+
+
+def _efficiency(record: CellRecord, records: Sequence[CellRecord], peer: str) -> float | None:
+    single = next((other for other in records if other.cell.ranks == 1 and ALONE in other.samples), None)
+    if single is None or peer not in record.samples:
+        return None
+    return single.summary(ALONE).median / record.summary(peer).median
+
+
+def _efficiency_series(shown: Sequence[CellRecord], records: Sequence[CellRecord], peer: str) -> Series:
+    values = [_efficiency(record, records, peer) for record in shown]
+    return Series(label=peer, values=[None if value is None else value * 100 for value in values], dashed=peer == ALONE)
+
+
+def _time_series(shown: Sequence[CellRecord], peer: str) -> Series:
+    known = [record.summary(peer) if peer in record.samples else None for record in shown]
+    return Series(
+        label=peer,
+        values=[None if summary is None else summary.median * 1e3 for summary in known],
+        spans=[None if summary is None else (summary.p5 * 1e3, summary.p95 * 1e3) for summary in known],
+        dashed=peer == ALONE,
+    )
+
+
+def _host_share(record: CellRecord, peer: str) -> float:
+    """Seconds of processor time of all ranks, over those that the cores have during a step."""
+    cores = int(record.facts.get("cores", 1))
+    return record.part(peer, HOST) * record.cell.ranks / (cores * record.summary(peer).median)
+
+
+def _row(record: CellRecord, records: Sequence[CellRecord], peer: str) -> list[str] | None:
+    if peer not in record.samples:
+        return None
+    efficiency = _efficiency(record, records, peer)
+    return [
+        record.cell.name,
+        peer,
+        f"{record.summary(peer).median * 1e3:.1f}",
+        "–" if efficiency is None else percent(efficiency),
+        percent(_host_share(record, peer)),
+    ]
+
+
+def _host_words(records: Sequence[CellRecord]) -> str:
+    largest = max(records, key=lambda record: record.cell.ranks)
+    shares = [f"{percent(_host_share(largest, peer))} ({peer})" for peer in (TUNED, OURS) if peer in largest.samples]
+    if not shares:
+        return ""
+    return (
+        f"Emulated compute: with {largest.cell.ranks} ranks on one machine, the work of the hosts themselves keeps "
+        f"{', '.join(shares)} of its cores busy during a step."
+    )
+
+
+def _message(records: Sequence[CellRecord]) -> str:
+    largest = max((record.cell.ranks for record in records), default=0)
+    parts = [
+        f"{percent(value)} at {record.cell.options['link']}"
+        for record in records
+        if record.cell.ranks == largest > 1 and (value := _efficiency(record, records, OURS)) is not None
+    ]
+    return f"{largest} hosts with gradsync: efficiency {' and '.join(parts)}" if parts else "Efficiency over ranks"
