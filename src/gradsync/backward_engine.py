@@ -110,6 +110,7 @@ class BackwardEngine:
         options = self.options
         self._hooks.remove()
         self._overdue.clear()
+        self.window.means_left_buckets()
         self._observer = options.watchers
         self._pipeline = Pipeline([], options.communicator, self.reduction)
         self._arrangement.build()
