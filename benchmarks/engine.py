@@ -67,7 +67,7 @@ MODELS = {
     "small-layers": small_layers,
     "unused-layers": unused_layers,
     "much-wire": lambda: large_transformer(16),
-    "much-compute": lambda: large_transformer(256),
+    "much-compute": lambda: large_transformer(128),
 }
 
 
@@ -86,9 +86,9 @@ def variants(model: str) -> dict[str, Wrap]:
     return chosen
 
 
-def on_the_group(module: nn.Module) -> nn.Module:
+def on_the_group(module: nn.Module, bucket_cap_mb: float | None = None) -> nn.Module:
     wire = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
-    return gradsync.DistributedDataParallel(module, communicator=wire)
+    return gradsync.DistributedDataParallel(module, communicator=wire, bucket_cap_mb=bucket_cap_mb)
 
 
 def tuned() -> dict[str, bool]:

@@ -6,6 +6,7 @@ is left of the queue itself, so that a collective that is waited for at once cos
 
 import contextlib
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,9 @@ import torch
 from gradsync.communicator.base import Handle
 
 __all__ = ["Background"]
+
+# Seconds before the thread begins: more than it takes to get from the start of a collective to the wait for it.
+HEAD_START = 50e-6
 
 
 class _Task:
@@ -77,6 +81,8 @@ class _Queue:
     def serve(self) -> None:
         """The thread's life."""
         while self._calls.get():
+            # Whoever waits for it at once is quicker, and had better not find the way blocked.
+            time.sleep(HEAD_START)
             # Who waits for one may have run it already. What was added at leisure comes along.
             while self._tasks:
                 with self._turn:

@@ -26,7 +26,7 @@ __all__ = ["HEADER_NUMBERS", "Signals"]
 LINE_BYTES = 64
 HEADER_NUMBERS = 6
 # A rank that comes within microseconds is not worth going to sleep for.
-SPINS = 40
+SPINS = 100
 # Sleep is interrupted only to look at the time; a peer's coming or end wakes it at once.
 SLEEP_SECONDS = 1.0
 
