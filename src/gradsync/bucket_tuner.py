@@ -2,7 +2,7 @@
 
 The cost model guesses from a few all-reduces on an idle wire; see :mod:`gradsync.cost_model`. It knows neither when
 gradients become ready nor how well a wire carries several buckets at once. So the tuner tries: its guess, then all
-gradients in two buckets, in four, eight, …, for a few windows each. What counts is the time from the begin of a
+gradients in one bucket, in two, four, eight, …, for a few windows each. What counts is the time from the begin of a
 synchronizing backward to its end, on the rank that began last: the others have only waited for it. When two finer
 sizes in a row are worse, it stops, takes the best, and is done for the rest of the training.
 
@@ -25,7 +25,7 @@ from gradsync.communicator import Communicator, Handle
 
 __all__ = ["TUNED_AFTER", "BucketTuner"]
 
-PARTS = (2, 4, 8, 16)
+PARTS = (1, 2, 4, 8, 16)
 # Windows of a trial; the first one is not counted, since its memory is new.
 WINDOWS = 4
 # Order is learned before, and has been seen to be stable.
@@ -92,11 +92,10 @@ class BucketTuner:
         self.rounds += 1
         self._trials.append(_Trial(caps=caps, seconds=self._shared_seconds(communicator)))
         self._times.clear()
-        best = self._best()
-        following = None if self._is_hopeless(best) else self._next(sizes)
+        following = None if self._grows_worse() else self._next(sizes)
         if following is None:
             self.rounds = len(TUNED_AFTER)
-            return best.caps
+            return self._best().caps
         return following
 
     def _shared_seconds(self, communicator: Communicator) -> float:
@@ -114,16 +113,16 @@ class BucketTuner:
                 best = trial
         return best
 
-    def _is_hopeless(self, best: _Trial) -> bool:
-        """Whether the last trials, which had finer and finer buckets, were all worse than an earlier one."""
-        last = self._trials[-WORSE_IN_A_ROW:]
-        return len(self._trials) > WORSE_IN_A_ROW + 1 and all(trial is not best for trial in last)
+    def _grows_worse(self) -> bool:
+        """Whether the last trials of finer and finer buckets, the guess aside, were all worse than an earlier one."""
+        finer = [trial.seconds for trial in self._trials[1:]]
+        return len(finer) > WORSE_IN_A_ROW and min(finer) < min(finer[-WORSE_IN_A_ROW:])
 
     def _next(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
         """Finer buckets than in all trials but the guess, if there are any that make other buckets than one tried."""
         total = sum(sizes(self._trials[0].caps))
         tried = [sizes(trial.caps) for trial in self._trials]
-        finest = min((trial.caps.caps[0] for trial in self._trials[1:]), default=total)
+        finest = min((trial.caps.caps[0] for trial in self._trials[1:]), default=total + 1)
         for part in PARTS:
             cap = total // part
             if SMALLEST_BUCKET <= cap < finest:
