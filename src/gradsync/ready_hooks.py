@@ -8,7 +8,9 @@ A Python hook costs microseconds, and one runs for every parameter in every back
 gradients are looked at, all at once. That works whenever no parameter had a gradient when the backward began (the
 rule after ``zero_grad()``): those that have one now have received it. If one is still missing, the chunk is looked
 at again at the next hook, and at the latest when backward ends: a changed order costs overlap, never correctness. A
-gradient that comes after its chunk was settled is noticed by the version counter of the bucket's memory.
+gradient that comes after its chunk was settled is noticed by the version counter of the bucket's memory. One hook more,
+on the parameter that comes first of all, tells of a backward that no output told of: through ``model.module(x)``, which
+reaches the last layer first, whatever it leaves out afterwards.
 
 Alternatives considered: ``torch.autograd.graph.register_multi_grad_hook`` has the batching, but must be registered
 anew in every forward; hooks on a sample of parameters per chunk find out no more than the one on the last does.
@@ -58,6 +60,8 @@ class ReadyHooks:
                 hook = self._counting(index, *place)
             elif place[2] == len(place[1].parameters) - 1:
                 hook = self._by_sight(index, place[0], place[1])
+            elif place[0].index == 0 and place[1].first + place[2] == 0:
+                hook = self._first_of_all(index)
             else:
                 continue
             self._handles.append((parameter, _register(parameter, self._in_turn(hook))))
@@ -97,6 +101,15 @@ class ReadyHooks:
             listener().look_at(bucket, chunk)
 
         return on_last_gradient_ready
+
+    def _first_of_all(self, index: int) -> Hook:
+        listener, idle = self._listener, self.idle
+
+        def on_first_gradient_ready(_: torch.Tensor) -> None:
+            if idle:
+                listener().begin_backward_at_parameter(index)
+
+        return on_first_gradient_ready
 
     def _outside(self, index: int) -> Hook:
         listener, idle, arrived = self._listener, self.idle, self.arrivals.append
