@@ -9,8 +9,9 @@ from gradsync.communicator import Communicator
 
 __all__ = ["broadcast_tensors"]
 
-# No more than this is copied at a time: a model must not need room for a second copy of itself.
-CHUNK_BYTES = 64 * 1024 * 1024
+# No more than this is copied at a time: a model must not need room for a second copy of itself, and what an allocator
+# was once asked for it may keep long after.
+CHUNK_BYTES = 8 * 1024 * 1024
 
 
 @torch.no_grad()
@@ -41,11 +42,18 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 def _broadcast_chunk(tensors: list[torch.Tensor], communicator: Communicator, source: int) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        communicator.broadcast(_bytes_of(tensors[0]), source).wait()
+        return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    # As bytes: values are copied, not computed with, and every backend knows bytes (not every one knows bool).
-    communicator.broadcast(flat.view(torch.uint8), source).wait()
+    communicator.broadcast(_bytes_of(flat), source).wait()
     if communicator.rank != source:
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
     # Gloo's threads hold the tensor until their next collective; its memory need not wait that long.
     flat.untyped_storage().resize_(0)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Values are copied, not computed with, and every backend knows bytes (not every one knows bool)."""
+    return tensor.reshape(-1).view(torch.uint8)
