@@ -354,7 +354,10 @@ def interrupting(rounds: Rounds) -> None:
     time.sleep(60)
 
 
-def test_an_interrupted_run_keeps_what_it_has_and_reports_it(tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_what_it_has_and_reports_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    # Whoever was started in the background of a shell ignores Ctrl-C.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
     never = Tiny(work=failing, name="never")
     outcome = run_tiny(tmp_path / "results", Tiny(work=interrupting), never)
     assert outcome.interrupted

@@ -204,23 +204,19 @@ def test_a_run_leaves_everything_behind(uninterrupted: tuple[Path, str]) -> None
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000032", "step-00000036"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, None), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_was_ended_goes_on_bit_for_bit(
-    tmp_path: Path, text: Path, uninterrupted: tuple[Path, str], number: int, code: int | None
-) -> None:
-    folder = tmp_path / "run"
-    options = (*SMALL, "--data", text, *LENGTH, "--run-folder", folder)
+def end_at(step: int, number: int, folder: Path, *options: Any) -> tuple[int, str]:
+    """Run ``command`` until ``step`` is done, and end it by the signal: its exit code and what it wrote."""
     process = subprocess.Popen(
         command(*options),
-        env=environment(tmp_path),
+        env=environment(folder.parent),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        cwd=tmp_path,
+        cwd=folder.parent,
         start_new_session=True,
     )
     try:
-        wait_for_step(folder, 13, process)
+        wait_for_step(folder, step, process)
         if number == signal.SIGKILL:
             # Launcher and ranks, somewhere in a window.
             os.killpg(process.pid, number)
@@ -231,15 +227,23 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if code is not None:
-        assert process.returncode == code, output
-        assert "Traceback" not in output
-        assert "all 2 replicas hold the same parameters" in output
-    if number == signal.SIGTERM:
-        # From here on it is as after Ctrl-C.
-        return
-    done = run(tmp_path, *options, "--resume")
-    assert re.search(r"resumed from step \d+", done.stdout)
+    return process.returncode, output
+
+
+def test_a_run_that_was_ended_goes_on_bit_for_bit(tmp_path: Path, text: Path, uninterrupted: tuple[Path, str]) -> None:
+    """Ended three times: asked to, killed, and by Ctrl-C. Each time what it had by then is gone on with."""
+    folder = tmp_path / "run"
+    options = (*SMALL, "--data", text, *LENGTH, "--run-folder", folder)
+    for step, number, code in ((5, signal.SIGTERM, 143), (13, signal.SIGKILL, None), (22, signal.SIGINT, 130)):
+        returned, output = end_at(step, number, folder, *options)
+        if code is not None:
+            assert returned == code, output
+            assert "Traceback" not in output
+            assert "all 2 replicas hold the same parameters" in output
+        assert "--resume" not in options or re.search(r"resumed from step \d+", output), output
+        options = (*options, "--resume") if "--resume" not in options else options
+    done = run(tmp_path, *options)
+    assert re.search(r"resumed from step (2[2-9]|3\d)", done.stdout)
     assert digest(folder) == digest(uninterrupted[0])
     steps = [record["step"] for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
     assert steps == list(range(1, 37))
