@@ -16,6 +16,7 @@ LAYERS = (
     "version",
     "errors",
     "communicator.base",
+    "communicator.alarm",
     "communicator.background",
     "communicator.process_group",
     "communicator.topology",

@@ -329,7 +329,7 @@ def test_who_does_not_answer_is_named() -> None:
 
 
 DEATH = """
-import os, sys, torch
+import os, pathlib, sys, time, torch
 import torch.distributed as dist
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
@@ -352,6 +352,13 @@ def work(rank):
             wire.all_reduce(torch.ones(300_000)).wait()
         except PeerFailedError as error:
             os.write(1, f"{rank}: {error}\\n".encode())
+    # Nobody else leaves before all have seen who left: an end that comes second may be noticed first.
+    folder = pathlib.Path(sys.argv[1]).parent
+    (folder / str(rank)).touch()
+    for _ in range(3000):
+        if (folder / "0").exists() and (folder / "2").exists():
+            break
+        time.sleep(0.01)
 
 children = []
 for rank in range(3):

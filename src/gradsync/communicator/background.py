@@ -6,20 +6,19 @@ is left of the queue itself, so that a collective that is waited for at once cos
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 
 import torch
 
+from gradsync.communicator.alarm import make_alarm
 from gradsync.communicator.base import Handle
 
 __all__ = ["Background"]
 
 # Seconds before the thread begins: more than it takes to get from the start of a collective to the wait for it.
-HEAD_START = 50e-6
+HEAD_START = 100e-6
 
 
 class _Task:
@@ -59,30 +58,36 @@ class _Queue:
         self._tasks: deque[_Task] = deque()
         # Held by whoever runs a collective: never two at a time, never out of order.
         self._turn = threading.Lock()
-        # A call for the thread each: True to work, False to end.
-        self._calls: SimpleQueue[bool] = SimpleQueue()
+        self._alarm = make_alarm()
+        self._closed = False
 
     def add(self, run: Callable[[], None], *, at_leisure: bool) -> _Task:
         task = _Task(self, run)
         self._tasks.append(task)
         if not at_leisure:
-            self._calls.put(True)
+            self._alarm.set(HEAD_START)
         return task
 
     def close(self) -> None:
-        self._calls.put(False)
+        self._closed = True
+        self._alarm.set(0.0)
 
     def run_until(self, task: _Task) -> None:
+        # First, so that the alarm of what is added meanwhile stays.
+        self._alarm.call_off()
         while not task.done:
             with self._turn:
                 if not task.done:
                     self._run_next()
+        if self._tasks:
+            self._alarm.set(HEAD_START)
 
     def serve(self) -> None:
         """The thread's life."""
-        while self._calls.get():
-            # Whoever waits for it at once is quicker, and had better not find the way blocked.
-            time.sleep(HEAD_START)
+        while True:
+            self._alarm.wait()
+            if self._closed:
+                return
             # Who waits for one may have run it already. What was added at leisure comes along.
             while self._tasks:
                 with self._turn:
@@ -92,13 +97,15 @@ class _Queue:
     def _run_next(self) -> None:
         task = self._tasks.popleft()
         assert task.run is not None
+        # Whether gradients are recorded is a thread's own setting. torch.no_grad() takes longer than all else here.
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         try:
-            # Whether gradients are recorded is a thread's own setting.
-            with torch.no_grad():
-                task.run()
+            task.run()
         except BaseException as error:
             task.error = error
         finally:
+            torch._C._set_grad_enabled(recording)
             # Tensors of the collective live on in their owners, not here.
             task.run = None
             task.done = True

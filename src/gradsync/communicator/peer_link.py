@@ -8,7 +8,7 @@ rank does in the same order, and not when it runs.
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -58,8 +58,8 @@ class PeerLink:
         self.failure: PeerFailedError | None = None
         self._tags = _tags.setdefault(group, _Tags())
 
-    def exchange(self, what: str, messages: int) -> "Exchange":
-        """The next collective, ``what`` in words, of at most ``messages`` messages each way with every peer."""
+    def exchange(self, what: Callable[[], str], messages: int) -> "Exchange":
+        """The next collective, ``what`` says in words, of at most ``messages`` messages each way with every peer."""
         return Exchange(self, what, self._tags.take(messages))
 
     def name(self, peer: int) -> str:
@@ -100,7 +100,7 @@ class Message:
 class Exchange:
     """The messages of one collective. ``number`` tells those with one peer apart, and agrees on both sides."""
 
-    def __init__(self, link: PeerLink, what: str, first_tag: int) -> None:
+    def __init__(self, link: PeerLink, what: Callable[[], str], first_tag: int) -> None:
         self.link = link
         self.what = what
         self._first_tag = first_tag
@@ -148,16 +148,16 @@ class Exchange:
         return Message(self, peer, work)
 
     def _story(self, peer: int, error: RuntimeError) -> str:
-        name, said = self.link.name, re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
+        name, what, said = self.link.name, self.what(), re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
         if _is_timeout(error):
             return (
-                f"{name(peer)} did not answer {name(self.link.rank)} in {self.what} ({said}). It hangs, is slower than "
+                f"{name(peer)} did not answer {name(self.link.rank)} in {what} ({said}). It hangs, is slower than "
                 "the group's timeout allows, or its link is cut. Look at that rank, or give the group a longer timeout"
             )
         # Who failed first makes others fail, whose end may be the one that is seen first.
         gone = {message.peer for message in (*self._receives, *self._sends) if message.is_cut_off()} - {peer}
         names = _listed([name(other) for other in sorted({peer} | gone)])
-        return f"{names} left {name(self.link.rank)} alone in {self.what} ({said}). The cause is in what {names} wrote"
+        return f"{names} left {name(self.link.rank)} alone in {what} ({said}). The cause is in what {names} wrote"
 
 
 def _gloo_of(group: Any) -> Any:

@@ -12,7 +12,6 @@ What lies in a rank's control memory, a cache line each::
 import ctypes
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,17 +20,16 @@ import torch
 from gradsync.communicator.host_peers import HostPeers
 from gradsync.errors import PeerFailedError
 
-__all__ = ["HEADER_NUMBERS", "Signals"]
+__all__ = ["HEADER_BYTES", "Signals"]
 
 LINE_BYTES = 64
-HEADER_NUMBERS = 6
+HEADER_BYTES = 48
 # A rank that comes within microseconds is not worth going to sleep for.
 SPINS = 100
 # Sleep is interrupted only to look at the time; a peer's coming or end wakes it at once.
 SLEEP_SECONDS = 1.0
 
-Header = tuple[int, ...]
-_Header = ctypes.c_int64 * HEADER_NUMBERS
+_Header = ctypes.c_char * HEADER_BYTES
 
 
 class _Timespec(ctypes.Structure):
@@ -90,7 +88,6 @@ class Signals:
         ]
         self._awaited = 0
         self._ended: set[int] = set()
-        self._lock = threading.Lock()
 
     @staticmethod
     def control_bytes(world_size: int) -> int:
@@ -108,12 +105,12 @@ class Signals:
 
     # -- headers: what each rank thinks the collective is -----------------------------------------------------------
 
-    def write_header(self, number: int, header: Header) -> None:
-        self._headers[number % 2][self._peers.rank][:] = list(header)
+    def write_header(self, number: int, header: bytes) -> None:
+        self._headers[number % 2][self._peers.rank].raw = header
 
-    def headers(self, number: int) -> list[list[int]]:
+    def headers(self, number: int) -> list[bytes]:
         """Everybody's, by rank, after :meth:`meet`."""
-        return [header[:] for header in self._headers[number % 2]]
+        return [header.raw for header in self._headers[number % 2]]
 
     # -- meeting ------------------------------------------------------------------------------------------------------
 

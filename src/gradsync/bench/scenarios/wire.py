@@ -179,7 +179,8 @@ def _reducing(communicator: Communicator, tensor: torch.Tensor) -> Call:
 
 
 def _halves(communicator: Communicator, tensor: torch.Tensor) -> Call:
-    share = torch.zeros(tensor.numel() // communicator.world_size)
+    """In place, as an all-reduce is: the share of a rank is a part of the tensor."""
+    share = tensor.view(communicator.world_size, -1)[communicator.rank]
 
     def call() -> None:
         communicator.reduce_scatter(share, tensor).wait()

@@ -1,0 +1,99 @@
+"""Wakes a thread a moment from now, unless it is called off before.
+
+To wake a thread takes it a core and, in Python, the interpreter's lock: on a machine whose cores all compute that is
+dearer than a collective of a few hundred kilobytes. Most collectives that need no thread are waited for at once. On
+Linux the alarm is a timer of the kernel, which costs nothing but two system calls when it is called off. Elsewhere the
+thread is woken right away, and sleeps for the moment itself.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+import time
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+__all__ = ["Alarm", "make_alarm"]
+
+
+class Alarm(Protocol):
+    """Set by anybody, any number of times; one thread waits for it."""
+
+    def set(self, seconds: float) -> None:
+        """Go off in ``seconds``."""
+
+    def call_off(self) -> None:
+        """Do not go off, if that is still possible. The thread may be woken all the same."""
+
+    def wait(self) -> None:
+        """Return when it has gone off."""
+
+
+def make_alarm() -> Alarm:
+    return KernelAlarm() if sys.platform == "linux" else SleepingAlarm()
+
+
+class _Times(ctypes.Structure):
+    """The kernel's ``itimerspec``: an interval, of which we have none, and how long from now."""
+
+    _fields_ = (
+        ("interval_seconds", ctypes.c_long),
+        ("interval_nanoseconds", ctypes.c_long),
+        ("seconds", ctypes.c_long),
+        ("nanoseconds", ctypes.c_long),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _times(seconds: float) -> Any:
+    # At least a nanosecond: nothing at all would call it off.
+    whole, rest = divmod(max(1, int(seconds * 1e9)), 1_000_000_000)
+    return ctypes.byref(_Times(0, 0, whole, rest))
+
+
+class KernelAlarm:
+    """A timer behind a file descriptor, which the thread reads from."""
+
+    # Quick calls, which keep the interpreter's lock: to give it back would cost more.
+    _libc = ctypes.PyDLL(None, use_errno=True)
+    _never = ctypes.byref(_Times())
+
+    def __init__(self) -> None:
+        self._descriptor = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._descriptor < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._is_set = False
+
+    def set(self, seconds: float) -> None:
+        self._is_set = True
+        self._libc.timerfd_settime(self._descriptor, 0, _times(seconds), None)
+
+    def call_off(self) -> None:
+        if self._is_set:
+            self._is_set = False
+            self._libc.timerfd_settime(self._descriptor, 0, self._never, None)
+
+    def wait(self) -> None:
+        os.read(self._descriptor, 8)
+
+    def __del__(self) -> None:
+        # At the very end of the interpreter there is no os any more, and the kernel closes what is open.
+        if os is not None and self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+class SleepingAlarm:
+    """Without such a timer: a call that the thread hears at once."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[float] = SimpleQueue()
+
+    def set(self, seconds: float) -> None:
+        self._calls.put(seconds)
+
+    def call_off(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        time.sleep(self._calls.get())
