@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.bench.fsdp_groups import GroupedReplicate, blocks_of_leaves
+from gradsync.bench.fsdp_groups import blocks_of
 from gradsync.bench.measure import Rounds
 from gradsync.bench.memory import PeakMemory, used_bytes
-from gradsync.bench.peers import PEERS, Gradsync
+from gradsync.bench.peers import PEERS, FSDP2Replicate, Gradsync
 from gradsync.bench.real_workload import RealWorkload
 from gradsync.bench.record import EVERY, Cell, CellRecord, ResultFolder, Sample
 from gradsync.bench.scenario import Scenario
@@ -179,8 +179,8 @@ def test_a_peak_that_is_gone_is_remembered() -> None:
 def replicate_ranks() -> None:
     dist.init_process_group("gloo")
     model = EmulatedModel(transformer(parameters=20_000, layers=2, seconds=0.002))
-    assert len(blocks_of_leaves(model)) == 4
-    wrapped = GroupedReplicate().wrap(model, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    assert len(blocks_of(model)) == 4
+    wrapped = FSDP2Replicate().wrap(model, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     wrapped.backward(wrapped.model(torch.tensor(float(dist.get_rank() + 1))))
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad

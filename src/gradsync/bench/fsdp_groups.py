@@ -1,63 +1,32 @@
-"""FSDP2's ``replicate`` with a group of parameters a block, for models whose blocks are called piece by piece.
+"""Which modules FSDP2's ``replicate`` synchronizes together: a group a block, as its documentation has it.
 
-It synchronizes a group from hooks on the forward of the modules in it. A container whose forward nobody calls would
-never be synchronized, and nothing says so; therefore only modules that are called go into groups.
+It synchronizes a group from hooks on the forward of the modules in it. A container that has no forward is never called,
+so a group of it would never be synchronized, and nothing says so: what it contains goes into groups in its place.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
 from torch import nn
 
-from gradsync.bench.peers import FSDP2Replicate, MakeOptimizer, Wrapped
-
-__all__ = ["GroupedReplicate", "blocks_of_leaves"]
-
-# The modules that are synchronized together, for each group.
-Groups = Callable[[nn.Module], Sequence[list[nn.Module]]]
-# Of ``blocks.3.mlp.up``: the block.
-BLOCK_PARTS = 2
+__all__ = ["blocks_of"]
 
 
-def blocks_of_leaves(model: nn.Module) -> list[list[nn.Module]]:
-    """The modules that have parameters of their own, by the block they are in."""
-    owners = [
-        (name, module) for name, module in model.named_modules() if next(module.parameters(False), None) is not None
-    ]
-    by_block = itertools.groupby(owners, key=lambda owner: owner[0].split(".")[:BLOCK_PARTS])
-    return [[module for _, module in owned] for _, owned in by_block]
+def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
+    """The modules of every block: a child of the model, or of a container among its children."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        blocks.extend([child] if _is_called(child) else child.children())
+    groups = [[module for module in _called_in(block) if _has_parameters(module)] for block in blocks]
+    return [group for group in groups if group]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedReplicate(FSDP2Replicate):
-    """``replicate`` on every group, then on the whole for what is in none."""
+def _called_in(module: nn.Module) -> list[nn.Module]:
+    if _is_called(module):
+        return [module]
+    return [called for child in module.children() for called in _called_in(child)]
 
-    groups: Groups = blocks_of_leaves
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
-        from torch.distributed._composable.replicate_with_fsdp import replicate
-        from torch.distributed.device_mesh import init_device_mesh
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
-        for group in self.groups(model):
-            replicate(group, mesh=mesh)
-        replicated: Any = replicate(model, mesh=mesh)
 
-        @contextmanager
-        def no_sync() -> Iterator[None]:
-            replicated.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                replicated.set_requires_gradient_sync(True)
-
-        return Wrapped(
-            model=replicated,
-            optimizer=optimizer(replicated.parameters()),
-            backward=lambda loss: (loss / window).backward(),
-            no_sync=no_sync,
-        )
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

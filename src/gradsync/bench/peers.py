@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsync.bench.fsdp_groups import blocks_of
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.observer import Observer
 from gradsync.synchronizer_options import Schedule
@@ -197,7 +198,7 @@ class Fabric(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Replicate(Peer):
-    """``replicate`` of torch's FSDP2: replicas without sharding, on FSDP's engine; every child a group of its own."""
+    """``replicate`` of torch's FSDP2: replicas without sharding, on FSDP's engine; every block a group of its own."""
 
     name: str = "FSDP2 replicate"
 
@@ -210,9 +211,8 @@ class FSDP2Replicate(Peer):
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
-        for child in model.children():
-            if next(child.parameters(), None) is not None and not isinstance(child, nn.ModuleList):
-                replicate(child, mesh=mesh)
+        for group in blocks_of(model):
+            replicate(group, mesh=mesh)
         replicated: Any = replicate(model, mesh=mesh)
 
         @contextmanager

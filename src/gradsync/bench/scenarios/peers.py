@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from gradsync.bench.fsdp_groups import GroupedReplicate
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.memory import PeakMemory, memory_unreadable
 from gradsync.bench.peers import DDP, PEERS, Peer
@@ -32,7 +31,7 @@ from gradsync.lab.rate import Rate
 
 __all__ = ["Peers"]
 
-TUNED, FSDP2 = "DDP tuned", "FSDP2 replicate"
+TUNED = "DDP tuned"
 # Model and computation of the emulated cells; what is sent takes about as long as what is computed.
 SMALL = {"layers": 2, "seconds": 0.02}
 SLOW_PARAMETERS, FAST_PARAMETERS = 300_000, 750_000
@@ -62,10 +61,9 @@ class Peers:
         if MEMORY in options:
             _measure_memory(rounds, PEERS[options.pop(MEMORY)], RealWorkload(**options))
         elif rounds.cell.emulated:
-            replicate = GroupedReplicate(name=FSDP2)
-            _measure_time(rounds, Workload(profile=transformer(**options)), replicate)
+            _measure_time(rounds, Workload(profile=transformer(**options)))
         else:
-            _measure_time(rounds, RealWorkload(**options), PEERS[FSDP2])
+            _measure_time(rounds, RealWorkload(**options))
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         return show_tables(records)
@@ -121,11 +119,10 @@ def _real(*, quick: bool) -> list[Cell]:
     ]
 
 
-def _measure_time(rounds: Rounds, workload: Workload | RealWorkload, replicate: Peer) -> None:
+def _measure_time(rounds: Rounds, workload: Workload | RealWorkload) -> None:
     rounds.fact("gradient bytes", workload.nbytes)
     rounds.limits(compute=ALONE, wire={EVERY: _least_wire(rounds.cell, workload.nbytes)})
-    peers = {**PEERS, FSDP2: replicate}
-    peers[TUNED] = DDP(name=TUNED, tuned=True, bucket_mb=_best_bucket(rounds, workload))
+    peers = {**PEERS, TUNED: DDP(name=TUNED, tuned=True, bucket_mb=_best_bucket(rounds, workload))}
     variants: dict[str, Step] = {}
     for name, peer in peers.items():
         reason = peer.absent()
