@@ -55,10 +55,12 @@ def size_words(size: int) -> str:
 
 
 def calls_of(cell: Cell, wire: str, size: int) -> int:
-    """How often a sample repeats a message: ranks leave their meeting some tenths of a millisecond apart."""
+    """How often a sample repeats a message: ranks leave their meeting up to milliseconds apart."""
     if wire in (SHARED, COPY):
-        return 32 if size <= MIB else 8 if size <= 4 * MIB else 2
-    return 8 // cell.ranks if size < MIB else 1
+        return 128 if size <= MIB else 16 if size <= 4 * MIB else 4
+    if size < MIB:
+        return 16 // cell.ranks
+    return 4 if size == MIB and cell.rate is None else 1
 
 
 @dataclass(frozen=True, kw_only=True)
