@@ -1,7 +1,7 @@
 """Runs scripts as they stand on real ranks. Importing torch takes longer than most of them run, so it is done once.
 
-Each rank is a process with torchrun's variables that imports torch and forks a child for every script; the children of
-a script meet at a port of their own. What a script printed, and its traceback if it failed, goes to a file.
+A process of its own imports torch and forks a child for every rank of every script, with torchrun's variables; the
+children of a script meet at a port of their own. What a script printed, and its traceback if it failed, goes to a file.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -27,32 +28,38 @@ class Ran:
     error: str | None
 
 
-def run_scripts(scripts: list[Path], *, ranks: int, folder: Path, timeout: float = 100) -> dict[Path, Ran]:
+def run_scripts(
+    scripts: list[Path], *, ranks: int, folder: Path, arguments: list[str] | None = None, timeout: float = 100
+) -> dict[Path, Ran]:
     """Run them on `ranks` ranks, or for 0 in a plain process without a launcher's variables."""
-    ports = _free_ports(len(scripts))
-    arguments = [str(folder), *(f"{port}:{script}" for port, script in zip(ports, scripts, strict=True))]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.scripts", str(rank), *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **_variables(rank, ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(max(ranks, 1))
-    ]
+    orders = {
+        "ranks": ranks,
+        "folder": str(folder),
+        "arguments": arguments or [],
+        "scripts": [[str(script), port] for script, port in zip(scripts, _free_ports(len(scripts)), strict=True)],
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.scripts", json.dumps(orders)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
+        said = process.communicate(timeout=timeout)[0]
     finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), said
-    told = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(len(processes))]
+        if process.poll() is None:
+            # With the children, which may wait for each other.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, said
+    told = json.loads((folder / "told.json").read_text())
     return {
         script: Ran(
-            output="".join(each[str(script)]["output"] for each in told),
-            error=next((each[str(script)]["error"] for each in told if each[str(script)]["error"]), None),
+            output="".join(each["output"] for each in told[str(script)]),
+            error=next((each["error"] for each in told[str(script)] if each["error"]), None),
         )
         for script in scripts
     }
@@ -78,12 +85,10 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _run(script: str, port: str, answer: Path) -> None:
+def _run(script: str, arguments: list[str], answer: Path) -> None:
     """In a child of its own."""
-    if "RANK" in os.environ:
-        os.environ["MASTER_PORT"] = port
     output, error = io.StringIO(), None
-    sys.argv = [script]
+    sys.argv = [script, *arguments]
     with contextlib.redirect_stdout(output):
         try:
             runpy.run_path(script, run_name="__main__")
@@ -93,22 +98,34 @@ def _run(script: str, port: str, answer: Path) -> None:
 
 
 def main() -> None:
-    import gradsync  # noqa: F401 (the children have it, and torch, from here)
+    # The children have all of it from here; the first step of any optimizer imports the compiler.
 
-    rank, folder, *scripts = sys.argv[1:]
-    answer = Path(folder, f"answer-{rank}.json")
-    told = {}
-    for port_and_script in scripts:
-        port, script = port_and_script.split(":", 1)
-        child = os.fork()
-        if not child:
-            _run(script, port, answer)
-            # Not through the interpreter's end, where threads of the wire may still want it.
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        told[script] = json.loads(answer.read_text()) if status == 0 else {"output": "", "error": f"status {status}"}
-        answer.unlink(missing_ok=True)
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(told))
+    import gradsync  # noqa: F401
+
+    orders = json.loads(sys.argv[1])
+    folder, ranks = Path(orders["folder"]), orders["ranks"]
+    told: dict[str, list[dict[str, str | None]]] = {}
+    for script, port in orders["scripts"]:
+        answers = [folder / f"answer-{rank}.json" for rank in range(max(ranks, 1))]
+        children = []
+        for rank, answer in enumerate(answers):
+            child = os.fork()
+            if not child:
+                os.environ.update(_variables(rank, ranks))
+                if ranks:
+                    os.environ["MASTER_PORT"] = str(port)
+                _run(script, orders["arguments"], answer)
+                # Not through the interpreter's end, where threads of the wire may still want it.
+                os._exit(0)
+            children.append(child)
+        ends = [os.waitpid(child, 0)[1] for child in children]
+        told[script] = [
+            {"output": "", "error": f"status {status}"} if status else json.loads(answer.read_text())
+            for answer, status in zip(answers, ends, strict=True)
+        ]
+        for answer in answers:
+            answer.unlink(missing_ok=True)
+    (folder / "told.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """The example scripts run, all ranks end with the same parameters, and each is five lines from the single process."""
 
 import difflib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,17 +99,15 @@ def test_the_recipe_trains_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 2000)
     options = ["--model", "nano", "--length", "32", "--batch", "2", "--data", str(tmp_path / "text.txt")]
     options += ["--checkpoints", str(tmp_path / "checkpoints")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = str(EXAMPLES / f"{RECIPE}.py")
 
-    def run(command: list[str]) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def run(steps: int) -> str:
+        script = EXAMPLES / f"{RECIPE}.py"
+        ran = run_scripts([script], ranks=2, folder=tmp_path, arguments=[*options, "--steps", str(steps)])[script]
+        assert ran.error is None, ran.error
+        return ran.output
 
-    first = run([*launcher, script, *options, "--steps", "20"])
+    first = run(20)
     assert "goes on" not in first
-    second = run([*launcher, script, *options, "--steps", "40"])
+    second = run(40)
     assert "goes on after step 20" in second
     assert losses(second)[-1] < losses(first)[0]
