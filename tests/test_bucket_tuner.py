@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from gradsync.bucket_layout import BucketCaps, ParameterSpec, plan_layout
-from gradsync.bucket_tuner import TUNED_AFTER, BucketTuner
+from gradsync.bucket_tuner import TUNED_AFTER, WINDOWS, BucketTuner
 from gradsync.communicator import Communicator, Handle, ReduceOp, choose_communicator
 from gradsync.communicator.background import Background
+from gradsync.communicator.in_process import InProcessWorld
 from gradsync.cost_model import LinkCost
 from gradsync.synchronizer import Synchronizer
 from gradsync.synchronizer_options import SynchronizerOptions
@@ -131,6 +132,29 @@ def test_where_every_bucket_is_dear_there_is_one() -> None:
     assert [result["buckets"] for result in results] == [1, 1]
     # Two, four and eight buckets were tried, and then no more.
     assert len(set(results[0]["caps"])) == 4  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("lucky", [None, 1, 4])
+def test_luck_does_not_last(lucky: int | None) -> None:
+    """Two buckets are best. Another number may look better in its first trial; tried again it is found out."""
+    wire, tuner, total = InProcessWorld(1).communicator(0), BucketTuner(), MIB
+    seconds = {1: 1.5, 2: 1.0, 4: 1.2, 8: 1.4, 16: 1.6}
+    caps, tried = BucketCaps.uniform(total), []
+
+    def sizes(proposed: BucketCaps) -> list[int]:
+        return [proposed.caps[0]] * (total // proposed.caps[0])
+
+    while not tuner.finished:
+        parts = total // caps.caps[0]
+        for _ in range(WINDOWS):
+            tuner.backward_began(synchronizes=True)
+            tuner.synchronization_finished()
+        luck = 0.9 if parts == lucky and parts not in tried else seconds[parts]
+        tuner._times = [luck] * WINDOWS
+        tried.append(parts)
+        caps = tuner.propose(wire, caps, sizes)
+    assert total // caps.caps[0] == 2
+    assert sorted(tried[-2:]) == sorted({2, lucky or 4})
 
 
 # -- a parameter that is larger than a bucket -------------------------------------------------------------------------

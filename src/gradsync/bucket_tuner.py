@@ -4,7 +4,8 @@ The cost model guesses from a few all-reduces on an idle wire; see :mod:`gradsyn
 gradients become ready nor how well a wire carries several buckets at once. So the tuner tries: its guess, then all
 gradients in one bucket, in two, four, eight, …, for a few windows each. What counts is the time from the begin of a
 synchronizing backward to its end, on the rank that began last: the others have only waited for it. When two finer
-sizes in a row are worse, it stops, takes the best, and is done for the rest of the training.
+sizes in a row are worse, it stops. The two best are tried once more, since a few windows may have been lucky; the tuner
+takes the better one and is done for the rest of the training.
 
 A trial begins and ends at a window's boundary, after numbers of windows that all ranks know. There they share their
 times and come to the same conclusion.
@@ -30,8 +31,9 @@ PARTS = (1, 2, 4, 8, 16)
 WINDOWS = 4
 # Order is learned before, and has been seen to be stable.
 FIRST_TRIAL_AFTER = 4
-# After so many windows the ranks meet: at the end of the trial of the guess, and of each of the parts.
-TUNED_AFTER = tuple(FIRST_TRIAL_AFTER + WINDOWS * number for number in range(1, len(PARTS) + 2))
+FINALISTS = 2
+# After so many windows the ranks meet: at the end of the trials of the guess, of each of the parts, of the finalists.
+TUNED_AFTER = tuple(FIRST_TRIAL_AFTER + WINDOWS * number for number in range(1, len(PARTS) + FINALISTS + 2))
 SMALLEST_BUCKET = 32 * 1024
 # Less is noise, and not worth another layout.
 WORTH_CHANGING = 0.02
@@ -40,8 +42,14 @@ WORSE_IN_A_ROW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
+    """Sizes, and how long windows took with them."""
+
     caps: BucketCaps
-    seconds: float
+    times: list[float]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times)
 
 
 class BucketTuner:
@@ -50,6 +58,8 @@ class BucketTuner:
     def __init__(self) -> None:
         self.rounds = 0
         self._trials: list[_Trial] = []
+        # Who is still to be tried again; None as long as there are new sizes to try.
+        self._finalists: list[BucketCaps] | None = None
         self._times: list[float] = []
         self._began: float | None = None
 
@@ -90,21 +100,38 @@ class BucketTuner:
     ) -> BucketCaps:
         """End the trial of ``caps``: what to go on with. ``sizes`` tells which buckets caps would make. Collective."""
         self.rounds += 1
-        self._trials.append(_Trial(caps=caps, seconds=self._shared_seconds(communicator)))
+        self._note(caps, self._shared_times(communicator))
         self._times.clear()
-        following = None if self._grows_worse() else self._next(sizes)
-        if following is None:
+        following = self._following(sizes)
+        if following is None or self.finished:
             self.rounds = len(TUNED_AFTER)
             return self._best().caps
         return following
 
-    def _shared_seconds(self, communicator: Communicator) -> float:
-        """The median over windows of the shortest time of any rank in each."""
+    def _note(self, caps: BucketCaps, times: list[float]) -> None:
+        for trial in self._trials:
+            if trial.caps == caps:
+                trial.times.extend(times)
+                return
+        self._trials.append(_Trial(caps=caps, times=times))
+
+    def _following(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
+        """What to try next: other sizes, then the finalists once more, then nothing."""
+        if self._finalists is None:
+            other = None if self._grows_worse() else self._next(sizes)
+            if other is not None:
+                return other
+            ranked = sorted(self._trials, key=lambda trial: trial.seconds)
+            self._finalists = [trial.caps for trial in ranked[:FINALISTS]] if len(ranked) > 1 else []
+        return self._finalists.pop() if self._finalists else None
+
+    def _shared_times(self, communicator: Communicator) -> list[float]:
+        """Of each window of the trial the shortest time of any rank."""
         times = ([float("inf")] * WINDOWS + self._times)[-(WINDOWS - 1) :]
         message = torch.tensor([-seconds for seconds in times], dtype=torch.float64, device=communicator.device)
         communicator.all_reduce(message, "max").wait()
         seconds: list[float] = message.tolist()
-        return -statistics.median(seconds)
+        return [-each for each in seconds]
 
     def _best(self) -> _Trial:
         best = self._trials[0]
