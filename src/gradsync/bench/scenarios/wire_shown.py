@@ -59,8 +59,8 @@ def calls_of(cell: Cell, wire: str, size: int) -> int:
     if wire in (SHARED, COPY):
         return 128 if size <= MIB else 16 if size <= 4 * MIB else 4
     if size < MIB:
-        return 16 // cell.ranks
-    return 4 if size == MIB and cell.rate is None else 1
+        return 8 // cell.ranks
+    return 4 if size == MIB and cell.hosts is None else 1
 
 
 @dataclass(frozen=True, kw_only=True)
