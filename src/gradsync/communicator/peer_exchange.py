@@ -19,8 +19,8 @@ from 1 to 8 MiB at 1 Gbit/s, all reach 94 % of the rate or more. On loopback eve
 100 MB take 63 ms in chunks of 8 MiB, 67 in chunks of 4 and 76 in chunks of 2, where Gloo's all-reduce takes 74.
 
 Two collectives, a reduce-scatter and then an all-gather, meet twice, each time with a message back and forth before a
-byte of data goes. Below some 25 MiB that shows: bare sends and receives, without any of this, take 1.1 to 1.2 times as
-long as Gloo's all-reduce at 4 MiB, these take 1.2 to 1.4 times, as long at 25 MiB, and 0.85 times at 100 MiB.
+byte of data goes. Against Gloo's all-reduce, bare sends and receives without any of this take 1.1 times as long at
+4 MiB and 0.87 at 100 MiB; these take 1.4 and 0.92 (``benchmarks/peer_exchange.py``).
 """
 
 import itertools
