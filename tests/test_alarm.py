@@ -81,6 +81,17 @@ def test_what_is_left_behind_a_wait_runs_by_itself() -> None:
     background.close()
 
 
+def test_who_waits_does_not_call_off_the_end() -> None:
+    background = Background("a test")
+    handles = [background.start(lambda: None, at_leisure=True) for _ in range(200)]
+    background._queue.close()
+    for handle in handles:
+        handle.wait()
+    assert background._thread is not None
+    background._thread.join(10)
+    assert not background._thread.is_alive()
+
+
 def test_the_thread_of_a_collective_records_no_gradients_and_keeps_the_setting() -> None:
     background = Background("a test")
     seen: list[tuple[int, bool]] = []

@@ -75,6 +75,9 @@ class _Queue:
     def run_until(self, task: _Task) -> None:
         # First, so that the alarm of what is added meanwhile stays.
         self._alarm.call_off()
+        if self._closed:
+            # That alarm was not for this.
+            self._alarm.set(0.0)
         while not task.done:
             with self._turn:
                 if not task.done:

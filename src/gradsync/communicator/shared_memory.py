@@ -181,7 +181,8 @@ class SharedMemoryCommunicator:
         stages = self._stages_now(flat)
         stages[self._rank].copy_(flat)
         self._meet_first(call)
-        _combine(stages[0], stages[1], op, flat)
+        if self._world_size > 1:
+            _combine(stages[0], stages[1], op, flat)
         for stage in stages[2:]:
             _combine(flat, stage, op, flat)
         self._number += 1
