@@ -44,8 +44,7 @@ def bare(group: dist.ProcessGroup, tensor: torch.Tensor) -> Step:
     return step
 
 
-def halves(wire: PeerExchangeCommunicator, tensor: torch.Tensor) -> None:
-    share = tensor.view(2, -1)[wire.rank]
+def halves(wire: PeerExchangeCommunicator, tensor: torch.Tensor, share: torch.Tensor) -> None:
     wire.reduce_scatter(share, tensor).wait()
     wire.all_gather(tensor, share).wait()
 
@@ -70,7 +69,7 @@ def main() -> None:
         steps: dict[str, Step] = {
             "Gloo all-reduce": partial(all_reduce, gloo, tensor),
             "bare": bare(group, tensor),
-            "RS + AG": partial(halves, exchange, tensor),
+            "RS + AG": partial(halves, exchange, tensor, tensor.view(2, -1)[exchange.rank]),
             "all-reduce": partial(all_reduce, exchange, tensor),
         }
         times = interleave(steps, warmup=5, rounds=options.rounds)

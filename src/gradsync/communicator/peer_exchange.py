@@ -19,10 +19,13 @@ from 1 to 8 MiB at 1 Gbit/s, all reach 94 % of the rate or more. On loopback eve
 100 MB take 63 ms in chunks of 8 MiB, 67 in chunks of 4 and 76 in chunks of 2, where Gloo's all-reduce takes 74.
 
 Two collectives, a reduce-scatter and then an all-gather, meet twice, each time with a message back and forth before a
-byte of data goes. Against Gloo's all-reduce, bare sends and receives without any of this take 1.1 times as long at
-4 MiB and 0.87 at 100 MiB; these take 1.4 and 0.92 (``benchmarks/peer_exchange.py``).
+byte of data goes. Against Gloo's all-reduce, bare sends and receives without any of this take 0.9 to 1.0 times as long
+at 4 and 8 MiB, 0.95 at 25 and 0.83 at 100; these take 1.1 to 1.2, 1.1, 0.97 and 0.89 (``benchmarks/peer_exchange.py``).
+The difference is what Python does before the first message of each of the two: a tenth of a millisecond with cold
+caches, which all ranks wait for.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +69,11 @@ class _Cut:
         end = min(self.numel, (share + 1) * self.share)
         start = min(end, share * self.share + chunk * self.chunk)
         return slice(start, min(end, start + self.chunk))
+
+
+@functools.lru_cache(maxsize=MOST_KNOWN)
+def _cut(numel: int, share: int, chunk: int) -> _Cut:
+    return _Cut(numel=numel, share=share, chunk=chunk)
 
 
 class PeerExchangeCommunicator:
@@ -116,7 +124,7 @@ class PeerExchangeCommunicator:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
         if not tensor.is_cpu:
             return self._gloo.all_reduce(tensor, op)
-        fold = _Fold(op, tensor.dtype, self.world_size, self.rank)
+        fold = _fold(op, tensor.dtype, self.world_size, self.rank)
         if self._is_small(tensor):
             return self._start("all_reduce", tensor, 1, lambda x, flat: self._reduce_at_once(x, flat, fold))
         cut = self._cut(tensor, -(-tensor.numel() // self.world_size))
@@ -147,9 +155,8 @@ class PeerExchangeCommunicator:
         cut = self._cut(output, tensor.numel())
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
-            mine = flat[self.rank * cut.share : (self.rank + 1) * cut.share]
-            if mine.data_ptr() != tensor.data_ptr():
-                mine.copy_(tensor.reshape(-1))
+            if flat.data_ptr() + self.rank * tensor.nbytes != tensor.data_ptr():
+                flat[self.rank * cut.share : (self.rank + 1) * cut.share].copy_(tensor.reshape(-1))
             self._gather(exchange, flat, cut)
 
         return self._start("all_gather", output, cut.chunks, run)
@@ -158,11 +165,11 @@ class PeerExchangeCommunicator:
         if not tensor.is_cpu:
             return self._gloo.reduce_scatter(output, tensor)
         self._expect(tensor.numel() == output.numel() * self.world_size, "reduce_scatter", output, tensor)
-        fold = _Fold("sum", tensor.dtype, self.world_size, self.rank)
+        fold = _fold("sum", tensor.dtype, self.world_size, self.rank)
         cut = self._cut(tensor, output.numel())
 
         def run(exchange: Exchange, share: torch.Tensor) -> None:
-            self._reduce(exchange, tensor.contiguous().view(-1), share, cut, fold, pass_on=False)
+            self._reduce(exchange, _flat(tensor), share, cut, fold, pass_on=False)
 
         return self._start("reduce_scatter", output, 2 * cut.chunks, run)
 
@@ -190,7 +197,9 @@ class PeerExchangeCommunicator:
         def start(chunk: int) -> None:
             mine = cut.at(self.rank, chunk)
             first = chunk % ahead * (self.world_size - 1)
-            rows = [row[: mine.stop - mine.start] for row in slots[first : first + self.world_size - 1]]
+            rows = slots[first : first + self.world_size - 1]
+            if mine.stop - mine.start < cut.chunk:
+                rows = [row[: mine.stop - mine.start] for row in rows]
             waiting[chunk] = self._receive_rows(exchange, rows, 2 * chunk)
             for peer in self._link.peers:
                 piece = tensor[cut.at(peer, chunk)]
@@ -202,7 +211,7 @@ class PeerExchangeCommunicator:
         for chunk in range(ahead):
             start(chunk)
         for chunk in range(cut.chunks):
-            total = share[chunk * cut.chunk : (chunk + 1) * cut.chunk]
+            total = share if cut.chunks == 1 else share[chunk * cut.chunk : (chunk + 1) * cut.chunk]
             fold(tensor[cut.at(self.rank, chunk)], waiting.pop(chunk), total)
             if pass_on:
                 for peer in self._link.peers:
@@ -254,18 +263,18 @@ class PeerExchangeCommunicator:
         exchange = self._link.exchange(lambda: f"{kind} of {result.numel()} × {result.dtype}", messages)
 
         def work() -> None:
-            flat = result.contiguous().view(-1)
+            flat = _flat(result)
             run(exchange, flat)
             exchange.finish()
             # Memory that is not in one piece was copied.
-            if flat.data_ptr() != result.data_ptr():
+            if flat is not result and flat.data_ptr() != result.data_ptr():
                 result.copy_(flat.view_as(result))
 
         return self._background.start(work)
 
     def _cut(self, tensor: torch.Tensor, share: int) -> _Cut:
         chunk = max(1, self._chunk_bytes // tensor.element_size())
-        return _Cut(numel=tensor.numel(), share=share, chunk=max(1, min(share, chunk)))
+        return _cut(tensor.numel(), share, max(1, min(share, chunk)))
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         """Whether to spare a step is worth the bytes: (n - 1) tensors are sent in one step, 2 (n - 1) / n in two."""
@@ -337,3 +346,13 @@ class _Fold:
             total.copy_(mine)
         if self._op == "average":
             total.div_(self._world_size)
+
+
+@functools.lru_cache(maxsize=MOST_KNOWN)
+def _fold(op: ReduceOp, dtype: torch.dtype, world_size: int, rank: int) -> _Fold:
+    return _Fold(op, dtype, world_size, rank)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where that is flat already: before the first message every view delays all ranks."""
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
