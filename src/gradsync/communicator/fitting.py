@@ -14,7 +14,6 @@ The environment variable ``GRADSYNC_WIRE`` names one (``group``, ``shared-memory
 
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +38,8 @@ LOGGER = logging.getLogger("gradsync")
 VARIABLE = "GRADSYNC_WIRE"
 WIRES = ("auto", "group", "shared-memory", "peer-exchange", "hierarchical")
 MEASURED_BYTES = 4 * 1024 * 1024
-REPEATS = 3
+WARM_UP = 1
+TRIES = 5
 # An exchange costs more of a core than Gloo's own way, so it must be worth it.
 WORTH_EXCHANGING = 0.9
 
@@ -66,6 +66,8 @@ _WORDS: dict[type, str] = {
     ProcessGroupCommunicator: "the process group",
     SharedMemoryCommunicator: "shared memory",
 }
+
+_MEASURED = f"{MEASURED_BYTES >> 20} MiB"
 
 # By the id of the group, with the group: communicators hold theirs, so a weak dictionary would never let go.
 _chosen: dict[tuple[int, str], tuple[Any, Choice]] = {}
@@ -159,19 +161,32 @@ def _attempt(
 
 
 def _faster(communicator: ProcessGroupCommunicator) -> Choice:
-    """The group or a peer exchange over it, whichever reduces a bucket's worth of bytes in less time."""
+    """The group; or a peer exchange over it, if that reduces a bucket's worth of bytes in less time again and again.
+
+    A single reading proves nothing on a busy machine, and the same program must not get another wire in every run.
+    """
     exchange = PeerExchangeCommunicator(communicator.group)
     buffer = torch.zeros(MEASURED_BYTES // 4)
-    times: dict[str, list[float]] = {"group": [], "exchange": []}
-    for _ in range(REPEATS + 1):
-        for name, wire in (("group", communicator), ("exchange", exchange)):
-            started = time.perf_counter()
-            wire.all_reduce(buffer).wait()
-            times[name].append(time.perf_counter() - started)
-    medians = torch.tensor([statistics.median(readings[1:]) for readings in times.values()], dtype=torch.float64)
-    communicator.all_reduce(medians, "max").wait()
-    by_group, by_exchange = medians.tolist()
-    size = f"{MEASURED_BYTES >> 20} MiB"
-    words = f"{size} took {by_exchange * 1e3:.1f} ms by peer exchange and {by_group * 1e3:.1f} ms by the group"
-    better = by_exchange < WORTH_EXCHANGING * by_group
-    return Choice(communicator=exchange if better else communicator, reason=words)
+    ratios = []
+    for number in range(WARM_UP + TRIES):
+        by_group, by_exchange = _slowest(communicator, [_time(wire, buffer) for wire in (communicator, exchange)])
+        if number < WARM_UP:
+            continue
+        if by_exchange > WORTH_EXCHANGING * by_group:
+            words = f"took {by_exchange * 1e3:.1f} ms by peer exchange and {by_group * 1e3:.1f} ms by the group"
+            return Choice(communicator=communicator, reason=f"{_MEASURED} {words}")
+        ratios.append(by_exchange / by_group)
+    words = f"took at most {max(ratios):.2f} of the group's time in {TRIES} tries"
+    return Choice(communicator=exchange, reason=f"{_MEASURED} {words}")
+
+
+def _time(wire: Communicator, buffer: torch.Tensor) -> float:
+    started = time.perf_counter()
+    wire.all_reduce(buffer).wait()
+    return time.perf_counter() - started
+
+
+def _slowest(communicator: Communicator, seconds: list[float]) -> list[float]:
+    readings = torch.tensor(seconds, dtype=torch.float64)
+    communicator.all_reduce(readings, "max").wait()
+    return readings.tolist()
