@@ -7,8 +7,9 @@ the second meeting itself is among them (some hundred bytes), and nothing is sub
 """
 
 import random
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,8 @@ Step = Callable[[], Parts | None]
 Meter = Callable[[], int]
 
 SEED = 0
+# How many of several settings are tried again before one is called the best.
+FINALISTS = 2
 
 
 class Progress(Protocol):
@@ -82,15 +85,25 @@ class Rounds:
                     self._progress.advance(number + 1, total)
 
     def best(self, variants: Mapping[str, Step], *, warmup: int = 3, rounds: int = 5) -> str:
-        """The fastest of some settings, from a few rounds that are not recorded; the same answer on all ranks."""
+        """The fastest of some settings, from rounds that are not recorded; the same answer on all ranks.
+
+        A few rounds with all of them tell the two fastest, and twice as many tell which of these it is.
+        """
         if not variants:
             raise ConfigurationError("the best of no variants was asked for; give at least one")
+        for _ in range(warmup):
+            self._round(variants)
         seconds: dict[str, list[float]] = {name: [] for name in variants}
-        for number in range(warmup + rounds):
-            for name, ranks in self._round(variants).items():
-                if number >= warmup:
+
+        def fastest_first(names: Iterable[str], rounds: int) -> list[str]:
+            tried = {name: variants[name] for name in names}
+            for _ in range(rounds):
+                for name, ranks in self._round(tried).items():
                     seconds[name].append(max(timing.seconds for timing in ranks))
-        return min(seconds, key=lambda name: sorted(seconds[name])[rounds // 2])
+            return sorted(tried, key=lambda name: statistics.median(seconds[name]))
+
+        finalists = fastest_first(variants, rounds)[:FINALISTS]
+        return fastest_first(finalists, 2 * rounds)[0] if len(finalists) > 1 else finalists[0]
 
     def _round(self, variants: Mapping[str, Step]) -> dict[str, list[Timing]]:
         names = list(variants)

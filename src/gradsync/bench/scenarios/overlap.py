@@ -74,7 +74,8 @@ class Overlap:
             timeline = Timeline(keep=1)
             wrapped = workload.wrap(Gradsync(name=name, schedule=schedule, observer=timeline))
             variants[name] = timed_step(wrapped, workload.forward, exposed=_Exposed(timeline))
-            settle(variants[name])
+        # Without overlap there is nothing to choose.
+        settle(variants[OURS])
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
