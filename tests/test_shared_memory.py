@@ -87,6 +87,47 @@ def mixed_places() -> list[torch.Tensor]:
     return results
 
 
+def allocate_while_some_let_go() -> list[float]:
+    """Small, then large, then small: between them ranks let go of a whole slab at different times."""
+    wire = shared_wire(timeout=5.0)
+    kept = [wire.allocate(60_000, torch.float32, CPU) for _ in range(5)]
+    if wire.rank == 0:
+        kept.clear()
+        gc.collect()
+    large = wire.allocate(1_000_000, torch.float32, CPU)
+    small = wire.allocate(100, torch.float32, CPU)
+    sums = []
+    for tensor in (large, small):
+        wire.all_reduce(tensor.fill_(wire.rank + 1.0)).wait()
+        sums.append(tensor[-1].item())
+    wire.close()
+    return sums
+
+
+def test_ranks_may_let_go_of_memory_at_different_times(pool: RankPool) -> None:
+    assert pool.run(allocate_while_some_let_go) == [[6.0, 6.0]] * 3
+
+
+def allocate_more_than_a_slab() -> list[int]:
+    wire = shared_wire()
+    own = len(wire._heap._segments)
+    counts = []
+    for _ in range(3):
+        small = [wire.allocate(60_000, torch.float32, CPU) for _ in range(5)]
+        wire.all_reduce(small[-1]).wait()
+        counts.append(len(wire._heap._segments) - own)
+        del small
+        gc.collect()
+    counts.append(len(wire._heap._segments) - own)
+    wire.close()
+    return counts
+
+
+def test_slabs_that_nobody_uses_any_more_go(pool: RankPool) -> None:
+    """Four of these tensors fill a slab. Five lie in two of them, and with none left only the open one stays."""
+    assert pool.run(allocate_more_than_a_slab) == [[1, 2, 2, 1]] * 3
+
+
 def test_ranks_may_keep_their_tensors_in_different_places(pool: RankPool) -> None:
     for results in pool.run(mixed_places):
         for result in results:

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -63,8 +64,9 @@ class Heap:
         self._made = 0
         self._segments: dict[int, Segment] = {}
         # Where the rank's own pieces begin, sorted, and whose they are.
-        self._addresses: list[int] = []
-        self._by_address: dict[int, Segment] = {}
+        self._index: tuple[list[int], list[Segment]] = ([], [])
+        # Tensors end on any thread, and in the middle of anything.
+        self._lock = threading.RLock()
         self._slab: Segment | None = None
         self._full = False
 
@@ -74,53 +76,67 @@ class Heap:
         None on all ranks when one of them has no memory left; the log says so once.
         """
         rounded = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        if rounded > SLAB_BYTES // 4:
-            segment = self._make(rounded)
-        else:
-            if self._slab is None or self._slab.used + rounded > self._slab.nbytes:
-                self._slab = self._make(SLAB_BYTES)
-            segment = self._slab
+        segment = self._make(rounded) if rounded > SLAB_BYTES // 4 else self._roomy_slab(rounded)
         if segment is None:
             return None
         offset, segment.used = segment.used, segment.used + rounded
         return self._lease(segment, offset, nbytes)
 
+    def _roomy_slab(self, nbytes: int) -> Segment | None:
+        """The slab, or a new one if that is full.
+
+        Only what was allocated counts, never what was let go of: when a tensor goes is each rank's own affair, and
+        ranks that came to different conclusions would wait for each other for ever.
+        """
+        slab = self._slab
+        if slab is None or slab.used + nbytes > slab.nbytes:
+            self._slab = self._make(SLAB_BYTES)
+            with self._lock:
+                if slab is not None and slab.leases == 0:
+                    self._forget(slab)
+        return self._slab
+
     def _lease(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         """A tensor over a part of this rank's piece. With the last of them the segment goes."""
         lease = _array(max(nbytes, 1)).from_buffer(segment.own, offset)
-        segment.leases += 1
+        with self._lock:
+            segment.leases += 1
         weakref.finalize(lease, Heap._end_lease, weakref.ref(self), segment.number).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
     def _end_lease(heap_reference: "weakref.ref[Heap]", number: int) -> None:
         heap = heap_reference()
-        segment = heap._segments.get(number) if heap is not None else None
-        if heap is None or segment is None:
+        if heap is None:
             return
-        segment.leases -= 1
-        if segment.leases == 0 and segment is not heap._slab:
-            heap._forget(segment)
+        with heap._lock:
+            segment = heap._segments.get(number)
+            if segment is None:
+                return
+            segment.leases -= 1
+            if segment.leases == 0 and segment is not heap._slab:
+                heap._forget(segment)
 
     def _forget(self, segment: Segment) -> None:
-        del self._segments[segment.number]
-        self._by_address = {address: other for address, other in self._by_address.items() if other is not segment}
-        self._addresses = sorted(self._by_address)
+        self._segments.pop(segment.number, None)
+        self._list_segments()
         segment.known.clear()
 
+    def _list_segments(self) -> None:
+        own = self._peers.rank
+        ordered = sorted(self._segments.values(), key=lambda segment: segment.pieces[own].data_ptr())
+        self._index = ([segment.pieces[own].data_ptr() for segment in ordered], ordered)
+
     def _make(self, nbytes: int) -> Segment | None:
-        if self._slab is not None and self._slab.leases == 0:
-            self._forget(self._slab)
-            self._slab = None
         maps = None if self._full else self._map_everybodys(nbytes)
         if maps is None:
             self._full = True
             return None
         self._made += 1
         segment = Segment(self._made, maps, self._peers.rank)
-        self._segments[segment.number] = segment
-        self._by_address[segment.pieces[self._peers.rank].data_ptr()] = segment
-        self._addresses = sorted(self._by_address)
+        with self._lock:
+            self._segments[segment.number] = segment
+            self._list_segments()
         return segment
 
     def _map_everybodys(self, nbytes: int) -> list[Any] | None:
@@ -149,11 +165,11 @@ class Heap:
     def find(self, tensor: torch.Tensor) -> Place | None:
         """Where ``tensor`` lies in this memory, or None if it lies elsewhere."""
         address = tensor.data_ptr()
-        number = bisect.bisect_right(self._addresses, address) - 1
+        starts, segments = self._index
+        number = bisect.bisect_right(starts, address) - 1
         if number < 0:
             return None
-        start = self._addresses[number]
-        segment = self._by_address[start]
+        start, segment = starts[number], segments[number]
         return (segment, address - start) if address + tensor.nbytes <= start + segment.nbytes else None
 
     def segment(self, number: int) -> Segment:
