@@ -591,7 +591,9 @@ def test_an_optimizer_of_other_parameters_may_step_at_any_time() -> None:
     with model.no_sync():
         loss_of(model(batch(0))).backward()
     loss_of(other(batch(0))).backward()
+    before = values_of(other)
     torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, values_of(other), strict=True))
 
 
 def misuse_in_backward(action: str, bad_step: int) -> dict[str, Any]:
