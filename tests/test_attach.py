@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from gradsync import GradientSynchronization, MismatchError, MisuseError, synchronize_gradients
 from gradsync.communicator import InProcessWorld, choose_communicator
-from gradsync.synchronizer import synchronizer_of
+from gradsync.engine.synchronizer import synchronizer_of
 from tests.ranks import Ranks
 
 

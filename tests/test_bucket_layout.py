@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.bucket_layout import BucketCaps, BucketLayout, BucketPlan, ParameterSpec, plan_layout
+from gradsync.bucket.layout import BucketCaps, BucketLayout, BucketPlan, ParameterSpec, plan_layout
 
 ALIGNMENT_BYTES = 16
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync.bucket_layout import BucketCaps, ParameterSpec, plan_layout
-from gradsync.bucket_tuner import TUNED_AFTER, WINDOWS, BucketTuner
+from gradsync.bucket.cost_model import LinkCost
+from gradsync.bucket.layout import BucketCaps, ParameterSpec, plan_layout
+from gradsync.bucket.tuner import TUNED_AFTER, WINDOWS, BucketTuner
 from gradsync.communicator import Communicator, Handle, ReduceOp, choose_communicator
 from gradsync.communicator.background import Background
 from gradsync.communicator.in_process import InProcessWorld
-from gradsync.cost_model import LinkCost
-from gradsync.synchronizer import Synchronizer
-from gradsync.synchronizer_options import SynchronizerOptions
+from gradsync.engine.options import SynchronizerOptions
+from gradsync.engine.synchronizer import Synchronizer
 from gradsync.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)

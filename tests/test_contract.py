@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
-import gradsync.bucket
+import gradsync.bucket.bucket
 from gradsync.communicator import Communicator, choose_communicator
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
@@ -167,7 +167,7 @@ def assert_same_bits(per_rank: Sequence[Gradients]) -> None:
 
 
 def cut_chunks(nbytes: int) -> int:
-    previous, gradsync.bucket.CHUNK_BYTES = gradsync.bucket.CHUNK_BYTES, nbytes
+    previous, gradsync.bucket.bucket.CHUNK_BYTES = gradsync.bucket.bucket.CHUNK_BYTES, nbytes
     return previous
 
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradsync import DistributedDataParallel, synchronize_gradients
-from gradsync.bucket_layout import BucketCaps
-from gradsync.communicator import InProcessWorld, choose_communicator, fit_communicator
-from gradsync.cost_model import (
+from gradsync.bucket.cost_model import (
     HOST_SECONDS_PER_BUCKET,
     MAX_BUCKET_BYTES,
     MIN_BUCKET_BYTES,
@@ -20,7 +18,9 @@ from gradsync.cost_model import (
     auto_caps,
     measure_link,
 )
-from gradsync.replica import MIB, UNMEASURED_CAP
+from gradsync.bucket.layout import BucketCaps
+from gradsync.communicator import InProcessWorld, choose_communicator, fit_communicator
+from gradsync.wrap.replica import MIB, UNMEASURED_CAP
 from tests.ranks import RankPool, Ranks, pool_of
 
 CPU = torch.device("cpu")

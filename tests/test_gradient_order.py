@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradsync.bucket.order import CHECK_EVERY, CHECKS_REMEMBERED, GradientOrder, merge_order
 from gradsync.communicator import choose_communicator
-from gradsync.gradient_order import CHECK_EVERY, CHECKS_REMEMBERED, GradientOrder, merge_order
 from tests.ranks import Ranks
 
 # A previous order, what was observed (perhaps twice, perhaps not at all), and what was ever seen.

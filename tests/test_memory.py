@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from gradsync import DistributedDataParallel, synchronize_gradients
 from gradsync.communicator import InProcessWorld, ambient_communicator, choose_communicator
-from gradsync.synchronizer import synchronizer_of
+from gradsync.engine.synchronizer import synchronizer_of
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(90)

@@ -24,9 +24,9 @@ from gradsync import (
     synchronize_gradients,
 )
 from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
+from gradsync.engine.synchronizer import synchronizer_of
 from gradsync.errors import NoProcessGroupError
 from gradsync.reduction import Cast
-from gradsync.synchronizer import synchronizer_of
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsync.accumulation import Accumulation
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
+from gradsync.engine.observer import Observer
+from gradsync.engine.options import Schedule
 from gradsync.errors import ConfigurationError
-from gradsync.observer import Observer
 from gradsync.reduction import Mean, Reduction
-from gradsync.replica import BucketSize, EngineSettings, Replica
-from gradsync.synchronizer_options import Schedule
+from gradsync.wrap.accumulation import Accumulation
+from gradsync.wrap.replica import BucketSize, EngineSettings, Replica
 
 __all__ = ["GradientSynchronization", "synchronize_gradients"]
 

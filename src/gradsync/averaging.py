@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from gradsync.agreement import require_agreement
 from gradsync.communicator import Communicator, choose_communicator
+from gradsync.communicator.agreement import require_agreement
+from gradsync.engine.sparse_reduction import reduce_sparse_gradients
 from gradsync.errors import ConfigurationError
-from gradsync.sparse_reduction import reduce_sparse_gradients
 
 __all__ = ["average_gradients"]
 

@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
-from gradsync.accumulation import Accumulation
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
+from gradsync.engine.observer import Observer
+from gradsync.engine.options import Schedule
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.mixed_precision import LowPrecision, MixedPrecisionConfig
-from gradsync.observer import Observer
 from gradsync.reduction import Cast, CommHook, Mean, Reduction
-from gradsync.replica import MIB, BucketSize, EngineSettings, Replica
-from gradsync.replica_state import broadcast_tensors
-from gradsync.synchronizer_options import Schedule
-from gradsync.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor
+from gradsync.wrap.accumulation import Accumulation
+from gradsync.wrap.mixed_precision import LowPrecision, MixedPrecisionConfig
+from gradsync.wrap.replica import MIB, BucketSize, EngineSettings, Replica
+from gradsync.wrap.replica_state import broadcast_tensors
+from gradsync.wrap.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor
 
 __all__ = ["DistributedDataParallel"]
 
@@ -241,7 +241,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
     @property
     def bucket_bytes_cap(self) -> int:
         """Where dynamo cuts the graph of a compiled module: at the largest cap, or the least that dynamo takes."""
-        return max(*self.synchronizer.options.caps.caps, MIB)
+        return max(*self.synchronizer.caps.caps, MIB)
 
     @property
     def require_backward_grad_sync(self) -> bool:

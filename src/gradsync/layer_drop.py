@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradsync.engine.synchronizer import synchronizer_of
 from gradsync.errors import ConfigurationError
-from gradsync.synchronizer import synchronizer_of
 
 __all__ = ["LayerDrop"]
 

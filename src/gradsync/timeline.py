@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Handle, when_done
 
 __all__ = ["BucketTimes", "StepTimes", "Timeline"]

@@ -27,11 +27,12 @@ from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared, has_checkpoint, load_prepared, save_prepared
 from gradsync.accelerator.world import connect
-from gradsync.accumulation import backward_through
-from gradsync.clipping import clip_grad_norm_, clip_grad_value_, require_means_of
+from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
+from gradsync.engine.clipping import require_means_of
 from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.wrap.accumulation import backward_through
 
 __all__ = ["Accelerator"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync.synchronizer import Synchronizer
-from gradsync.window import WindowState
+from gradsync.engine.synchronizer import Synchronizer
+from gradsync.window.window import WindowState
 
 __all__ = ["LossScaler"]
 

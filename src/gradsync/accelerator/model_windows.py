@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.plugins import GradientAccumulationPlugin
-from gradsync.accumulation import Accumulation, MicroBatch, MicroBatches, framed
+from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import MisuseError
-from gradsync.synchronizer import Synchronizer
+from gradsync.wrap.accumulation import Accumulation, MicroBatch, MicroBatches, framed
 
 __all__ = ["ModelWindows"]
 

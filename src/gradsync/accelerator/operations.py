@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-from gradsync.agreement import gather_bytes, require_agreement
-from gradsync.backward_watch import tensors_in
 from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import gather_bytes, require_agreement
+from gradsync.engine.backward_watch import tensors_in
 from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = [

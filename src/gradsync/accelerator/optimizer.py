@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from gradsync.accelerator.loss_scaler import LossScaler
 from gradsync.accelerator.model_windows import ModelWindows
-from gradsync.synchronizer import Synchronizer, synchronizer_of
+from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 
 __all__ = ["PreparedOptimizer"]
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.world import World
-from gradsync.accumulation import Accumulation
 from gradsync.attach import synchronize_gradients
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.errors import ConfigurationError
+from gradsync.wrap.accumulation import Accumulation
 
 __all__ = ["PreparedModels"]
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from gradsync.accelerator.environment import ProcessEnvironment
-from gradsync.agreement import gather_bytes
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
+from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError, NoProcessGroupError
 
 __all__ = ["DistributedType", "World", "connect"]

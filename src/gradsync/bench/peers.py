@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from gradsync.bench.fsdp_groups import blocks_of
 from gradsync.data_parallel import DistributedDataParallel
-from gradsync.observer import Observer
-from gradsync.synchronizer_options import Schedule
+from gradsync.engine.observer import Observer
+from gradsync.engine.options import Schedule
 
 __all__ = [
     "DDP",

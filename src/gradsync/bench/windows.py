@@ -8,7 +8,7 @@ import torch
 
 from gradsync.bench.measure import Parts, Step
 from gradsync.bench.peers import Wrapped
-from gradsync.bucket_tuner import TUNED_AFTER
+from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.errors import ConfigurationError
 
 __all__ = ["Forward", "Pattern", "optimizer_step", "settle", "timed_step", "window_step"]

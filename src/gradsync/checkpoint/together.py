@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from gradsync.agreement import gather_bytes
 from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import PeerFailedError
 
 __all__ = ["Undo", "refuse", "together"]

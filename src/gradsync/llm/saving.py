@@ -9,10 +9,10 @@ from torch import nn
 
 from gradsync.accelerator import Accelerator
 from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state
+from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError
 from gradsync.llm.batches import BatchPlan
 from gradsync.llm.settings import TrainSettings
-from gradsync.synchronizer import Synchronizer
 
 __all__ = ["Saveable", "Saving"]
 

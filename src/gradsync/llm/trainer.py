@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs
+from gradsync.engine.synchronizer import Synchronizer
 from gradsync.llm.batches import Batches, BatchPlan, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
 from gradsync.llm.interruption import Interruption
@@ -20,7 +21,6 @@ from gradsync.llm.schedule import warmup_cosine
 from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import TokenFile
 from gradsync.reduction import Cast, Mean
-from gradsync.synchronizer import Synchronizer
 from gradsync.timeline import StepTimes, Timeline
 
 __all__ = ["Listener", "Outcome", "StepRecord", "Trainer", "make_accelerator"]

@@ -2,7 +2,7 @@
 
 from typing import Protocol, runtime_checkable
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Communicator, Handle
 
 __all__ = ["Reduction"]

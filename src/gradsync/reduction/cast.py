@@ -2,7 +2,7 @@
 
 import torch
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError, MisuseError
 

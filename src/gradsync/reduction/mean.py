@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Communicator, Handle, ReduceOp, when_done
 
 __all__ = ["Mean"]

@@ -16,7 +16,7 @@ from gradsync.bench.record import EVERY, Cell, CellRecord
 from gradsync.bench.scenario import Picture, Table, timing_table
 from gradsync.bench.windows import Pattern, window_step
 from gradsync.bench.workload import FLOAT_BYTES, Workload
-from gradsync.bucket_tuner import TUNED_AFTER
+from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.lab.profile import transformer
 from gradsync.lab.rate import Rate

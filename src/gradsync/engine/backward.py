@@ -8,7 +8,7 @@ The walk of a gradient::
     _end_backward        the rest is started, all are finished       stop 5
 
 This is what happens during a backward; what happens between two, windows and steps, is in
-:mod:`gradsync.synchronizer`. Parameters are known here, not modules; wrappers tell of forwards.
+:mod:`gradsync.engine.synchronizer`. Parameters are known here, not modules; wrappers tell of forwards.
 
 [Note: which backward synchronizes] It is read at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
@@ -30,23 +30,23 @@ from typing import Any
 
 import torch
 
-from gradsync.absence import Absence
-from gradsync.arrangement import Arrangement
-from gradsync.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
-from gradsync.bucket import Bucket
-from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec
-from gradsync.chunk import Chunk
+from gradsync.bucket.arrangement import Arrangement, BucketOptions
+from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.chunk import Chunk
+from gradsync.bucket.layout import BucketCaps, BucketLayout, ParameterSpec
+from gradsync.bucket.norm import BucketNorms
+from gradsync.bucket.precise import PreciseGradients
+from gradsync.engine.absence import Absence
+from gradsync.engine.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
+from gradsync.engine.options import SynchronizerOptions
+from gradsync.engine.pipeline import Pipeline
+from gradsync.engine.ready_hooks import ReadyHooks
+from gradsync.engine.sparse_reduction import SparseGradients
+from gradsync.engine.turns import Turns
 from gradsync.errors import MisuseError, PeerFailedError
-from gradsync.gradient_norm import BucketNorms
-from gradsync.pipeline import Pipeline
-from gradsync.precise_accumulation import PreciseGradients
-from gradsync.ready_hooks import ReadyHooks
 from gradsync.reduction import Reduction
-from gradsync.sparse_reduction import SparseGradients
-from gradsync.synchronizer_options import SynchronizerOptions
-from gradsync.turns import Turns
-from gradsync.window import Window, WindowState
-from gradsync.witness import has_nonzero_gradients
+from gradsync.window.window import Window, WindowState
+from gradsync.window.witness import has_nonzero_gradients
 
 __all__ = ["BackwardEngine"]
 
@@ -74,7 +74,16 @@ class BackwardEngine:
         dtype = options.accumulation_dtype
         self._precise = None if dtype is None else PreciseGradients(self.parameters, dtype)
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._arrangement = Arrangement(self.parameters, self.specs, options)
+        self._arrangement = Arrangement(
+            self.parameters,
+            self.specs,
+            BucketOptions(
+                communicator=options.communicator,
+                caps=options.caps,
+                tuner=options.tuner,
+                before_gather=None if options.keeper is None else options.keeper.release,
+            ),
+        )
         self._order = self._arrangement.order
         self._hooks = ReadyHooks(self.parameters, self)
         self._arrivals = self._hooks.arrivals
@@ -218,7 +227,7 @@ class BackwardEngine:
             self._observer.backward_began(synchronizes=self.enabled)
 
     def begin_backward_at_parameter(self, index: int) -> None:
-        """No output told of this backward; its first gradient does. See :mod:`gradsync.backward_watch`."""
+        """No output told of this backward; its first gradient does. See :mod:`gradsync.engine.backward_watch`."""
         self._unwatched_backwards = True
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
@@ -314,7 +323,7 @@ class BackwardEngine:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether buckets start before backward has ended. See [Note: the first window], and :mod:`gradsync.turns`."""
+        """Whether buckets start before backward has ended. See [Note: the first window], and :mod:`.turns`."""
         return self.options.schedule == "overlapped" and self._order.learned and self._turns.leads
 
     def _start_ready(self) -> None:

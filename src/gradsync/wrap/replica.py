@@ -13,18 +13,18 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from gradsync.agreement import describe_parameters, require_agreement
-from gradsync.bucket_layout import BucketCaps, ParameterSpec
-from gradsync.bucket_tuner import BucketTuner
+from gradsync.bucket.cost_model import auto_caps, measure_link
+from gradsync.bucket.layout import BucketCaps, ParameterSpec
+from gradsync.bucket.precise import checked_dtype, widened
+from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
-from gradsync.cost_model import auto_caps, measure_link
+from gradsync.communicator.agreement import require_agreement
+from gradsync.engine.observer import Observer
+from gradsync.engine.options import ParameterKeeper, Schedule, SynchronizerOptions
+from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.observer import Observer
-from gradsync.precise_accumulation import checked_dtype, widened
 from gradsync.reduction import Mean, Reduction
-from gradsync.replica_state import broadcast_tensors
-from gradsync.synchronizer import Synchronizer
-from gradsync.synchronizer_options import ParameterKeeper, Schedule, SynchronizerOptions
+from gradsync.wrap.replica_state import broadcast_tensors
 
 __all__ = ["MIB", "BucketSize", "EngineSettings", "Replica"]
 
@@ -151,6 +151,8 @@ class Replica:
         self, communicator: Communicator, settings: EngineSettings, measure: bool
     ) -> tuple[BucketCaps, BucketTuner | None]:
         """Bucket sizes, and who may change them later: only what was measured before can be measured better."""
+        if settings.schedule == "naive":
+            return BucketCaps.one_parameter_each(), None
         if settings.sizes is not None:
             return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in settings.sizes)), None
         if communicator.world_size == 1:
@@ -164,7 +166,7 @@ class Replica:
 
     def _described(self, settings: EngineSettings) -> list[tuple[str, Any]]:
         return [
-            *describe_parameters(self.specs, [parameter.requires_grad for parameter in self.parameters]),
+            *_described_parameters(self.specs, [parameter.requires_grad for parameter in self.parameters]),
             ("setting bucket_cap_mb", "auto" if settings.sizes is None else list(settings.sizes)),
             ("setting schedule", settings.schedule),
             ("setting reduction", repr(settings.reduction)),
@@ -174,6 +176,24 @@ class Replica:
     def note_registration(self, path: str, parameter: nn.Parameter) -> None:
         if parameter.requires_grad and not any(parameter is known for known in self.parameters):
             self._added.append(path)
+
+
+def _described_parameters(specs: Sequence[ParameterSpec], trainable: Sequence[bool]) -> list[tuple[str, Any]]:
+    """What two replicas must have in common, parameter by parameter. Devices may differ."""
+    return [
+        (
+            f"parameter {number} ({spec.name})",
+            {
+                "shape": list(spec.shape),
+                "dtype": str(spec.dtype),
+                "stride": list(spec.stride),
+                "requires_grad": requires_grad,
+                "sparse": spec.sparse,
+                "delayed": spec.delayed,
+            },
+        )
+        for number, (spec, requires_grad) in enumerate(zip(specs, trainable, strict=True))
+    ]
 
 
 def _check(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Handle
 
 __all__ = ["Observer", "Observers"]

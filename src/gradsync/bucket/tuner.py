@@ -1,7 +1,7 @@
 """Bucket sizes by trial, in the first windows of a training.
 
-The cost model guesses from a few all-reduces on an idle wire; see :mod:`gradsync.cost_model`. It knows neither when
-gradients become ready nor how well a wire carries several buckets at once. So the tuner tries: its guess, then all
+The cost model guesses from a few all-reduces on an idle wire; see :mod:`gradsync.bucket.cost_model`. It knows neither
+when gradients become ready nor how well a wire carries several buckets at once. So the tuner tries: its guess, then all
 gradients in one bucket, in two, four, eight, …, for a few windows each. What counts is the time from the begin of a
 synchronizing backward to its end, on the rank that began last: the others have only waited for it. When two finer
 sizes in a row are worse, it stops. The two best are tried once more, since a few windows may have been lucky; the tuner
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradsync.bucket import Bucket
-from gradsync.bucket_layout import BucketCaps
+from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.layout import BucketCaps
 from gradsync.communicator import Communicator, Handle
 
 __all__ = ["TUNED_AFTER", "BucketTuner"]

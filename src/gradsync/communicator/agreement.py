@@ -11,31 +11,12 @@ from typing import Any
 
 import torch
 
-from gradsync.bucket_layout import ParameterSpec
-from gradsync.communicator import Communicator
+from gradsync.communicator.base import Communicator
 from gradsync.errors import MismatchError
 
-__all__ = ["agree_on_absent", "describe_parameters", "gather_bytes", "require_agreement"]
+__all__ = ["agree_on_absent", "gather_bytes", "require_agreement"]
 
 Described = Sequence[tuple[str, Any]]
-
-
-def describe_parameters(specs: Sequence[ParameterSpec], trainable: Sequence[bool]) -> list[tuple[str, Any]]:
-    """What two replicas must have in common, parameter by parameter. Devices may differ."""
-    return [
-        (
-            f"parameter {number} ({spec.name})",
-            {
-                "shape": list(spec.shape),
-                "dtype": str(spec.dtype),
-                "stride": list(spec.stride),
-                "requires_grad": requires_grad,
-                "sparse": spec.sparse,
-                "delayed": spec.delayed,
-            },
-        )
-        for number, (spec, requires_grad) in enumerate(zip(specs, trainable, strict=True))
-    ]
 
 
 def require_agreement(communicator: Communicator, subject: str, described: Described) -> None:

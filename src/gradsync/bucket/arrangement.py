@@ -1,27 +1,41 @@
 """The buckets as they are now: made from the agreed order, and made anew when ranks agree on another one."""
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradsync.agreement import agree_on_absent
-from gradsync.bucket import Bucket
-from gradsync.bucket_layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
-from gradsync.gradient_order import GradientOrder
-from gradsync.ready_hooks import Place
-from gradsync.synchronizer_options import SynchronizerOptions
+from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.chunk import Chunk
+from gradsync.bucket.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
+from gradsync.bucket.order import GradientOrder
+from gradsync.bucket.tuner import BucketTuner
+from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import agree_on_absent
 
-__all__ = ["Arrangement"]
+__all__ = ["Arrangement", "BucketOptions", "Place"]
+
+# Where a parameter's gradient lands: its bucket, the chunk there, its number in the chunk.
+Place = tuple[Bucket, Chunk, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketOptions:
+    """What buckets are made with: ``caps`` to begin with, which ``tuner`` may change in the first windows."""
+
+    communicator: Communicator
+    caps: BucketCaps
+    tuner: BucketTuner | None = None
+    before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
 
 
 class Arrangement:
     """Which parameter lies where. ``places`` has None for a parameter that is in no bucket."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], specs: Sequence[ParameterSpec], options: SynchronizerOptions
+        self, parameters: Sequence[torch.nn.Parameter], specs: Sequence[ParameterSpec], options: BucketOptions
     ) -> None:
         self.parameters = parameters
         self.order = GradientOrder(len(parameters))
@@ -30,14 +44,14 @@ class Arrangement:
         self.buckets: list[Bucket] = []
         self.places: list[Place | None] = [None] * len(parameters)
         self.taken: set[int] = set()
+        # The one place that knows how large buckets may be: the tuner and a loaded state change it.
+        self.caps = options.caps
         self._specs = specs
-        self._options = options
+        self._communicator = options.communicator
+        self._tuner = options.tuner
+        self._before_gather = options.before_gather
         self._trainable = [parameter.requires_grad for parameter in parameters]
         self._multiplicity = [1] * len(parameters)
-
-    @property
-    def caps(self) -> BucketCaps:
-        return self._options.caps
 
     @property
     def has_unfrozen(self) -> bool:
@@ -46,38 +60,34 @@ class Arrangement:
 
     def state_dict(self) -> dict[str, Any]:
         """The layout and how it came about, as plain values."""
-        caps = self._options.caps
         return {
-            "caps": list(caps.caps),
-            "from_the_end": caps.from_the_end,
+            "caps": list(self.caps.caps),
+            "from_the_end": self.caps.from_the_end,
             "order": self.order.state_dict(),
             "trainable": list(self._trainable),
             "multiplicity": list(self._multiplicity),
-            "tuned": 0 if self._options.tuner is None else self._options.tuner.rounds,
+            "tuned": 0 if self._tuner is None else self._tuner.rounds,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lay out buckets as they were; :meth:`build` is to follow."""
-        caps = BucketCaps(caps=tuple(state["caps"]), from_the_end=state["from_the_end"])
-        self._options = dataclasses.replace(self._options, caps=caps)
+        self.caps = BucketCaps(caps=tuple(state["caps"]), from_the_end=state["from_the_end"])
         self.order.load_state_dict(state["order"])
         self._trainable = list(state["trainable"])
         self._multiplicity = list(state["multiplicity"])
-        if self._options.tuner is not None:
-            self._options.tuner.rounds = state.get("tuned", 0)
+        if self._tuner is not None:
+            self._tuner.rounds = state.get("tuned", 0)
         self.repeats = max(self._multiplicity, default=1) > 1
 
     def build(self) -> None:
         """Plan the layout and make buckets for it. Nobody may hold the old ones but gradients that are still wanted."""
-        options = self._options
-        caps = BucketCaps.one_parameter_each() if options.schedule == "naive" else options.caps
-        self.layout = plan_layout(self._specs, self._trained_order, caps, ballot=options.communicator.world_size)
+        self.layout = self._plan(self.caps)
         self.buckets = []
         self.places = [None] * len(self.parameters)
         for plan in self.layout.buckets:
-            bucket = Bucket(plan, self.parameters, self._specs, options.communicator)
-            if options.keeper is not None:
-                bucket.before_gather(options.keeper.release)
+            bucket = Bucket(plan, self.parameters, self._specs, self._communicator)
+            if self._before_gather is not None:
+                bucket.before_gather(self._before_gather)
             self.buckets.append(bucket)
             for number, slot in enumerate(plan.slots):
                 chunk, place = bucket.place_of(number)
@@ -95,7 +105,7 @@ class Arrangement:
 
         True when buckets must be made anew.
         """
-        communicator = self._options.communicator
+        communicator = self._communicator
         trainable = torch.tensor(
             [parameter.requires_grad for parameter in self.parameters], dtype=torch.int32, device=communicator.device
         )
@@ -111,23 +121,22 @@ class Arrangement:
 
     def tune(self) -> bool:
         """Take other caps if what was measured speaks for them: True when buckets must be made anew. Collective."""
-        tuner = self._options.tuner
+        tuner = self._tuner
         if tuner is None or not tuner.due(self.order.windows):
             return False
-        caps = tuner.propose(self._options.communicator, self.caps, self._sizes)
+        caps = tuner.propose(self._communicator, self.caps, self._sizes)
         changed = caps != self.caps
-        self._options = dataclasses.replace(self._options, caps=caps)
+        self.caps = caps
         # The last round ends the watching, which the engine arranges when it builds.
         return changed or tuner.finished
 
     def _sizes(self, caps: BucketCaps) -> list[int]:
         """Bytes of the buckets that ``caps`` would make."""
-        layout = plan_layout(self._specs, self._trained_order, caps, ballot=self._options.communicator.world_size)
-        return [plan.numel * plan.dtype.itemsize for plan in layout.buckets]
+        return [plan.numel * plan.dtype.itemsize for plan in self._plan(caps).buckets]
 
-    @property
-    def _trained_order(self) -> list[int]:
-        return [index for index in self.order.order if self._trainable[index]]
+    def _plan(self, caps: BucketCaps) -> BucketLayout:
+        trained = [index for index in self.order.order if self._trainable[index]]
+        return plan_layout(self._specs, trained, caps, ballot=self._communicator.world_size)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
         """After :meth:`build` in the middle of a backward: what had landed has landed here too."""
@@ -140,7 +149,7 @@ class Arrangement:
         """Leave off the wire what nobody will have: ``announced`` as absent here, and by all others. Collective."""
         # Ranks may have run different forwards, or none: only what all of them left out counts.
         here = [index for index in announced if self.parameters[index].grad is None]
-        everywhere = agree_on_absent(self._options.communicator, here, len(self.parameters))
+        everywhere = agree_on_absent(self._communicator, here, len(self.parameters))
         for bucket in self.buckets:
             absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in everywhere)
             if absent:

@@ -6,10 +6,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from gradsync.bucket_layout import BucketCaps
-from gradsync.bucket_tuner import BucketTuner
+from gradsync.bucket.layout import BucketCaps
+from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
-from gradsync.observer import Observer, Observers
+from gradsync.engine.observer import Observer, Observers
 from gradsync.reduction import Mean, Reduction
 
 __all__ = ["ParameterKeeper", "Schedule", "SynchronizerOptions"]

@@ -6,9 +6,9 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from gradsync.communicator import Communicator
-from gradsync.replica import Replica
-from gradsync.replica_state import broadcast_tensors
-from gradsync.synchronizer import Synchronizer
+from gradsync.engine.synchronizer import Synchronizer
+from gradsync.wrap.replica import Replica
+from gradsync.wrap.replica_state import broadcast_tensors
 
 __all__ = ["GradientJoinHook", "JoinedModel", "agree_on_rank", "count_active"]
 

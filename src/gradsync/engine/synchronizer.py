@@ -5,22 +5,21 @@ other ranks wait for it. It takes part when it leaves the last micro-batch of ``
 about to step.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gradsync.backward_engine import BackwardEngine
-from gradsync.backward_watch import NO_TASK, current_task
-from gradsync.bucket_layout import ParameterSpec
+from gradsync.bucket.layout import ParameterSpec
+from gradsync.engine.backward import BackwardEngine
+from gradsync.engine.backward_watch import NO_TASK, current_task
+from gradsync.engine.options import SynchronizerOptions
+from gradsync.engine.ownership import own, owner_of, release
+from gradsync.engine.step_guard import wants_attention, watch_steps
 from gradsync.errors import MisuseError
-from gradsync.ownership import own, owner_of, release
-from gradsync.step_guard import wants_attention, watch_steps
-from gradsync.synchronizer_options import SynchronizerOptions
-from gradsync.window import WindowState
-from gradsync.witness import has_loose_gradients
+from gradsync.window.window import WindowState
+from gradsync.window.witness import has_loose_gradients
 
 __all__ = ["Synchronizer", "synchronizer_of"]
 
@@ -148,7 +147,6 @@ class Synchronizer(BackwardEngine):
                 "belongs to another model"
             )
         self._arrangement.load_state_dict(state)
-        self.options = dataclasses.replace(self.options, caps=self._arrangement.caps)
         self._build()
 
     def window_state(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gradsync.bucket import Bucket
-from gradsync.chunk import gradients_of
+from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.chunk import gradients_of
 from gradsync.errors import ConfigurationError, MisuseError
 
 __all__ = ["BucketNorms", "checked_norm", "clip_gradients", "combine_norms", "is_whole", "norm_of", "require_means"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gradsync.bucket_layout import BucketCaps
+from gradsync.bucket.layout import BucketCaps
 from gradsync.communicator import Communicator, ProcessGroupCommunicator
 
 __all__ = ["LinkCost", "auto_caps", "measure_link"]

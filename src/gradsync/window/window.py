@@ -1,8 +1,8 @@
 """A window: what lies between two optimizer steps. Which of its backwards counts, and what would make its mean wrong.
 
 A window is *counted* when its micro-batches are framed by ``accumulate()`` or run through ``backward(loss, weight=…)``:
-its gradient is then the weighted mean over all micro-batches of all ranks, see :mod:`gradsync.weights`. Otherwise it is
-as in torch's DDP: gradients add up, and the sum is averaged over the ranks.
+its gradient is then the weighted mean over all micro-batches of all ranks, see :mod:`gradsync.window.weights`.
+Otherwise it is as in torch's DDP: gradients add up, and the sum is averaged over the ranks.
 """
 
 import enum
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Communicator
 from gradsync.errors import MisuseError
-from gradsync.weights import Weights
-from gradsync.witness import Witness, has_nonzero_gradients
+from gradsync.window.weights import Weights
+from gradsync.window.witness import Witness, has_nonzero_gradients
 
 __all__ = ["Window", "WindowState"]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gradsync.bucket import Bucket
-from gradsync.bucket_layout import ParameterSpec
+from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.layout import ParameterSpec
 from gradsync.errors import ConfigurationError
 
 __all__ = ["PreciseGradients", "checked_dtype", "widened"]

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from gradsync.bucket import Bucket
-from gradsync.chunk import Chunk
+from gradsync.bucket.arrangement import Place
+from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.chunk import Chunk
 
-__all__ = ["Place", "ReadyHooks"]
+__all__ = ["ReadyHooks"]
 
-Place = tuple[Bucket, Chunk, int]
 Hook = Callable[[torch.Tensor], None]
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from gradsync.bucket import Bucket, BucketState
+from gradsync.bucket.bucket import Bucket, BucketState
+from gradsync.bucket.norm import BucketNorms
 from gradsync.communicator import Communicator, Handle
+from gradsync.engine.observer import Observer
 from gradsync.errors import PeerFailedError
-from gradsync.gradient_norm import BucketNorms
-from gradsync.observer import Observer
 from gradsync.reduction import Reduction
 
 __all__ = ["Pipeline"]
@@ -34,7 +34,7 @@ class Pipeline:
         self.reduction = reduction
         self.observer = observer
         self.divisor = float(communicator.world_size)
-        # What this rank's gradients are multiplied with beside: weights of micro-batches, see gradsync.window.
+        # What this rank's gradients are multiplied with beside: weights of micro-batches, see gradsync.window.window.
         self.local_scale = 1.0
         self.wire_is_seen = not reduction.carries_tail
         self._next = 0

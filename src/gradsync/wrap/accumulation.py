@@ -7,11 +7,12 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from gradsync.clipping import clip_grad_norm_
+from gradsync.bucket.norm import checked_norm
 from gradsync.communicator import Choice
+from gradsync.engine.clipping import clip_norm
+from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, GradsyncError
-from gradsync.synchronizer import Synchronizer
-from gradsync.weights import checked_weight
+from gradsync.window.weights import checked_weight
 
 __all__ = ["Accumulation", "MicroBatch", "MicroBatches", "backward_through", "framed"]
 
@@ -241,4 +242,4 @@ class Accumulation:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
-        return clip_grad_norm_(self.synchronizer.parameters, max_norm, norm_type, error_if_nonfinite)
+        return clip_norm(self.synchronizer.parameters, *checked_norm(max_norm, norm_type), error_if_nonfinite)

@@ -5,7 +5,7 @@
     FILLING ──all chunks full──▶ READY ──start──▶ REDUCING ──finish──▶ REDUCED ──reopen──▶ FILLING
 
 There is one copy of the gradients, here, and the wire reads it where it lies. Chunks bring the gradients in; see
-:mod:`gradsync.chunk`. The layout of the buffer is drawn in :mod:`gradsync.bucket_layout`.
+:mod:`gradsync.bucket.chunk`. The layout of the buffer is drawn in :mod:`gradsync.bucket.layout`.
 """
 
 import enum
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradsync.bucket_layout import BucketPlan, ParameterSpec, Slot
-from gradsync.chunk import LATE_REMEDY, Chunk
+from gradsync.bucket.chunk import LATE_REMEDY, Chunk
+from gradsync.bucket.layout import BucketPlan, ParameterSpec, Slot
 from gradsync.communicator import Communicator
 from gradsync.errors import LateGradientError
 

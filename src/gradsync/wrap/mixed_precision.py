@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gradsync.backward_watch import tensors_in
+from gradsync.engine.backward_watch import tensors_in
 
 __all__ = ["LowPrecision", "MixedPrecisionConfig"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gradsync.bucket import Bucket
+from gradsync.bucket.bucket import Bucket
 
 __all__ = ["Witness", "has_loose_gradients", "has_nonzero_gradients"]
 

@@ -1,0 +1,11 @@
+"""From ``backward()`` to averaged gradients: autograd's hooks, the pipeline of buckets, what lies between backwards.
+
+Stops 1, 3 and 5 of a gradient's walk. ``ready_hooks`` hears autograd, ``backward`` decides, ``pipeline`` starts and
+finishes buckets, ``synchronizer`` is what wrappers hold.
+"""
+
+from gradsync.engine.observer import Observer
+from gradsync.engine.options import ParameterKeeper, Schedule, SynchronizerOptions
+from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
+
+__all__ = ["Observer", "ParameterKeeper", "Schedule", "Synchronizer", "SynchronizerOptions", "synchronizer_of"]

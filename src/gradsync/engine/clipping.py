@@ -1,0 +1,62 @@
+"""Clipping what synchronizers have averaged: whole buckets where all of them is meant, else single gradients."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gradsync.bucket.chunk import gradients_of
+from gradsync.bucket.norm import BucketNorms, clip_gradients, is_whole, require_means
+from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
+
+__all__ = ["clip_norm", "require_means_of", "synchronizers_of"]
+
+
+def clip_norm(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale gradients so that the norm of all of them together is at most ``max_norm``; returns the norm before."""
+    synchronizers = synchronizers_of(parameters)
+    require_means_of(synchronizers)
+    wholes = list(_wholes(parameters, synchronizers, norm_type))
+    total = clip_gradients(wholes, max_norm, norm_type, error_if_nonfinite)
+    for synchronizer in synchronizers:
+        synchronizer.window.changed_by_engine(synchronizer.buckets)
+    return total
+
+
+def require_means_of(synchronizers: Iterable[Synchronizer]) -> None:
+    """Refuse to touch gradients of an unfinished window; in its last micro-batch it is finished first."""
+    for synchronizer in synchronizers:
+        synchronizer.finish_last()
+        require_means(finished=synchronizer.window.finished)
+
+
+def synchronizers_of(parameters: Iterable[torch.Tensor]) -> list[Synchronizer]:
+    """All that average gradients of ``parameters``, each once."""
+    found = {id(each): each for each in map(synchronizer_of, parameters) if each is not None}
+    return list(found.values())
+
+
+def _wholes(
+    parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer], norm_type: float
+) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Whole buckets, where all their gradients are meant; single gradients otherwise."""
+    meant = {id(parameter) for parameter in parameters}
+    covered: set[int] = set()
+    for synchronizer in synchronizers:
+        norms = synchronizer.norms
+        if norms is None or norms.norm_type != norm_type:
+            norms = synchronizer.norms = BucketNorms(norm_type)
+        for bucket in synchronizer.buckets:
+            inside = [id(parameter) for parameter in bucket.parameters]
+            if not meant.issuperset(inside) or not norms.may_take(bucket):
+                continue
+            known = norms.of(bucket)
+            if known is not None or is_whole(bucket, gradients_of(bucket.parameters)):
+                covered.update(inside)
+                yield bucket.payload, known
+    for parameter in parameters:
+        if id(parameter) not in covered and parameter.grad is not None:
+            gradient = parameter.grad
+            yield (gradient.coalesce()._values() if gradient.is_sparse else gradient), None

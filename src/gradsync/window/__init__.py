@@ -1,0 +1,15 @@
+"""What lies between two optimizer steps: which backward counts, what micro-batches weigh, what nobody may touch."""
+
+from gradsync.window.weights import Weights, checked_weight
+from gradsync.window.window import Window, WindowState
+from gradsync.window.witness import Witness, has_loose_gradients, has_nonzero_gradients
+
+__all__ = [
+    "Weights",
+    "Window",
+    "WindowState",
+    "Witness",
+    "checked_weight",
+    "has_loose_gradients",
+    "has_nonzero_gradients",
+]
