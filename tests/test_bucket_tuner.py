@@ -89,7 +89,7 @@ def train(cost: LinkCost, windows: int) -> dict[str, object]:
         "caps": caps,
         "gradients": gradients,
         "rounds": options.tuner.rounds,
-        "still watching": engine._observer is not None,
+        "still watching": engine.engine.observer is not None,
         "buckets": len(engine.buckets),
     }
 

@@ -96,9 +96,14 @@ def test_ranks_look_at_powers_of_two_and_then_now_and_again() -> None:
     assert observed == expected
 
 
-def test_invalidating_asks_for_a_check_now() -> None:
+def test_an_order_that_is_kept_asks_for_nothing_until_the_next_check() -> None:
     order = GradientOrder(2)
-    order.invalidate()
+    order.window_finished([0, 1])
+    assert order.due
+    order.keep()
+    assert not order.due
+    assert order.order == [1, 0]
+    order.window_finished([0, 1])
     assert order.due
 
 

@@ -27,6 +27,7 @@ PUBLIC = {
     "MismatchError",
     "MisuseError",
     "PeerFailedError",
+    "SyncPolicy",
     "Timeline",
     "__version__",
     "average_gradients",

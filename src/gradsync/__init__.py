@@ -11,6 +11,7 @@ from gradsync.attach import GradientSynchronization, synchronize_gradients
 from gradsync.averaging import average_gradients
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.data_parallel import DistributedDataParallel
+from gradsync.engine import SyncPolicy
 from gradsync.errors import (
     ConfigurationError,
     GradsyncError,
@@ -34,6 +35,7 @@ __all__ = [
     "MismatchError",
     "MisuseError",
     "PeerFailedError",
+    "SyncPolicy",
     "Timeline",
     "__version__",
     "average_gradients",

@@ -1,17 +1,15 @@
 """The engine without a wrapper: ``synchronize_gradients(model)`` works in place and keeps ``state_dict`` keys."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
-from gradsync.engine.observer import Observer
-from gradsync.engine.options import Schedule
+from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError
-from gradsync.reduction import Mean, Reduction
 from gradsync.wrap.accumulation import Accumulation
-from gradsync.wrap.replica import BucketSize, EngineSettings, Replica
+from gradsync.wrap.replica import Replica
 
 __all__ = ["GradientSynchronization", "synchronize_gradients"]
 
@@ -41,10 +39,10 @@ class _ForwardHooks:
 class GradientSynchronization(Accumulation):
     """The engine attached to a model, as :func:`synchronize_gradients` returns it."""
 
-    def __init__(self, replica: Replica, wire: Choice, settings: EngineSettings, *, init_sync: bool = True) -> None:
+    def __init__(self, replica: Replica, wire: Choice, policy: SyncPolicy, *, init_sync: bool = True) -> None:
         self.replica = replica
         self.wire = wire
-        self.synchronizer = replica.connect(wire.communicator, settings, init_sync=init_sync)
+        self.synchronizer = replica.connect(wire.communicator, policy, init_sync=init_sync)
         model = replica.module
         hooks = _ForwardHooks(self)
         self._registered = [
@@ -64,26 +62,19 @@ def synchronize_gradients(
     *,
     process_group: Any = None,
     communicator: Communicator | None = None,
-    reduction: Reduction | None = None,
-    schedule: Schedule = "overlapped",
+    policy: SyncPolicy | None = None,
     bucket_cap_mb: BucketSize = "auto",
-    observer: Observer | None = None,
-    accumulation_dtype: torch.dtype | None = None,
     init_sync: bool = True,
+    **settings: Unpack[PolicySettings],
 ) -> GradientSynchronization:
     """Average the gradients of ``model`` over the ranks during every backward, from now on.
 
     Nothing is wrapped: the model keeps its class, its attributes and its ``state_dict`` keys. Parameters and buffers
-    are compared over ranks and taken from rank 0 once, unless ``init_sync`` is False. The returned handle has
+    are compared over ranks and taken from rank 0 once, unless ``init_sync`` is False. How gradients travel is said by
+    ``policy``, or by its fields as keyword arguments; see :class:`~gradsync.SyncPolicy`. The returned handle has
     ``accumulate()``, ``backward()``, ``no_sync()``, ``synchronize()`` and ``detach()``.
     """
-    settings = EngineSettings(
-        reduction=Mean() if reduction is None else reduction,
-        schedule=schedule,
-        bucket_cap_mb=bucket_cap_mb,
-        observer=observer,
-        accumulation_dtype=accumulation_dtype,
-    )
+    policy = SyncPolicy.chosen(policy, settings, bucket_cap_mb=bucket_cap_mb)
     if communicator is not None and process_group is not None:
         raise ConfigurationError("pass one of communicator and process_group, got both")
     chosen = choose_communicator(communicator if communicator is not None else process_group)
@@ -91,4 +82,4 @@ def synchronize_gradients(
     # Ranks that must not talk yet, or were told which way to take, have no choice.
     free = init_sync and communicator is None
     wire = fit_communicator(chosen, replica.device) if free else Choice.given(chosen)
-    return GradientSynchronization(replica, wire, settings, init_sync=init_sync)
+    return GradientSynchronization(replica, wire, policy, init_sync=init_sync)

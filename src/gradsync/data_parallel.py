@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,12 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
-from gradsync.engine.observer import Observer
-from gradsync.engine.options import Schedule
+from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, CommHook, Mean, Reduction
 from gradsync.wrap.accumulation import Accumulation
 from gradsync.wrap.mixed_precision import LowPrecision, MixedPrecisionConfig
-from gradsync.wrap.replica import MIB, BucketSize, EngineSettings, Replica
+from gradsync.wrap.replica import MIB, Replica
 from gradsync.wrap.replica_state import broadcast_tensors
 from gradsync.wrap.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor
 
@@ -38,15 +37,9 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
 
     communicator
         how bytes move; by default the process group's own collectives.
-    reduction
-        what is put on the wire; by default :class:`~gradsync.reduction.Mean`.
-    schedule
-        ``"overlapped"`` (buckets start during backward), ``"bucketed"`` (after it), ``"naive"`` (one collective per
-        parameter, after it).
-    observer
-        is told of every stop of a gradient's walk; see :class:`~gradsync.Timeline`.
-    accumulation_dtype
-        in what gradients of bfloat16 and float16 parameters add up, and are averaged: ``torch.float32`` loses nothing.
+    policy
+        how gradients travel; see :class:`~gradsync.SyncPolicy`. Its fields may be given as keyword arguments instead:
+        ``reduction``, ``schedule``, ``observer``, ``accumulation_dtype``.
 
     ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
     """
@@ -75,10 +68,8 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         communicator: Communicator | None = None,
-        reduction: Reduction | None = None,
-        schedule: Schedule = "overlapped",
-        observer: Observer | None = None,
-        accumulation_dtype: torch.dtype | None = None,
+        policy: SyncPolicy | None = None,
+        **settings: Unpack[PolicySettings],
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -88,12 +79,11 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             )
         if bucket_cap_mb_list is not None and bucket_cap_mb not in (None, "auto"):
             raise ConfigurationError("pass bucket_cap_mb or bucket_cap_mb_list, not both")
-        self.settings = EngineSettings(
-            reduction=_default_reduction(mixed_precision) if reduction is None else reduction,
-            schedule=schedule,
+        self._policy = SyncPolicy.chosen(
+            policy,
+            settings,
             bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
-            observer=observer,
-            accumulation_dtype=accumulation_dtype,
+            default=_default_reduction(mixed_precision),
         )
         chosen = _choose(module, communicator, process_group, device_mesh)
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -123,7 +113,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         )
         self.synchronizer = self.replica.connect(
             self.communicator,
-            self.settings,
+            self._policy,
             init_sync=init_sync,
             sync_buffers=forward_sync_buffers is not None or self.forward_sync_buffers,
             keeper=self._low_precision,
@@ -139,7 +129,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             if wrapper is not None:
                 wrapper._stand_in_for_forward()
 
-        self.synchronizer.before_taking_part = before_taking_part
+        self.synchronizer.before_taking_part(before_taking_part)
 
     def _stand_in_for_forward(self) -> None:
         """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers."""
@@ -298,8 +288,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         """Reduce buckets with one of torch's communication hooks: ``hook(state, bucket) -> Future[Tensor]``."""
         if isinstance(self.synchronizer.reduction, CommHook):
             raise MisuseError("register_comm_hook can only be called once")
-        self.settings = dataclasses.replace(self.settings, reduction=CommHook(state, hook))
-        self.synchronizer.reduce_with(self.settings.reduction)
+        self.synchronizer.reduce_with(CommHook(state, hook))
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
@@ -344,6 +333,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         state = dict(self.__dict__)
         for transient in ("wire", "communicator", "process_group", "replica", "synchronizer", "_low_precision"):
             del state[transient]
+        state["_policy"] = dataclasses.replace(self._policy, reduction=self.synchronizer.reduction)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -358,7 +348,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             else None
         )
         self.synchronizer = self.replica.connect(
-            self.communicator, self.settings, init_sync=False, keeper=self._low_precision
+            self.communicator, self._policy, init_sync=False, keeper=self._low_precision
         )
         self._connected()
 

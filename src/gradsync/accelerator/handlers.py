@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from gradsync.engine.policy import SyncPolicy
 from gradsync.errors import ConfigurationError
 
 __all__ = [
@@ -23,7 +24,10 @@ __all__ = [
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """For the wrapper of prepared models; see :class:`gradsync.DistributedDataParallel`."""
+    """For the wrapper of prepared models; see :class:`gradsync.DistributedDataParallel`.
+
+    ``policy`` is what it has beyond torch's: a :class:`gradsync.SyncPolicy`.
+    """
 
     dim: int = 0
     broadcast_buffers: bool | None = None
@@ -32,10 +36,7 @@ class DistributedDataParallelKwargs:
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    reduction: Any = None
-    schedule: str = "overlapped"
-    observer: Any = None
-    accumulation_dtype: Any = None
+    policy: SyncPolicy | None = None
 
 
 @dataclass

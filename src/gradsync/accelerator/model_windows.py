@@ -12,7 +12,7 @@ from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.plugins import GradientAccumulationPlugin
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import MisuseError
-from gradsync.wrap.accumulation import Accumulation, MicroBatch, MicroBatches, framed
+from gradsync.wrap.accumulation import Accumulation, MicroBatches, framed
 
 __all__ = ["ModelWindows"]
 
@@ -56,10 +56,8 @@ class ModelWindows:
         self.running = list(models)
         try:
             with ExitStack() as stack:
-                if self.weighs and len(models) > 1:
+                if self.weighs:
                     stack.enter_context(MicroBatches(models, last=last, synchronizes=synchronizes))
-                elif self.weighs:
-                    stack.enter_context(MicroBatch(models[0], last=last, synchronizes=synchronizes))
                 elif not synchronizes:
                     for model in models:
                         stack.enter_context(model.no_sync())

@@ -16,7 +16,7 @@ from gradsync.wrap.accumulation import Accumulation
 __all__ = ["PreparedModels"]
 
 # The wrapper's arguments that the engine without a wrapper has too.
-_ENGINE = ("reduction", "schedule", "bucket_cap_mb", "observer", "accumulation_dtype")
+_ENGINE = ("policy", "bucket_cap_mb")
 
 
 class PreparedModels:

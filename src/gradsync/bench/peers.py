@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from gradsync.bench.fsdp_groups import blocks_of
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine.observer import Observer
-from gradsync.engine.options import Schedule
+from gradsync.engine.policy import Schedule
 
 __all__ = [
     "DDP",

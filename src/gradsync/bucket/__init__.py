@@ -5,7 +5,7 @@ that are gathered at once; ``arrangement`` makes buckets from the agreed ``order
 guesses and the ``tuner`` tries.
 """
 
-from gradsync.bucket.bucket import Bucket, BucketState
+from gradsync.bucket.bucket import Bucket
 from gradsync.bucket.layout import BucketCaps, BucketLayout, BucketPlan, ParameterSpec, Slot, plan_layout
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "BucketCaps",
     "BucketLayout",
     "BucketPlan",
-    "BucketState",
     "ParameterSpec",
     "Slot",
     "plan_layout",

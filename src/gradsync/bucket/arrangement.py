@@ -54,9 +54,14 @@ class Arrangement:
         self._multiplicity = [1] * len(parameters)
 
     @property
-    def has_unfrozen(self) -> bool:
-        """Whether a parameter has begun to be trained since the buckets were made."""
-        return any(parameter.requires_grad for parameter in self._frozen)
+    def trainable(self) -> list[bool]:
+        """Which parameters ranks have agreed to train."""
+        return self._trainable
+
+    @property
+    def agreement_is_due(self) -> bool:
+        """Whether it is time to :meth:`agree`, or a parameter has begun to be trained since the buckets were made."""
+        return self.order.due or any(parameter.requires_grad for parameter in self._frozen)
 
     def state_dict(self) -> dict[str, Any]:
         """The layout and how it came about, as plain values."""
@@ -92,18 +97,31 @@ class Arrangement:
             for number, slot in enumerate(plan.slots):
                 chunk, place = bucket.place_of(number)
                 self.places[slot.parameter] = (bucket, chunk, place)
-                chunk.arrivals_expected[place] = self._multiplicity[slot.parameter]
-            bucket.reopen()
+        self.expect_arrivals()
         self._frozen = [
             parameter
             for index, parameter in enumerate(self.parameters)
             if not self._trainable[index] and index not in self.taken
         ]
 
-    def agree(self) -> bool:
+    def expect_arrivals(self) -> bool:
+        """Have buckets wait for as many gradients of each parameter as were seen: True if that has changed.
+
+        That is each rank's own affair: nothing is sent, and buckets stay where they are.
+        """
+        changed = False
+        for place, expected in zip(self.places, self._multiplicity, strict=True):
+            if place is not None and place[1].arrivals_expected[place[2]] != expected:
+                place[1].arrivals_expected[place[2]] = expected
+                changed = True
+        for bucket in self.buckets if changed else ():
+            bucket.reopen()
+        return changed
+
+    def agree(self, *, hold_order: bool = False) -> bool:
         """Meet the other ranks: which parameters are trained, and in which order gradients come. Collective.
 
-        True when buckets must be made anew.
+        True when buckets must be made anew. With ``hold_order`` another order is no reason to.
         """
         communicator = self._communicator
         trainable = torch.tensor(
@@ -113,11 +131,10 @@ class Arrangement:
         now_trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(trainable.tolist())]
         changed = now_trainable != self._trainable
         self._trainable = now_trainable
-        changed = self.order.agree(communicator) or changed
-        return changed or any(
-            place is not None and place[1].arrivals_expected[place[2]] != expected
-            for place, expected in zip(self.places, self._multiplicity, strict=True)
-        )
+        if hold_order:
+            self.order.keep()
+            return changed
+        return self.order.agree(communicator) or changed
 
     def tune(self) -> bool:
         """Take other caps if what was measured speaks for them: True when buckets must be made anew. Collective."""
@@ -139,11 +156,11 @@ class Arrangement:
         return plan_layout(self._specs, trained, caps, ballot=self._communicator.world_size)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
-        """After :meth:`build` in the middle of a backward: what had landed has landed here too."""
+        """After a change in the middle of a backward: what had landed has landed here too."""
         for index in arrivals:
             place = self.places[index]
-            if place is not None and place[1].land(place[2]):
-                place[0].note_full_chunk()
+            if place is not None:
+                place[1].land(place[2])
 
     def mark_absent(self, announced: Iterable[int]) -> None:
         """Leave off the wire what nobody will have: ``announced`` as absent here, and by all others. Collective."""

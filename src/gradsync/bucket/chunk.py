@@ -12,13 +12,13 @@ synchronization, in the same pass where that is possible.
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gradsync.errors import LateGradientError, MisuseError
 
-__all__ = ["LATE_REMEDY", "Chunk", "gradients_of"]
+__all__ = ["LATE_REMEDY", "Chunk", "Member", "gradients_of"]
 
 # Above this mean size it is cheaper to scale each gradient while it is copied than to scale the chunk in a further
 # pass; below it the cost of an operation per gradient weighs more than the pass.
@@ -30,21 +30,26 @@ LATE_REMEDY = (
 )
 
 
-class Chunk:
-    """Gradients of ``parameters``, whose views fill ``memory``; the first of them has the bucket's slot ``first``."""
+class Member(NamedTuple):
+    """A parameter of a bucket, with its name and the view of the bucket that its gradient becomes."""
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        views: Sequence[torch.Tensor],
-        memory: torch.Tensor,
-        first: int,
-    ) -> None:
-        self.parameters = list(parameters)
-        self.names = list(names)
-        self.views = list(views)
+    parameter: torch.nn.Parameter
+    name: str
+    view: torch.Tensor
+
+
+class Chunk:
+    """Gradients of ``members``, whose views fill ``memory``; the first of them has the bucket's slot ``first``.
+
+    ``flags`` tell the other ranks which slots have a gradient here; see :mod:`gradsync.bucket.layout`.
+    """
+
+    def __init__(self, members: Sequence[Member], memory: torch.Tensor, flags: torch.Tensor, first: int) -> None:
+        self.parameters = [member.parameter for member in members]
+        self.names = [member.name for member in members]
+        self.views = [member.view for member in members]
         self.memory = memory
+        self.flags = flags
         self.first = first
         self.arrivals_expected = [1] * len(self.parameters)
         self.before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
@@ -62,6 +67,10 @@ class Chunk:
         self.settled = False
         self.empty: list[int] = []
         self.absent: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        state = "settled" if self.settled else "full" if self.full else f"{self._missing} missing"
+        return f"Chunk({self.names[0]!r} … {self.names[-1]!r}: {len(self.names)} gradients, {state})"
 
     # -- landing -----------------------------------------------------------------------------------------------
 
@@ -82,7 +91,7 @@ class Chunk:
         """True when every slot has got a gradient. Says something only if none had one when the backward began."""
         if self.full:
             return False
-        gradients = list(gradients_of(self.parameters))
+        gradients = list(map(_grad, self.parameters))
         complete = not any(map(operator.is_, gradients, repeat(None)))
         if not complete and any(g is None and slot not in self.absent for slot, g in enumerate(gradients)):
             return False
@@ -128,11 +137,13 @@ class Chunk:
 
     @torch.no_grad()
     def settle(self, scale: float) -> None:
-        """Gather, and multiply by ``scale``, unless this was done already."""
+        """Gather, multiply by ``scale`` and set the flags, unless this was done already."""
         if self.settled:
             return
         self.settled = True
         loose, targets = self._take_loose()
+        if self.empty:
+            self.flags[self.empty] = 0
         if scale != 1.0 and self._scaled_copies and len(loose) == len(self.views):
             _copy_scaled(targets, loose, scale)
             return
@@ -145,7 +156,7 @@ class Chunk:
         """Gradients that lie outside, and the views that take their place. Slots without a gradient are zeroed."""
         if self.before_gather is not None:
             self.before_gather(self.parameters)
-        gradients = self._sighted or list(gradients_of(self.parameters))
+        gradients = self._sighted or list(map(_grad, self.parameters))
         views = self.views
         # The rule after zero_grad(). What was sighted has come in this backward, so none of it can be a view.
         all_outside = self._all_outside or not (

@@ -10,7 +10,8 @@ One bucket in memory, in elements of its dtype::
 
 The tail travels with the gradients and is summed like them, so what ranks must agree on costs no collective of its
 own. A *flag* is 1 where this rank has a gradient for the slot, so a sum of zero means that nobody has. The *ballot*
-stands in the last bucket only: a rank whose backward failed puts a 1 into its place.
+stands in the last bucket only: a rank whose backward failed puts a 1 into its place. Where a layout is to be shared out
+among ranks, the payload is padded at its end, so that all shares are of one size and begin aligned.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,12 +98,19 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     payload: int
     ballot: int
+    # Into how many equal parts the payload divides: one for each rank where ranks own parts of it.
+    shares: int
     # How many elements one collective carries. Only a parameter that is larger than a bucket needs several.
     piece: int
 
     @property
     def numel(self) -> int:
         return self.payload + len(self.slots) + self.ballot
+
+    @property
+    def share(self) -> int:
+        """Elements of one share of the payload."""
+        return self.payload // self.shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +149,14 @@ class BucketCaps:
         return self.caps[min(position, len(self.caps) - 1)]
 
 
-def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps, *, ballot: int) -> BucketLayout:
+def plan_layout(
+    specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps, *, ballot: int, shares: int = 1
+) -> BucketLayout:
     """Plan buckets for the parameters in ``order`` (indices into ``specs``, in the order gradients become ready).
 
     A bucket holds one dtype on one device. A parameter larger than the cap has a bucket of its own, which crosses the
-    wire in pieces of about the cap. Delayed parameters come after all others and share no bucket with them.
+    wire in pieces of about the cap. Delayed parameters come after all others and share no bucket with them. Every
+    payload divides into ``shares`` equal parts.
     """
     sparse = tuple(sorted(index for index in order if specs[index].sparse))
     prompt = [index for index in order if not specs[index].sparse and not specs[index].delayed]
@@ -153,7 +164,7 @@ def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], caps: Buck
     groups = _fill(specs, prompt, caps) + _fill(specs, delayed, caps)
     largest = max(caps.caps)
     plans = [
-        _place(specs, group, index, ballot=ballot if index == len(groups) - 1 else 0, cap=largest)
+        _place(specs, group, index, ballot=ballot if index == len(groups) - 1 else 0, shares=shares, cap=largest)
         for index, group in enumerate(groups)
     ]
     return BucketLayout(buckets=tuple(plans), sparse=sparse)
@@ -189,7 +200,9 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
     return groups
 
 
-def _place(specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, ballot: int, cap: int) -> BucketPlan:
+def _place(
+    specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, ballot: int, shares: int, cap: int
+) -> BucketPlan:
     first = specs[group[0]]
     unit = max(1, ALIGNMENT // first.wire_dtype.itemsize)
     slots: list[Slot] = []
@@ -198,6 +211,7 @@ def _place(specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, 
         numel = specs[parameter].wire_numel
         slots.append(Slot(parameter=parameter, offset=offset, numel=numel))
         offset += -(-numel // unit) * unit
+    offset = -(-offset // (unit * shares)) * unit * shares
     numel = offset + len(slots) + ballot
     # Equal pieces, none of them larger than the cap by much, and none so small that it is not worth a collective.
     pieces = max(numel * first.wire_dtype.itemsize // max(cap, MIN_PIECE_BYTES), 1) if cap else 1
@@ -208,5 +222,6 @@ def _place(specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, 
         slots=tuple(slots),
         payload=offset,
         ballot=ballot,
+        shares=shares,
         piece=max(-(-numel // pieces), 1),
     )

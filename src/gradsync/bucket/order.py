@@ -69,14 +69,14 @@ class GradientOrder:
         """Whether the window that comes to its end next is one of those that are looked at."""
         return _is_checked(self._windows + 1)
 
-    def invalidate(self) -> None:
-        """Ask for a check before the next window. All ranks must call this alike."""
-        self._due = True
-
     @property
     def due(self) -> bool:
         """Whether the ranks now meet to agree on the order. The same answer on all ranks."""
         return self._due
+
+    def keep(self) -> None:
+        """Stay with the order as it is, whatever was observed. All ranks must call this alike."""
+        self._due = False
 
     def agree(self, communicator: Communicator) -> bool:
         """Take rank 0's order. Collective. True when the order has changed."""

@@ -5,7 +5,18 @@ finishes buckets, ``synchronizer`` is what wrappers hold.
 """
 
 from gradsync.engine.observer import Observer
-from gradsync.engine.options import ParameterKeeper, Schedule, SynchronizerOptions
+from gradsync.engine.options import ParameterKeeper, SynchronizerOptions
+from gradsync.engine.policy import BucketSize, PolicySettings, Schedule, SyncPolicy
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 
-__all__ = ["Observer", "ParameterKeeper", "Schedule", "Synchronizer", "SynchronizerOptions", "synchronizer_of"]
+__all__ = [
+    "BucketSize",
+    "Observer",
+    "ParameterKeeper",
+    "PolicySettings",
+    "Schedule",
+    "SyncPolicy",
+    "Synchronizer",
+    "SynchronizerOptions",
+    "synchronizer_of",
+]

@@ -1,14 +1,14 @@
-"""From ``backward()`` to averaged gradients: autograd's hooks, the buckets, the reduction, the end of backward.
+"""From ``backward()`` to averaged gradients: what happens during one backward.
 
 The walk of a gradient::
 
     ready_hooks          a parameter's gradient is ready             stop 1
     chunk.land           it lands in its slot of a bucket            stop 2
-    pipeline             full buckets are gathered and started       stops 3 and 4
-    _end_backward        the rest is started, all are finished       stop 5
+    pipeline             full buckets are settled and started        stops 3 and 4
+    _end                 the rest is started, all are finished       stop 5
 
-This is what happens during a backward; what happens between two, windows and steps, is in
-:mod:`gradsync.engine.synchronizer`. Parameters are known here, not modules; wrappers tell of forwards.
+What happens between two backwards, windows and steps, is in :mod:`gradsync.engine.synchronizer`. Parameters are known
+here, not modules.
 
 [Note: which backward synchronizes] It is read at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
@@ -24,29 +24,26 @@ been zeroed. The ballot travels in the last bucket, which therefore starts when 
 rank that fails at the very end would otherwise have told nobody.
 """
 
-import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from gradsync.bucket import Bucket, ParameterSpec
 from gradsync.bucket.arrangement import Arrangement, BucketOptions
-from gradsync.bucket.bucket import Bucket
-from gradsync.bucket.chunk import Chunk
-from gradsync.bucket.layout import BucketCaps, BucketLayout, ParameterSpec
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.precise import PreciseGradients
 from gradsync.engine.absence import Absence
-from gradsync.engine.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task, tensors_in
+from gradsync.engine.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task
 from gradsync.engine.options import SynchronizerOptions
-from gradsync.engine.pipeline import Pipeline
+from gradsync.engine.phase import Phase, Phases, Switches
+from gradsync.engine.pipeline import Division, Pipeline
 from gradsync.engine.ready_hooks import ReadyHooks
 from gradsync.engine.sparse_reduction import SparseGradients
 from gradsync.engine.turns import Turns
-from gradsync.errors import MisuseError, PeerFailedError
+from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
-from gradsync.window.window import Window, WindowState
-from gradsync.window.witness import has_nonzero_gradients
+from gradsync.window import Window, WindowState, has_nonzero_gradients
 
 __all__ = ["BackwardEngine"]
 
@@ -62,198 +59,158 @@ class BackwardEngine:
     ) -> None:
         self.options = options
         self.parameters = list(parameters)
-        self.specs = list(specs)
-        self.reduction = options.reduction
-        # Whether backwards synchronize; also those of forwards that ran without; whether steps on local gradients pass.
-        self.enabled, self.forced, self.steps_locally = True, False, False
-        self.divisor = float(options.communicator.world_size)
+        self.communicator = options.communicator
         self.window = Window(options.communicator)
+        self.switches = Switches()
+        self.absence = Absence()
+        self.divisor = float(options.communicator.world_size)
         self.synchronizations = 0
         # Set by whoever clips: the norm of every bucket is then computed as it finishes.
         self.norms: BucketNorms | None = None
-        dtype = options.accumulation_dtype
-        self._precise = None if dtype is None else PreciseGradients(self.parameters, dtype)
-        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._arrangement = Arrangement(
-            self.parameters,
-            self.specs,
-            BucketOptions(
-                communicator=options.communicator,
-                caps=options.caps,
-                tuner=options.tuner,
-                before_gather=None if options.keeper is None else options.keeper.release,
-            ),
-        )
-        self._order = self._arrangement.order
-        self._hooks = ReadyHooks(self.parameters, self)
-        self._arrivals = self._hooks.arrivals
-        self._sparse = SparseGradients(self.parameters, options.communicator)
-        self._overdue: list[tuple[Bucket, Chunk]] = []
-        self._synchronizing = False
-        self._met = False
+        self.observer = options.watchers
+        # Whether a forward has run in this window; whether the last one synchronizes, until its backward has ended.
         self.forward_in_window = False
-        self._task = NO_TASK
-        self._last_forward_synchronizes: bool | None = None
-        self._unwatched_backwards = False
-        self._wire_is_seen = False
-        self._broken = False
+        self.last_forward_synchronizes: bool | None = None
+        # Whether backwards have come that no output told of: then gradients are counted, always.
+        self.unwatched = False
+        self.phases = Phases()
+        self.pipeline = Pipeline(options.communicator, options.policy.reduction)
+        self.arrangement = Arrangement(self.parameters, specs, _bucket_options(options))
+        dtype = options.policy.accumulation_dtype
+        self._precise = None if dtype is None else PreciseGradients(self.parameters, dtype)
+        self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
+        self._sparse = SparseGradients(self.parameters, options.communicator)
+        self._turns = Turns(self, options.communicator)
+        # What ranks must agree on before the first bucket has been agreed on.
+        self._met = False
         # The weight of the running backward has been counted.
-        self.announced = False
-        self._absence = Absence()
-        self._turns = Turns(self, getattr(options.communicator, "group", options.communicator))
-        self._detached = False
-        self._build()
+        self._announced = False
+        self._task = NO_TASK
+        self.build()
 
     @property
-    def _in_backward(self) -> bool:
-        return not self._hooks.idle
+    def phase(self) -> Phase:
+        return self.phases.now
 
-    @_in_backward.setter
-    def _in_backward(self, value: bool) -> None:
-        self._hooks.idle[:] = [] if value else [True]
-
-    # -- set-up and relearning -----------------------------------------------------------------------------------
-
-    def _build(self) -> None:
-        # The old buckets go before new ones come: what holds them lets go first.
-        options = self.options
-        self._hooks.remove()
-        self._overdue.clear()
-        self.window.means_left_buckets()
-        self._observer = options.watchers
-        self._pipeline = Pipeline([], options.communicator, self.reduction)
-        self._arrangement.build()
-        self._pipeline = Pipeline(self.buckets, options.communicator, self.reduction, self._observer)
-        self._pipeline.wire_is_seen |= self._wire_is_seen
-        self._hooks.register(self._arrangement.places, counting=True)
+    @property
+    def counting(self) -> bool:
+        """Whether hooks count every gradient, as opposed to looking at chunks; see :mod:`.ready_hooks`."""
+        return self._hooks.counting
 
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets, in the order in which they start."""
-        return self._arrangement.buckets
+        return self.pipeline.buckets
 
-    @property
-    def caps(self) -> BucketCaps:
-        """How large buckets may be, as far as it is known by now."""
-        return self._arrangement.caps
+    # -- set-up and relearning -----------------------------------------------------------------------------------
 
-    @property
-    def layout(self) -> BucketLayout:
-        """The plan of the buckets."""
-        return self._arrangement.layout
+    def build(self) -> None:
+        """Make the buckets, or make them anew, between two windows or before the first bucket of one starts."""
+        # The old buckets go before new ones come: what holds them lets go first.
+        self._hooks.remove()
+        self.window.means_left_buckets()
+        self.pipeline.lay([])
+        self.arrangement.build()
+        # A tuner that has finished need not watch any more.
+        self.observer = self.options.watchers
+        self.pipeline.lay(self.arrangement.buckets, self.observer)
+        self.pipeline.reduction.rebuilt(self.arrangement.layout)
+        self._hooks.register(self.arrangement.places, counting=True)
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows."""
-        self.reduction = reduction
-        self._build()
+        self.pipeline.reduce_with(reduction)
+        self.build()
 
-    # -- forwards ------------------------------------------------------------------------------------------------
+    def detach(self) -> None:
+        """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
+        self.phases.enter(Phase.DETACHED)
+        self._hooks.remove()
+        if self._precise is not None:
+            self._precise.restore()
 
-    def begin_forward(self) -> None:
-        """A forward with gradients on is about to run."""
-        if self._in_backward and current_task() == NO_TASK:
-            self._recover()
-        self._pipeline.check_deferred()
-        self._absence.begin_forward()
-        self.forward_in_window = True
-        self.expect_backward()
+    # -- a backward begins ---------------------------------------------------------------------------------------
 
-    def end_forward(self, output: Any) -> None:
-        """The forward has run: watch its output for the backward to come."""
-        self._absence.end_forward()
-        synchronizes, task, reference = self.enabled, current_task(), weakref.ref(self)
-        self._last_forward_synchronizes = synchronizes
-        # Zeroed gradients close a window too: a scaler may have skipped its step.
-        state = self.window.state
-        closed = state is WindowState.CLOSED or (state is WindowState.SYNCHRONIZED and not self._any_gradient())
-        if closed and synchronizes:
-            self.window.state = WindowState.OPEN
-
-        def hook(_: torch.Tensor) -> None:
-            synchronizer = reference()
-            if synchronizer is not None and not synchronizer._detached:
-                synchronizer._on_output_gradient(synchronizes, task)
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(hook)
-
-    def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
-        """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
-        self._absence.announce(self._index[id(p)] for p in parameters if id(p) in self._index)
-
-    # -- backward ------------------------------------------------------------------------------------------------
-
-    def _on_output_gradient(self, forward_synchronizes: bool, forward_task: int) -> None:
-        if self._in_backward and forward_task == NO_TASK and current_task() != self._task:
-            self._recover()
-        if not self._in_backward:
+    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int) -> None:
+        """The gradient of a forward's output is there: a backward runs, or runs on."""
+        if self.phase is Phase.DETACHED:
+            return
+        if self.phases.busy and forward_task == NO_TASK and current_task() != self._task:
+            self.recover()
+        if not self.phases.busy:
             if not any(parameter.requires_grad for parameter in self.parameters):
                 # All are frozen for the moment, as a discriminator is while the generator learns.
                 return
-            self._begin_backward()
-        if (forward_synchronizes or self.forced) and self.enabled and not self._synchronizing:
+            self._begin()
+        switches = self.switches
+        if self.phase is Phase.LOCAL and switches.enabled and (forward_synchronizes or switches.forced):
             self._become_synchronizing()
+
+    def begin_at_parameter(self, index: int) -> None:
+        """No output told of this backward; its first gradient does. See :mod:`gradsync.engine.backward_watch`."""
+        self.unwatched = True
+        # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
+        if not inside_inner_task():
+            self._begin(late=True)
+            if self.switches.enabled and (self.switches.forced or self.last_forward_synchronizes is not False):
+                self._become_synchronizing()
+        self._hooks.arrivals.append(index)
+        place = self.arrangement.places[index]
+        if place is None:
+            self.sparse_ready(index)
+            return
+        bucket, chunk, slot = place
+        if not self._hooks.counting:
+            self.pipeline.chunk_overdue(bucket, chunk)
+        elif chunk.land(slot):
+            self.pipeline.chunk_full(bucket, chunk)
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """A backward that was counted already runs in here."""
+        self.require_whole()
+        self.window.begin_backward(self.buckets)
+        self.expect_backward()
+        self._announced = True
+        try:
+            yield
+        finally:
+            self._announced = False
 
     def expect_backward(self) -> None:
         """A backward is near: gradients of narrow parameters must come out wide. May be called any number of times."""
         if self._precise is not None:
             self._precise.widen()
 
-    def announce_backward(self) -> None:
-        """A backward that was counted already is about to run."""
-        if self._broken:
-            self._require_zeroed()
-        self.window.begin_backward(self.buckets)
-        self.expect_backward()
-        self.announced = True
-
-    def _begin_backward(self, *, late: bool = False) -> None:
-        if self._broken:
-            self._require_zeroed()
-        if not self.announced:
+    def _begin(self, *, late: bool = False) -> None:
+        self.require_whole()
+        if not self._announced:
             self.window.weights.add_plain()
             self.window.begin_backward(self.buckets, late=late)
             self.expect_backward()
-        self._in_backward = True
-        self._synchronizing = False
+        self.phases.enter(Phase.LOCAL)
         self._task = current_task()
         if self.options.keeper is not None:
             self.options.keeper.resume()
-        self._arrivals.clear()
-        self._overdue.clear()
-        at_end_of_backward(self._end_backward, self._backward_failed)
-        if self._observer is not None:
-            self._observer.backward_began(synchronizes=self.enabled)
+        self._hooks.arrivals.clear()
+        at_end_of_backward(self._end, self._failed)
+        if self.observer is not None:
+            self.observer.backward_began(synchronizes=self.switches.enabled)
 
-    def begin_backward_at_parameter(self, index: int) -> None:
-        """No output told of this backward; its first gradient does. See :mod:`gradsync.engine.backward_watch`."""
-        self._unwatched_backwards = True
-        # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
-        if not inside_inner_task():
-            self._begin_backward(late=True)
-            if self.enabled and (self.forced or self._last_forward_synchronizes is not False):
-                self._become_synchronizing()
-        self._arrivals.append(index)
-        place = self._arrangement.places[index]
-        if place is None:
-            self.on_sparse_gradient(index)
-        elif not self._hooks.counting:
-            self.look_at(place[0], place[1])
-        elif place[1].land(place[2]):
-            self.on_chunk_full(place[0], place[1])
+    # -- it synchronizes -----------------------------------------------------------------------------------------
 
     def _become_synchronizing(self) -> None:
-        self._synchronizing = True
-        if self._turns.take_lead():
+        self.phases.enter(Phase.SYNCHRONIZING)
+        leads = self._turns.take_lead()
+        if leads:
             self._meet()
         counting = self._must_count()
         if counting != self._hooks.counting:
-            self._hooks.register(self._arrangement.places, counting=counting)
+            self._hooks.register(self.arrangement.places, counting=counting)
         self._hooks.stay_last()
-        for bucket in self.buckets:
-            bucket.watched = not counting
-        self._start_ready()
+        # See [Note: the first window], and :mod:`gradsync.engine.turns`.
+        overlapping = leads and self.arrangement.order.learned and self.options.policy.schedule == "overlapped"
+        self.pipeline.begin(overlapping=overlapping, by_sight=not counting)
 
     def _meet(self) -> None:
         """What ranks must agree on before the first bucket starts. Collective, where there is something to agree on.
@@ -263,153 +220,169 @@ class BackwardEngine:
         if self._met:
             return
         self._met = True
-        if self._arrangement.has_unfrozen:
-            self._order.invalidate()
-        changed = self._order.due and self._arrangement.agree()
-        if self._arrangement.tune() or changed:
-            self._build()
-            self._arrangement.land_again(self._arrivals)
-        if self.window.weights.agreed_on:
-            self.window.weights.start()
-            self._pipeline.divisor = float(self.options.communicator.world_size)
-            self._pipeline.local_scale = self.window.weights.landing_scale
+        if self._rearrange():
+            self.arrangement.land_again(self._hooks.arrivals)
+        weights = self.window.weights
+        if weights.agreed_on:
+            weights.start()
+            world_size = float(self.communicator.world_size)
+            self.pipeline.divide(Division(divisor=world_size, local_scale=weights.landing_scale))
         else:
-            self.window.weights.skip()
-            self._pipeline.divisor, self._pipeline.local_scale = self.divisor, 1.0
-        if self.options.droppable and self.reduction.carries_tail:
-            self._arrangement.mark_absent(self._absence.window)
+            weights.skip()
+            self.pipeline.divide(Division(divisor=self.divisor))
+        if self.options.droppable and self.pipeline.reduction.carries_tail:
+            self.arrangement.mark_absent(self.absence.window)
+        self.pipeline.recount()
+
+    def _rearrange(self) -> bool:
+        """Lay buckets out anew, if ranks agree that it is time to: True where what had landed has to land again."""
+        arrangement, reduction = self.arrangement, self.pipeline.reduction
+        held = reduction.keeps_layout and arrangement.order.learned
+        before = arrangement.trainable
+        changed = arrangement.agree(hold_order=held) if arrangement.agreement_is_due else False
+        if held and arrangement.trainable != before:
+            raise MisuseError(
+                f"a parameter has begun or ceased to be trained, so buckets must be laid out anew, but {reduction!r} "
+                "has state that belongs to the buckets as they are. Exchange it for a new one first, "
+                "with register_comm_hook or synchronizer.reduce_with, or freeze and unfreeze before the first window"
+            )
+        if (not held and arrangement.tune()) or changed:
+            self.build()
+            return True
+        return arrangement.expect_arrivals()
 
     def _must_count(self) -> bool:
         """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
         return (
-            self._order.observing
-            or self._unwatched_backwards
-            or self._pipeline.wire_is_seen
-            or self._arrangement.repeats
-            or self._any_gradient()
+            self.arrangement.order.observing
+            or self.unwatched
+            or self.pipeline.wire_is_seen
+            or self.arrangement.repeats
+            or self.has_gradients()
         )
 
-    def _any_gradient(self) -> bool:
+    def has_gradients(self) -> bool:
+        """Whether any parameter has one."""
         # A plain loop: over thousands of parameters it is a quarter faster than any() with map().
         for parameter in self.parameters:  # noqa: SIM110
             if parameter.grad is not None:
                 return True
         return False
 
-    def look_at(self, bucket: Bucket, chunk: Chunk) -> None:
-        """The last gradient of the chunk, by the learned order, is ready: see whether all are."""
-        self._overdue.append((bucket, chunk))
-        for candidate in list(self._overdue):
-            if candidate[1].land_by_sight():
-                self._overdue.remove(candidate)
-                self.on_chunk_full(*candidate)
-
-    def on_chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
-        """All gradients of the chunk are ready: bring them in, and start the bucket if that was the last of it."""
-        if self._synchronizing and self._overlaps:
-            bucket.settle(self._pipeline.scale(bucket), [chunk])
-        else:
-            # It may not be the end of it: this rank accumulates, or more gradients of the same parameter may come.
-            chunk.gather()
-        if bucket.note_full_chunk():
-            if self._observer is not None:
-                self._observer.bucket_ready(bucket)
-            if self._synchronizing:
-                self._start_ready()
-
-    def on_sparse_gradient(self, index: int) -> None:
+    def sparse_ready(self, index: int) -> None:
         """A gradient that has no place in a bucket; it is reduced after the buckets."""
         self._sparse.land(index)
 
-    @property
-    def _overlaps(self) -> bool:
-        """Whether buckets start before backward has ended. See [Note: the first window], and :mod:`.turns`."""
-        return self.options.schedule == "overlapped" and self._order.learned and self._turns.leads
+    # -- it ends -------------------------------------------------------------------------------------------------
 
-    def _start_ready(self) -> None:
-        if self._overlaps:
-            self._pipeline.start_ready()
-
-    def _end_backward(self) -> None:
+    def _end(self) -> None:
         """Stop 5: autograd has finished; so do the buckets."""
-        if self._observer is not None:
-            self._observer.backward_ended()
+        if self.phase is Phase.DETACHED:
+            return
+        if self.observer is not None:
+            self.observer.backward_ended()
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
-        arrived = bool(self._arrivals) or (not self._hooks.counting and self._any_gradient())
-        if self._synchronizing and (arrived or accumulated):
+        arrived = bool(self._hooks.arrivals) or (not self._hooks.counting and self.has_gradients())
+        if self.phase is Phase.SYNCHRONIZING and (arrived or accumulated):
             self._finish()
-        else:
-            for bucket in self.buckets:
-                bucket.gather()
-                bucket.reopen()
-            self.window.backward_ended(self.buckets, arrived=arrived)
-        self._turns.give_up()
-        self._in_backward = self._synchronizing = False
-        self._last_forward_synchronizes = None
-        if self.options.keeper is not None:
-            self.options.keeper.release_all()
+            return
+        for bucket in self.buckets:
+            bucket.gather()
+        self._leave(Phase.IDLE)
+        self.window.backward_ended(self.buckets, arrived=arrived)
+
+    def synchronize(self) -> None:
+        """Average what has accumulated, without a backward. Collective."""
+        self.window.begin_synchronization()
+        self._hooks.arrivals.clear()
+        try:
+            self._become_synchronizing()
+        except BaseException:
+            self.recover()
+            raise
+        self._finish()
 
     def _finish(self) -> None:
         try:
             if not self._turns.leads:
                 self._turns.take_lead()
                 self._meet()
-            self._pipeline.flush(counted=self._hooks.counting)
+            self.pipeline.flush()
             correction = self.window.weights.finish()
-            self._pipeline.finish(counted=self._hooks.counting, correction=correction, norms=self.norms)
-            divisor = self._pipeline.divisor / self._pipeline.local_scale
-            self._sparse.reduce(self.layout.sparse, divisor if correction is None else divisor / correction)
-        except BaseException as error:
-            self._broken = True
-            self.window.discard()
-            if not isinstance(error, PeerFailedError):
-                self._pipeline.abandon()
+            self.pipeline.finish(correction=correction, norms=self.norms)
+            divisor = self.pipeline.division.divisor / self.pipeline.division.local_scale
+            sparse = self.arrangement.layout.sparse
+            self._sparse.reduce(sparse, divisor if correction is None else divisor / correction)
+        except BaseException:
+            self.recover()
             raise
-        finally:
-            self._turns.give_up()
-            self._in_backward = self._synchronizing = self._met = self.forward_in_window = False
-            self._absence.close_window()
-            self._sparse.clear()
-            for bucket in self.buckets:
-                bucket.reopen()
+        self._leave_synchronization(Phase.IDLE)
         self.synchronizations += 1
-        self._wire_is_seen = self._pipeline.wire_is_seen
-        self._arrangement.window_finished(self._arrivals)
+        self.arrangement.window_finished(self._hooks.arrivals)
         self.window.synchronized(self.buckets)
         if self._precise is not None and self.window.finished:
             self._precise.narrow(self.buckets)
             self.window.means_left_buckets()
-        if self._observer is not None:
-            self._observer.synchronization_finished()
+        if self.observer is not None:
+            self.observer.synchronization_finished()
 
-    # -- failures ------------------------------------------------------------------------------------------
-
-    def _backward_failed(self) -> None:
-        if self._in_backward:
-            self._recover()
-
-    def _recover(self) -> None:
-        """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
-        synchronizing = self._synchronizing
+    def _leave(self, phase: Phase) -> None:
+        """The one way out of a backward, whatever has become of it."""
         self._turns.give_up()
-        self._in_backward = self._synchronizing = self._met = self.forward_in_window = False
-        self._broken = True
-        self._arrivals.clear()
-        self._sparse.clear()
-        self._absence.close_window()
-        if synchronizing:
-            self._pipeline.abandon()
-        else:
-            for bucket in self.buckets:
-                bucket.reopen()
+        self.last_forward_synchronizes = None
+        self.pipeline.reset()
         if self.options.keeper is not None:
             self.options.keeper.release_all()
-        self.window.discard()
+        self.phases.enter(phase)
 
-    def _require_zeroed(self) -> None:
+    def _leave_synchronization(self, phase: Phase) -> None:
+        """What was noted for one synchronization is not for the next."""
+        self._met = self.forward_in_window = False
+        self.absence.close_window()
+        self._sparse.clear()
+        self._leave(phase)
+
+    # -- it fails --------------------------------------------------------------------------------------------------
+
+    def _failed(self) -> None:
+        if self.phases.busy:
+            self.recover()
+
+    def recover(self) -> None:
+        """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
+        if self.phase is Phase.SYNCHRONIZING and not self.pipeline.complete:
+            self.pipeline.abandon()
+        self._hooks.arrivals.clear()
+        self.window.discard()
+        self._leave_synchronization(Phase.BROKEN)
+
+    def fail(self) -> None:
+        """Take part in the synchronization of the other ranks, telling them that this rank failed."""
+        if self.phase in (Phase.BROKEN, Phase.DETACHED):
+            return
+        self.window.weights.follow(counted=True)
+        try:
+            if self.phase is not Phase.SYNCHRONIZING:
+                self._become_synchronizing()
+        finally:
+            self.recover()
+
+    def require_whole(self) -> None:
+        """Refuse to go on with what a failed backward has left behind."""
+        if self.phase is not Phase.BROKEN:
+            return
         if has_nonzero_gradients(self.parameters):
             raise MisuseError(
                 "an earlier backward failed, on this rank or another, and left gradients that are no mean of anything. "
                 "Call zero_grad() before you go on"
             )
-        self._broken = False
+        self.phases.enter(Phase.IDLE)
+
+
+def _bucket_options(options: SynchronizerOptions) -> BucketOptions:
+    return BucketOptions(
+        communicator=options.communicator,
+        caps=options.caps,
+        tuner=options.tuner,
+        before_gather=None if options.keeper is None else options.keeper.release,
+    )

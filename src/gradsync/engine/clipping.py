@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gradsync.bucket.chunk import gradients_of
-from gradsync.bucket.norm import BucketNorms, clip_gradients, is_whole, require_means
+from gradsync.bucket.norm import clip_gradients, is_whole, require_means
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 
 __all__ = ["clip_norm", "require_means_of", "synchronizers_of"]
@@ -45,9 +45,7 @@ def _wholes(
     meant = {id(parameter) for parameter in parameters}
     covered: set[int] = set()
     for synchronizer in synchronizers:
-        norms = synchronizer.norms
-        if norms is None or norms.norm_type != norm_type:
-            norms = synchronizer.norms = BucketNorms(norm_type)
+        norms = synchronizer.norms(norm_type)
         for bucket in synchronizer.buckets:
             inside = [id(parameter) for parameter in bucket.parameters]
             if not meant.issuperset(inside) or not norms.may_take(bucket):

@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
-from gradsync.bucket.layout import BucketCaps
+from gradsync.bucket import BucketCaps
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
 from gradsync.engine.observer import Observer, Observers
-from gradsync.reduction import Mean, Reduction
+from gradsync.engine.policy import SyncPolicy
 
-__all__ = ["ParameterKeeper", "Schedule", "SynchronizerOptions"]
-
-Schedule = Literal["overlapped", "bucketed", "naive"]
+__all__ = ["ParameterKeeper", "SynchronizerOptions"]
 
 
 class ParameterKeeper(Protocol):
@@ -32,24 +30,21 @@ class ParameterKeeper(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SynchronizerOptions:
-    """How gradients travel. ``schedule`` is *overlapped* (buckets start during backward), *bucketed* (after it) or
-    *naive* (one collective per parameter, after it). ``droppable`` says that modules announce parameters as absent,
-    ``accumulation_dtype`` in what narrow gradients add up, and ``tuner`` may change the caps in the first windows."""
+    """``caps`` are those to begin with, which ``tuner`` may change in the first windows. ``droppable`` says that
+    modules announce parameters as absent."""
 
     communicator: Communicator
     caps: BucketCaps
-    reduction: Reduction = field(default_factory=Mean)
-    schedule: Schedule = "overlapped"
-    observer: Observer | None = None
+    policy: SyncPolicy = field(default_factory=SyncPolicy)
     keeper: ParameterKeeper | None = None
     droppable: bool = False
-    accumulation_dtype: torch.dtype | None = None
     tuner: BucketTuner | None = None
 
     @property
     def watchers(self) -> Observer | None:
         """Who is to be told of what happens, if anybody."""
         tuner = None if self.tuner is None or self.tuner.finished else self.tuner
-        if tuner is None or self.observer is None:
-            return tuner or self.observer
-        return Observers(self.observer, tuner)
+        observer = self.policy.observer
+        if tuner is None or observer is None:
+            return tuner or observer
+        return Observers(observer, tuner)

@@ -1,100 +1,233 @@
 """Buckets start in one order, the same on all ranks, and finish in that order.
 
+::
+
+    FILLING ──all chunks full──▶ READY ──its turn, start──▶ REDUCING ──finish──▶ REDUCED
+
 Gradients become ready in any order, and a bucket may be full long before its turn; it then waits. That alone makes
 mismatched collectives impossible. Whoever has nothing left to wait for calls :meth:`Pipeline.flush`.
 """
 
 import contextlib
+import enum
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from gradsync.bucket.bucket import Bucket, BucketState
+from gradsync.bucket import Bucket
+from gradsync.bucket.chunk import LATE_REMEDY, Chunk
 from gradsync.bucket.norm import BucketNorms
 from gradsync.communicator import Communicator, Handle
+from gradsync.engine.ballot import DeferredBallot, raise_for
 from gradsync.engine.observer import Observer
-from gradsync.errors import PeerFailedError
+from gradsync.errors import LateGradientError, PeerFailedError
 from gradsync.reduction import Reduction
 
-__all__ = ["Pipeline"]
+__all__ = ["BucketState", "Division", "Pipeline"]
+
+LOGGER = logging.getLogger("gradsync")
+
+# The version of a bucket in which nothing was settled yet.
+UNSETTLED = -1
+
+
+class BucketState(enum.Enum):
+    """How far a bucket has come."""
+
+    FILLING = "filling"
+    READY = "ready"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The sum over ranks is divided by ``divisor``; this rank's gradients are multiplied with ``local_scale`` before,
+    which is what its micro-batches weigh. See :mod:`gradsync.window.weights`."""
+
+    divisor: float
+    local_scale: float = 1.0
 
 
 class Pipeline:
-    """The buckets of one synchronization on their way over the wire."""
+    """The buckets of one synchronizer, and how far each has come on its way over the wire."""
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        communicator: Communicator,
-        reduction: Reduction,
-        observer: Observer | None = None,
-    ) -> None:
-        self.buckets = list(buckets)
+    def __init__(self, communicator: Communicator, reduction: Reduction) -> None:
         self.communicator = communicator
+        self.observer: Observer | None = None
+        self.buckets: list[Bucket] = []
+        self.division = Division(divisor=float(communicator.world_size))
+        self._deferred_ballot: DeferredBallot | None = None
+        self.reduce_with(reduction)
+        self.lay([])
+
+    def __repr__(self) -> str:
+        states = [self.state_of(bucket).value for bucket in self.buckets]
+        counts = ", ".join(f"{states.count(each.value)} {each.value}" for each in BucketState if each.value in states)
+        return f"Pipeline({counts or 'no'} buckets; {self.reduction!r} over {self.communicator!r})"
+
+    def reduce_with(self, reduction: Reduction) -> None:
+        """Exchange the reduction, between two windows; :meth:`lay` is to follow."""
         self.reduction = reduction
-        self.observer = observer
-        self.divisor = float(communicator.world_size)
-        # What this rank's gradients are multiplied with beside: weights of micro-batches, see gradsync.window.window.
-        self.local_scale = 1.0
+        # Some wires write into a bucket so that its version shows it (Gloo does on GPUs), and hooks of torch's may.
+        # Then versions tell nothing of late gradients, and gradients must be counted.
         self.wire_is_seen = not reduction.carries_tail
-        self._next = 0
-        self._pending: list[tuple[Bucket, list[Handle]]] = []
+
+    def lay(self, buckets: Sequence[Bucket], observer: Observer | None = None) -> None:
+        """Take other buckets."""
+        self.buckets = list(buckets)
+        self.observer = observer
+        self._last = len(self.buckets) - 1
+        self._scales: list[float] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is under way, and nothing has landed."""
+        self._overlapping = self._by_sight = False
         self._failed_rank: int | None = None
         self._tails_sent = False
-        self._deferred_ballot: _DeferredBallot | None = None
+        self._next = 0
+        self._finished = 0
+        self._pending: list[tuple[Bucket, Handle | None]] = []
+        self._overdue: list[tuple[Bucket, Chunk]] = []
+        self._versions = [UNSETTLED] * len(self.buckets)
+        for bucket in self.buckets:
+            bucket.reopen()
+        self._missing = [len(bucket.chunks) for bucket in self.buckets]
 
-    def scale(self, bucket: Bucket) -> float:
-        """What gradients are multiplied with while they are settled."""
-        return self.local_scale * self.reduction.landing_scale(bucket, self.communicator, self.divisor)
+    def recount(self) -> None:
+        """Chunks have become full by other ways than :meth:`chunk_full`."""
+        self._missing = [sum(not chunk.full for chunk in bucket.chunks) for bucket in self.buckets]
 
-    def start_ready(self) -> None:
-        """Start all buckets whose turn has come and which are full, but for the last one, which holds the ballot."""
-        while self._next < len(self.buckets) - 1 and self.buckets[self._next].state is BucketState.READY:
+    def state_of(self, bucket: Bucket) -> BucketState:
+        """How far the bucket has come."""
+        if bucket.index >= self._next:
+            return BucketState.FILLING if self._missing[bucket.index] else BucketState.READY
+        return BucketState.REDUCED if bucket.index < self._finished else BucketState.REDUCING
+
+    @property
+    def complete(self) -> bool:
+        """Whether all buckets have been finished, so that no rank waits for another any more."""
+        return self._finished == len(self.buckets)
+
+    # -- stop 3: during backward ---------------------------------------------------------------------------------
+
+    def divide(self, division: Division) -> None:
+        """What the mean of this synchronization divides by; ranks have agreed on it, or will have."""
+        if division != self.division or not self._scales:
+            self.division = division
+            self._scales = [
+                division.local_scale * self.reduction.landing_scale(bucket, self.communicator, division.divisor)
+                for bucket in self.buckets
+            ]
+
+    def begin(self, *, overlapping: bool, by_sight: bool) -> None:
+        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``by_sight``:
+        gradients are not counted, so that only the version of a bucket can show one that comes too late."""
+        self._overlapping, self._by_sight = overlapping, by_sight
+        while overlapping and self._next < self._last and not self._missing[self._next]:
             self._start(self.buckets[self._next])
 
-    def flush(self, *, counted: bool) -> None:
+    def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
+        """The chunk's last gradient, by the learned order, is ready, but not all are: it is looked at again later."""
+        self._overdue.append((bucket, chunk))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        for candidate in list(self._overdue):
+            if candidate in self._overdue and candidate[1].land_by_sight():
+                self._overdue.remove(candidate)
+                self.chunk_full(*candidate)
+
+    def chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
+        """All gradients of the chunk are ready: bring them in, and start what is full by it and whose turn has come.
+
+        Not the last bucket, which holds the ballot.
+        """
+        number = bucket.index
+        if self._overlapping:
+            if self._by_sight and self._versions[number] not in (UNSETTLED, bucket.buffer._version):
+                self._refuse_late(bucket)
+            chunk.settle(self._scales[number])
+            self._versions[number] = bucket.buffer._version
+        else:
+            # It may not be the end of it: this rank accumulates, or more gradients of the same parameter may come.
+            chunk.gather()
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            if self.observer is not None:
+                self.observer.bucket_ready(bucket)
+            while self._overlapping and self._next < self._last and not self._missing[self._next]:
+                self._start(self.buckets[self._next])
+        if self._overdue:
+            self._look_again()
+
+    def _start(self, bucket: Bucket) -> None:
+        number = bucket.index
+        if self._by_sight and self._versions[number] not in (UNSETTLED, bucket.buffer._version):
+            self._refuse_late(bucket)
+        for chunk in bucket.chunks:
+            if not chunk.settled:
+                chunk.settle(self._scales[number])
+        self._next = number + 1
+        handle = None
+        if bucket.absent:
+            bucket.compact()
+        if bucket.plan.ballot:
+            bucket.vote(self._failed_rank)
+        if not bucket.absent or bucket.has_wire:
+            handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
+            if LOGGER.isEnabledFor(logging.DEBUG):
+                LOGGER.debug("rank %d: start %s", self.communicator.rank, bucket.describe())
+            if self.observer is not None:
+                self.observer.bucket_started(bucket, handle)
+        self._pending.append((bucket, handle))
+        self._versions[number] = bucket.buffer._version
+
+    def _refuse_late(self, bucket: Bucket) -> None:
+        """Somebody has written since gradients were settled: autograd, through the views, which share the version."""
+        raise LateGradientError(
+            f"a parameter of {bucket.describe()} received a further gradient when its gradient was already on its way "
+            f"to the other ranks. {LATE_REMEDY}"
+        )
+
+    # -- stop 5: after backward ----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
         """Backward has ended: start everything that is left, full or not. Slots without a gradient contribute zeros.
 
-        ``counted`` says that every gradient was counted while it landed, so that none can have come too late.
-        Otherwise the versions of the buckets tell, and they are looked at before the ballot goes: see
-        [Note: a failed backward] in the backward engine.
+        Late gradients are looked for before the ballot goes: see [Note: a failed backward] in the backward engine.
         """
-        while self._next < len(self.buckets) - 1:
+        while self._next < self._last:
             self._start(self.buckets[self._next])
-        if not counted and not self.wire_is_seen:
-            for bucket, _ in self._pending:
-                if bucket.touched:
-                    bucket.refuse_touched()
+        for bucket, _ in self._pending if self._by_sight and not self.wire_is_seen else ():
+            if self._versions[bucket.index] != bucket.buffer._version:
+                self._refuse_late(bucket)
         while self._next < len(self.buckets):
             self._start(self.buckets[self._next])
 
-    def finish(
-        self, *, counted: bool, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None
-    ) -> None:
+    def finish(self, *, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None) -> None:
         """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed.
 
         ``correction`` is what means are multiplied with that were computed before the divisor was known.
         """
         if not self.reduction.carries_tail:
             self._exchange_tails()
-        while self._pending:
-            bucket, handles = self._pending[0]
-            # Some wires write into the bucket so that it shows (Gloo does on GPUs). Then its version tells nothing, and
-            # gradients must be counted. The windows in which they are counted anyway find out.
-            self.wire_is_seen |= counted and bucket.touched
-            while handles:
-                handles[0].wait()
-                del handles[0]
+        for bucket, handle in self._pending:
+            # The windows in which gradients are counted anyway find out whether the wire shows.
+            self.wire_is_seen |= not self._by_sight and self._versions[bucket.index] != bucket.buffer._version
+            self._wait(bucket, handle)
             if correction is not None:
                 bucket.payload.mul_(correction)
             bucket.finish()
             if norms is not None:
                 norms.note(bucket)
-            del self._pending[0]
+            self._finished = bucket.index + 1
             if self.observer is not None:
                 self.observer.bucket_finished(bucket)
-        self._close()
-        self._raise_for_failed_ranks()
+        self._read_ballot()
 
     def abandon(self) -> None:
         """Bring a synchronization whose backward failed here to its end, so that no rank is left waiting.
@@ -104,27 +237,26 @@ class Pipeline:
         the reduction raises on every rank alike), and there is nobody left to tell.
         """
         self._failed_rank = self.communicator.rank
-        for bucket in self.buckets:
-            # What lies in it is worthless anyway, and must not be refused again.
-            bucket.watched = False
+        # What lies in buckets is worthless anyway, and must not be refused again.
+        self._by_sight = False
         with contextlib.suppress(Exception):
-            self.flush(counted=True)
+            self.flush()
             if not self.reduction.carries_tail and not self._tails_sent:
                 self._exchange_tails()
-        for _, handles in self._pending:
-            for handle in handles:
-                # One that fails must not keep the others from being waited for: they still write into the buckets.
-                with contextlib.suppress(Exception):
-                    handle.wait()
-        self._failed_rank = None
-        self._close()
-        for bucket in self.buckets:
-            bucket.reopen()
+        for bucket, handle in self._pending:
+            # One that fails must not keep the others from being waited for: they still write into the buckets.
+            with contextlib.suppress(Exception):
+                self._wait(bucket, handle)
 
-    def _close(self) -> None:
-        self._pending = []
-        self._next = 0
-        self._tails_sent = False
+    def _wait(self, bucket: Bucket, handle: Handle | None) -> None:
+        if handle is None:
+            return
+        try:
+            handle.wait()
+        except PeerFailedError as error:
+            raise type(error)(f"{error} [{bucket.describe()}]") from error
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            LOGGER.debug("rank %d: finish %s", self.communicator.rank, bucket.describe())
 
     def _exchange_tails(self) -> None:
         """Send the tails that the reduction does not carry, all in one, once it has nothing more to send itself.
@@ -132,12 +264,9 @@ class Pipeline:
         A communication hook may start further collectives from the callbacks of its futures. One of the engine's in
         between would meet another one on the other ranks.
         """
-        for _, handles in self._pending:
-            while handles:
-                handles[0].wait()
-                del handles[0]
-        if self._failed_rank is not None:
-            self.buckets[-1].ballot[self._failed_rank] = 1
+        for bucket, handle in self._pending:
+            self._wait(bucket, handle)
+        self.buckets[-1].vote(self._failed_rank)
         self._tails_sent = True
         tails = [bucket.tail for bucket in self.buckets]
         shared = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
@@ -145,59 +274,19 @@ class Pipeline:
         for tail, summed in zip(tails, shared.split([tail.numel() for tail in tails]), strict=True):
             tail.copy_(summed)
 
+    # -- failures elsewhere --------------------------------------------------------------------------------------
+
     def check_deferred(self) -> None:
         """Raise if an earlier synchronization on an accelerator turns out to have failed. Never waits."""
         if self._deferred_ballot is not None and self._deferred_ballot.arrived():
             votes, self._deferred_ballot = self._deferred_ballot.votes(), None
-            _raise_for(votes)
+            raise_for(votes)
 
-    def _start(self, bucket: Bucket) -> None:
-        bucket.settle(self.scale(bucket))
-        self._next += 1
-        bucket.load_tail(failed_rank=self._failed_rank)
-        bucket.state = BucketState.REDUCING
-        bucket.mark_version()
-        handles: list[Handle] = []
-        self._pending.append((bucket, handles))
-        if not bucket.has_wire:
-            return
-        handles.append(self.reduction.start(bucket, self.communicator, self.divisor))
-        if self.observer is not None:
-            self.observer.bucket_started(bucket, handles[0])
-        bucket.mark_version()
-
-    def _raise_for_failed_ranks(self) -> None:
+    def _read_ballot(self) -> None:
         if not self.buckets:
             return
         ballot = self.buckets[-1].ballot
         if ballot.device.type == "cpu":
-            _raise_for(ballot.tolist())
+            raise_for(ballot.tolist())
         else:
-            self._deferred_ballot = _DeferredBallot(ballot)
-
-
-class _DeferredBallot:
-    """The ballot of an accelerator's bucket, on its way to the host while backward goes on."""
-
-    def __init__(self, ballot: torch.Tensor) -> None:
-        self._copy = torch.empty(ballot.shape, dtype=ballot.dtype, pin_memory=True)
-        self._copy.copy_(ballot, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def arrived(self) -> bool:
-        return bool(self._event.query())
-
-    def votes(self) -> list[float]:
-        votes: list[float] = self._copy.tolist()
-        return votes
-
-
-def _raise_for(votes: list[float]) -> None:
-    failed = [rank for rank, vote in enumerate(votes) if vote > 0]
-    if failed:
-        names = ", ".join(f"rank {rank}" for rank in failed)
-        raise PeerFailedError(
-            f"the backward of {names} failed, so these gradients are not the mean over all ranks. See the error "
-            "there; call zero_grad() before the next backward"
-        )
+            self._deferred_ballot = DeferredBallot(ballot)

@@ -19,31 +19,45 @@ anew in every forward; hooks on a sample of parameters per chunk find out no mor
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from gradsync.bucket import Bucket
 from gradsync.bucket.arrangement import Place
-from gradsync.bucket.bucket import Bucket
 from gradsync.bucket.chunk import Chunk
+from gradsync.engine.phase import Phases
+from gradsync.engine.pipeline import Pipeline
 
-__all__ = ["ReadyHooks"]
+__all__ = ["BackwardListener", "ReadyHooks"]
 
 Hook = Callable[[torch.Tensor], None]
 
 
-class ReadyHooks:
-    """Registers, and exchanges, the hooks of one synchronizer's parameters."""
+class BackwardListener(Protocol):
+    """The engine, as hooks see it."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], listener: Any) -> None:
+    def begin_at_parameter(self, index: int) -> None:
+        """No output told of this backward; its first gradient does, which is landed there: places may have changed."""
+
+    def sparse_ready(self, index: int) -> None:
+        """A gradient that has no place in a bucket is ready."""
+
+
+class ReadyHooks:
+    """Registers, and exchanges, the hooks of one engine's parameters."""
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], listener: BackwardListener, pipeline: Pipeline, phases: Phases
+    ) -> None:
         self._parameters = parameters
         self._listener: Callable[[], Any] = weakref.ref(listener)
+        self._pipeline = pipeline
+        self._idle = phases.idle
         self._handles: list[tuple[torch.nn.Parameter, Any]] = []
         # One autograd thread per device: with several, what they share must be taken in turns.
         self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None
         self.counting = False
-        # Empty during a backward. Hooks hold the list itself: its truth is the cheapest question there is.
-        self.idle = [True]
         self.arrivals: list[int] = []
         weakref.finalize(listener, _remove, self._handles)
 
@@ -79,47 +93,56 @@ class ReadyHooks:
     # Hooks look nothing up: all they need is bound when they are made. They must not keep the listener alive.
 
     def _counting(self, index: int, bucket: Bucket, chunk: Chunk, slot: int) -> Hook:
-        listener, idle, arrived, land = self._listener, self.idle, self.arrivals.append, chunk.land
+        listener, idle, arrived = self._listener, self._idle, self.arrivals.append
+        land, chunk_full = chunk.land, self._pipeline.chunk_full
 
         def on_gradient_ready(_: torch.Tensor) -> None:
             if idle:
-                listener().begin_backward_at_parameter(index)
+                listener().begin_at_parameter(index)
                 return
             arrived(index)
             if land(slot):
-                listener().on_chunk_full(bucket, chunk)
+                chunk_full(bucket, chunk)
 
         return on_gradient_ready
 
     def _by_sight(self, index: int, bucket: Bucket, chunk: Chunk) -> Hook:
-        listener, idle = self._listener, self.idle
+        listener, idle = self._listener, self._idle
+        land_by_sight, chunk_full, chunk_overdue = (
+            chunk.land_by_sight,
+            self._pipeline.chunk_full,
+            self._pipeline.chunk_overdue,
+        )
 
         def on_last_gradient_ready(_: torch.Tensor) -> None:
             if idle:
-                listener().begin_backward_at_parameter(index)
+                listener().begin_at_parameter(index)
                 return
-            listener().look_at(bucket, chunk)
+            if land_by_sight():
+                chunk_full(bucket, chunk)
+            else:
+                chunk_overdue(bucket, chunk)
 
         return on_last_gradient_ready
 
     def _first_of_all(self, index: int) -> Hook:
-        listener, idle = self._listener, self.idle
+        listener, idle = self._listener, self._idle
 
         def on_first_gradient_ready(_: torch.Tensor) -> None:
             if idle:
-                listener().begin_backward_at_parameter(index)
+                listener().begin_at_parameter(index)
 
         return on_first_gradient_ready
 
     def _outside(self, index: int) -> Hook:
-        listener, idle, arrived = self._listener, self.idle, self.arrivals.append
+        listener, idle, arrived = self._listener, self._idle, self.arrivals.append
 
         def on_sparse_gradient_ready(_: torch.Tensor) -> None:
             if idle:
-                listener().begin_backward_at_parameter(index)
+                listener().begin_at_parameter(index)
                 return
             arrived(index)
-            listener().on_sparse_gradient(index)
+            listener().sparse_ready(index)
 
         return on_sparse_gradient_ready
 

@@ -1,7 +1,7 @@
 """Looks at optimizer steps: no step on unsynchronized gradients, and no rank is left out of a synchronization.
 
-One pre-hook for all of torch's optimizers. It returns at once unless some synchronizer has asked for attention, which
-only those do that are between a forward and its synchronization.
+One pre-hook for all of torch's optimizers asks every synchronizer whose parameters the optimizer has, from the moment
+the synchronizer is made until it is detached or gone.
 """
 
 import weakref
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-__all__ = ["StepListener", "wants_attention", "watch_steps"]
+__all__ = ["StepListener", "guard_steps", "unguard_steps"]
 
 
 class StepListener(Protocol):
@@ -23,31 +23,27 @@ class StepListener(Protocol):
 
 
 # By identity. A dictionary, because copying its values is one step under the interpreter's lock: ranks may be threads.
-_attentive: "dict[int, weakref.ref[StepListener]]" = {}
+_listeners: "dict[int, weakref.ref[StepListener]]" = {}
 _installed = False
 
 
-def watch_steps() -> None:
-    """Install the pre-hook, once a process."""
+def guard_steps(listener: StepListener) -> None:
+    """Have ``listener`` hear of steps. It is not kept alive by that. Installs the pre-hook, once a process."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         _installed = True
-
-
-def wants_attention(listener: StepListener, wanted: bool) -> None:
-    """Say whether ``listener`` must hear of the next step."""
     key = id(listener)
-    if not wanted:
-        _attentive.pop(key, None)
-    elif key not in _attentive:
-        _attentive[key] = weakref.ref(listener, lambda _: _attentive.pop(key, None))
+    _listeners[key] = weakref.ref(listener, lambda _: _listeners.pop(key, None))
+
+
+def unguard_steps(listener: StepListener) -> None:
+    """Have ``listener`` hear of steps no more."""
+    _listeners.pop(id(listener), None)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _attentive:
-        return
-    for reference in list(_attentive.values()):
+    for reference in list(_listeners.values()):
         listener = reference()
         if listener is None:
             continue

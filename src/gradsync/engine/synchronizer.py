@@ -5,23 +5,27 @@ other ranks wait for it. It takes part when it leaves the last micro-batch of ``
 about to step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradsync.bucket.layout import ParameterSpec
+from gradsync.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
+from gradsync.bucket.norm import BucketNorms
 from gradsync.engine.backward import BackwardEngine
-from gradsync.engine.backward_watch import NO_TASK, current_task
+from gradsync.engine.backward_watch import NO_TASK, current_task, tensors_in
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.ownership import own, owner_of, release
-from gradsync.engine.step_guard import wants_attention, watch_steps
+from gradsync.engine.phase import Phase
+from gradsync.engine.step_guard import guard_steps, unguard_steps
 from gradsync.errors import MisuseError
-from gradsync.window.window import WindowState
-from gradsync.window.witness import has_loose_gradients
+from gradsync.reduction import Reduction
+from gradsync.window import Window, WindowState, has_loose_gradients
 
-__all__ = ["Synchronizer", "synchronizer_of"]
+__all__ = ["Block", "Synchronizer", "synchronizer_of"]
 
 
 def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
@@ -30,7 +34,17 @@ def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
     return owner
 
 
-class Synchronizer(BackwardEngine):
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A micro-batch of ``accumulate()``. With several models in it ``finish_all`` synchronizes them, in one order, and
+    nothing is sent before."""
+
+    last: bool
+    synchronizes: bool
+    finish_all: Callable[[], None] | None = None
+
+
+class Synchronizer:
     """Averages the gradients of ``parameters`` over the ranks of a communicator, once a window."""
 
     def __init__(
@@ -41,103 +55,224 @@ class Synchronizer(BackwardEngine):
     ) -> None:
         for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
             owner.hand_over(parameters)  # type: ignore[union-attr]
-        super().__init__(parameters, specs, options)
-        # Set by wrappers that have further collectives in a forward, for a rank that runs none in a window.
-        self.before_taking_part: Callable[[], None] | None = None
-        # Set while a last micro-batch of several models runs: synchronizes all of them.
-        self.finish_block: Callable[[], None] | None = None
+        self.engine = BackwardEngine(parameters, specs, options)
+        self.parameters = self.engine.parameters
+        self.specs = list(specs)
+        self.options = options
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._before_taking_part: Callable[[], None] | None = None
+        self._blocks: list[tuple[Block, bool]] = []
         own(self, self.parameters)
-        watch_steps()
-        wants_attention(self, True)
+        guard_steps(self)
 
-    @contextmanager
-    def switched(self, **switches: bool) -> Iterator[None]:
-        """Set ``enabled``, ``forced`` or ``steps_locally`` for a while."""
-        previous = {name: getattr(self, name) for name in switches}
-        vars(self).update(switches)
-        try:
-            yield
-        finally:
-            vars(self).update(previous)
+    def __repr__(self) -> str:
+        phase = self.engine.phase
+        return f"Synchronizer({phase.name.lower()}: {phase.value}; {self.window!r}; {self.engine.pipeline!r})"
 
-    def fail(self) -> None:
-        """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        if not self._broken:
-            self.window.weights.counting = True
-            self._become_synchronizing()
-            self._recover()
+    def describe(self) -> str:
+        """Where everything stands, in lines: for a person who looks at a training that hangs."""
+        engine = self.engine
+        lines = [
+            f"{engine.phase.name.lower()}: {engine.phase.value}",
+            repr(self.window),
+            f"{self.synchronizations} windows synchronized, order {'' if engine.arrangement.order.learned else 'not '}"
+            f"learned, gradients {'counted' if engine.counting else 'seen'}, caps {list(self.caps.caps)} bytes",
+            repr(engine.pipeline),
+        ]
+        lines += [f"  {engine.pipeline.state_of(bucket).value:9} {bucket!r}" for bucket in self.buckets]
+        return "\n".join(lines)
 
-    def synchronize(self) -> None:
-        """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
-        if current_task() != NO_TASK:
-            raise MisuseError("synchronize() was called inside backward. Call it after backward() has returned")
-        if self._in_backward:
-            self._recover()
-        if self._broken:
-            self._require_zeroed()
-        self.window.begin_synchronization()
-        self._arrivals.clear()
-        self._become_synchronizing()
-        self._finish()
+    # -- what wrappers read and set --------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> Window:
+        return self.engine.window
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they start."""
+        return self.engine.buckets
+
+    @property
+    def layout(self) -> BucketLayout:
+        """The plan of the buckets."""
+        return self.engine.arrangement.layout
+
+    @property
+    def caps(self) -> BucketCaps:
+        """How large buckets may be, as far as it is known by now."""
+        return self.engine.arrangement.caps
+
+    @property
+    def reduction(self) -> Reduction:
+        """What is put on the wire."""
+        return self.engine.pipeline.reduction
+
+    @property
+    def synchronizations(self) -> int:
+        """How many windows have been synchronized."""
+        return self.engine.synchronizations
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backwards synchronize."""
+        return self.engine.switches.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self.engine.switches.enabled = value
+
+    def switched(
+        self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Set switches for a while; see :class:`~gradsync.engine.phase.Switches`."""
+        return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
+
+    def divide_by(self, ranks: int) -> None:
+        """Take the mean over so many ranks, where windows are not weighted."""
+        self.engine.divisor = float(ranks)
+
+    def norms(self, norm_type: float) -> BucketNorms:
+        """The norms of the buckets; from the next window on they are computed as buckets finish."""
+        norms = self.engine.norms
+        if norms is None or norms.norm_type != norm_type:
+            norms = self.engine.norms = BucketNorms(norm_type)
+        return norms
+
+    def reduce_with(self, reduction: Reduction) -> None:
+        """Exchange the reduction, between two windows. All ranks must do so alike."""
+        self.engine.reduce_with(reduction)
+
+    def before_taking_part(self, callback: Callable[[], None]) -> None:
+        """For wrappers with further collectives in a forward: called where this rank has run none in a window."""
+        self._before_taking_part = callback
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward with gradients on is about to run."""
+        engine = self.engine
+        if engine.phases.busy and current_task() == NO_TASK:
+            engine.recover()
+        engine.pipeline.check_deferred()
+        engine.absence.begin_forward()
+        engine.forward_in_window = True
+        engine.expect_backward()
+
+    def end_forward(self, output: Any) -> None:
+        """The forward has run: watch its output for the backward to come."""
+        engine = self.engine
+        engine.absence.end_forward()
+        synchronizes, task, reference = self.enabled, current_task(), weakref.ref(engine)
+        engine.last_forward_synchronizes = synchronizes
+        if synchronizes:
+            self.window.forward_ran(engine.has_gradients)
+
+        def hook(_: torch.Tensor) -> None:
+            listener = reference()
+            if listener is not None:
+                listener.on_output_gradient(synchronizes, task)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+
+    def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
+        """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
+        self.engine.absence.announce(self._index[id(p)] for p in parameters if id(p) in self._index)
+
+    # -- blocks of accumulate() --------------------------------------------------------------------------------------
 
     @property
     def in_block(self) -> bool:
         """Whether a micro-batch of accumulate() is running."""
         return self.window.weights.in_block
 
-    def take_part(self) -> None:
-        """Finish a window in whose last micro-batch this rank had no backward."""
-        if self.before_taking_part is not None and not self.forward_in_window:
-            self.before_taking_part()
-        self.synchronize()
+    def enter_block(self, block: Block) -> None:
+        self._blocks.append((block, self.enabled))
+        self.enabled = block.synchronizes and block.finish_all is None
+        self.window.weights.enter_block(deferred=block.synchronizes and not block.last)
+        self.engine.expect_backward()
+
+    def leave_block(self) -> None:
+        block, self.enabled = self._blocks.pop()
+        self.window.weights.leave_block(last=block.last)
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        if self.finish_block is not None:
-            self.finish_block()
-        elif self.in_block and self.enabled and self.window.state is not WindowState.SYNCHRONIZED and not self._broken:
+        block = self._blocks[-1][0] if self._blocks else None
+        if block is None or not block.synchronizes:
+            return
+        unfinished = self.window.state is not WindowState.SYNCHRONIZED and self.engine.phase is not Phase.BROKEN
+        if block.finish_all is not None:
+            block.finish_all()
+        elif self.enabled and unfinished:
             self.take_part()
+
+    def take_part(self) -> None:
+        """Finish a window in whose last micro-batch this rank had no backward."""
+        if self._before_taking_part is not None and not self.engine.forward_in_window:
+            self._before_taking_part()
+        self.synchronize()
+
+    # -- without a backward ------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
+        if current_task() != NO_TASK:
+            raise MisuseError("synchronize() was called inside backward. Call it after backward() has returned")
+        if self.engine.phases.busy:
+            self.engine.recover()
+        self.engine.require_whole()
+        self.engine.synchronize()
+
+    def fail(self) -> None:
+        """Take part in the synchronization of the other ranks, telling them that this rank failed."""
+        self.engine.fail()
 
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._absence.announce_all(len(self.parameters))
+        self.engine.absence.announce_all(len(self.parameters))
         self.synchronize()
         self.window.close()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this synchronizer averages the parameter's gradient."""
         index = self._index.get(id(parameter))
-        return index is not None and index not in self._arrangement.taken
+        return index is not None and index not in self.engine.arrangement.taken
 
     def before_step(self) -> None:
         """An optimizer is about to use the gradients: see that they are means."""
-        if self._in_backward and current_task() != NO_TASK:
+        engine = self.engine
+        if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
             )
-        if self._in_backward:
-            self._recover()
-        if self._broken:
-            self._require_zeroed()
+        if engine.phases.busy:
+            engine.recover()
+        engine.require_whole()
         self.finish_last()
-        if not self.window.has_means and not self.steps_locally:
+        if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         self.window.close()
 
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
-        if self.enabled and (self.window.state is WindowState.OPEN or has_loose_gradients(self.buckets)):
+        is_open = self.window.state is WindowState.OPEN
+        if self.enabled and (is_open or has_loose_gradients(self.buckets)):
             # [Note: a rank without gradients], or a backward of which no hook told.
-            self._unwatched_backwards = self._unwatched_backwards or self.window.state is not WindowState.OPEN
+            self.engine.unwatched |= not is_open
             self.synchronize()
 
     # -- saving ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What makes sums come out bit for bit as they would have: the layout of the buckets. The same on all ranks."""
-        return self._arrangement.state_dict()
+        return self.engine.arrangement.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lay out the buckets as they were. All ranks must load the same, between two windows."""
@@ -146,18 +281,23 @@ class Synchronizer(BackwardEngine):
                 f"the saved engine has {len(state['trainable'])} parameters and this one {len(self.parameters)}: it "
                 "belongs to another model"
             )
-        self._arrangement.load_state_dict(state)
-        self._build()
+        self.engine.arrangement.load_state_dict(state)
+        self.engine.build()
 
     def window_state(self) -> dict[str, Any]:
-        """This rank's part of an unfinished window: weights, and gradients that are not averaged yet."""
+        """This rank's part: weights and gradients of an unfinished window, and the reduction's state."""
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
         gradients = {
             spec.name: parameter.grad.detach().clone()
             for spec, parameter in zip(self.specs, self.parameters, strict=True)
             if accumulated and parameter.grad is not None
         }
-        return {"weights": self.window.weights.state_dict(), "accumulated": accumulated, "gradients": gradients}
+        return {
+            "weights": self.window.weights.state_dict(),
+            "accumulated": accumulated,
+            "gradients": gradients,
+            "reduction": self.reduction.state_dict(),
+        }
 
     def load_window_state(self, state: dict[str, Any]) -> None:
         """Go on in the window that was saved."""
@@ -166,27 +306,28 @@ class Synchronizer(BackwardEngine):
             saved = state["gradients"].get(spec.name)
             parameter.grad = None
             if saved is not None:
-                self.expect_backward()
+                self.engine.expect_backward()
                 parameter.grad = saved.to(parameter.device)
         for bucket in self.buckets if state["accumulated"] else ():
             bucket.gather()
             bucket.reopen()
         self.window.weights.load_state_dict(state["weights"])
         self.window.reopen(self.buckets, accumulated=state["accumulated"])
+        self.reduction.load_state_dict(state.get("reduction", {}))
+
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
-        self._detached = True
-        self._hooks.remove()
-        if self._precise is not None:
-            self._precise.restore()
-        wants_attention(self, False)
+        self.engine.detach()
+        unguard_steps(self)
         release(self, self.parameters)
 
     def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""
-        self._arrangement.take_out(self._index[id(p)] for p in parameters if id(p) in self._index)
-        if len(self._arrangement.taken) == len(self.parameters):
+        arrangement = self.engine.arrangement
+        arrangement.take_out(self._index[id(p)] for p in parameters if id(p) in self._index)
+        if len(arrangement.taken) == len(self.parameters):
             self.detach()
         else:
-            self._build()
+            self.engine.build()

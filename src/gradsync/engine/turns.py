@@ -8,6 +8,8 @@ which they began.
 import weakref
 from typing import Any
 
+from gradsync.communicator import Communicator
+
 __all__ = ["Turns"]
 
 # Who overlaps the running backward, by the group. A rank that is a thread has a communicator, and so a key, of its own.
@@ -17,9 +19,10 @@ _leaders: "dict[int, weakref.ref[Any]]" = {}
 class Turns:
     """One synchronizer's part in it."""
 
-    def __init__(self, owner: Any, group: Any) -> None:
+    def __init__(self, owner: Any, communicator: Communicator) -> None:
         self._owner = weakref.ref(owner)
-        self._key = id(group)
+        group = getattr(communicator, "group", None)
+        self._key = id(communicator if group is None else group)
 
     def take_lead(self) -> bool:
         """True if no other synchronizer leads in the running backward; it then leads, until :meth:`give_up`."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs
-from gradsync.engine.synchronizer import Synchronizer
+from gradsync.engine import Synchronizer, SyncPolicy
 from gradsync.llm.batches import Batches, BatchPlan, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
 from gradsync.llm.interruption import Interruption
@@ -305,13 +305,11 @@ def make_accelerator(
         "bf16": lambda: Cast(torch.bfloat16),
         "fp16": lambda: Cast(torch.float16),
     }
-    handler = DistributedDataParallelKwargs(
-        bucket_cap_mb=settings.bucket_mb, reduction=reductions[settings.reduction](), observer=timeline
-    )
+    policy = SyncPolicy(bucket_cap_mb=settings.bucket_mb, reduction=reductions[settings.reduction](), observer=timeline)
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
-        kwargs_handlers=[handler],
+        kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
         communicator=communicator,
     )
     return accelerator, timeline

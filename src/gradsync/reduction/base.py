@@ -1,8 +1,8 @@
 """What is put on the wire: the interface that :class:`~gradsync.reduction.mean.Mean` documents by example."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from gradsync.bucket.bucket import Bucket
+from gradsync.bucket import Bucket, BucketLayout
 from gradsync.communicator import Communicator, Handle
 
 __all__ = ["Reduction"]
@@ -12,19 +12,46 @@ __all__ = ["Reduction"]
 class Reduction(Protocol):
     """Turns a bucket of local gradients into the bucket of their mean over the ranks.
 
-    One object serves all buckets of a model and may keep state per bucket index. It is called in the same order on
-    all ranks.
+    One object serves all buckets of a model. It is called in the same order on all ranks. Classes that derive from this
+    one need only :attr:`carries_tail`, :meth:`landing_scale` and :meth:`start`; the rest is for those with state.
+
+    [Note: state of a reduction] Buckets are laid out anew when ranks agree on another order of gradients, when better
+    sizes are found, or when parameters begin or cease to be trained. So state (residuals, factors) belongs to
+    parameters: it is keyed by ``bucket.specs[slot].name``, and :meth:`rebuilt` tells when everything that was kept by
+    the index or the shape of a bucket has lost its meaning. State that cannot be taken apart like that says so with
+    :attr:`keeps_layout`.
     """
 
     @property
     def carries_tail(self) -> bool:
-        """Whether :meth:`start` sends :meth:`Bucket.wire`, tail included, so that flags come out zero or positive.
+        """Whether :meth:`start` sends :attr:`Bucket.wire`, tail included, so that flags come out zero or positive.
 
         A reduction that would distort them says False; the engine then sends the tail in a small collective.
         """
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether there is state that would lose its meaning if buckets were laid out anew. The same on all ranks.
+
+        Then neither another order of gradients nor better bucket sizes are a reason to do so, once the order has been
+        learned in the first window.
+        """
+        return False
 
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         """What gradients are multiplied with while they are gathered, before :meth:`start`."""
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         """Put the bucket on the wire. After ``wait()`` it holds the sum over ranks divided by ``divisor``."""
+
+    def rebuilt(self, layout: BucketLayout) -> None:
+        """Buckets were laid out, for the first time or anew; indices and shapes are those of ``layout`` from now on."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state as plain values and tensors, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the state that was saved."""
+        return

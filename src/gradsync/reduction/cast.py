@@ -2,9 +2,10 @@
 
 import torch
 
-from gradsync.bucket.bucket import Bucket
+from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError
+from gradsync.reduction.base import Reduction
 
 __all__ = ["Cast"]
 
@@ -20,7 +21,7 @@ class _CopyBack:
         self._target.copy_(self._source)
 
 
-class Cast:
+class Cast(Reduction):
     """Gradients cross the wire, and are summed, in ``dtype``; they are divided before, so float16 stays in range."""
 
     carries_tail = True
@@ -37,7 +38,7 @@ class Cast:
         return 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        wire = bucket.wire()
+        wire = bucket.wire
         if wire.dtype == self.dtype:
             return communicator.all_reduce(wire)
         cast = wire.to(self.dtype)

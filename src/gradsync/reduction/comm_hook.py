@@ -2,16 +2,21 @@
 
 The hook sees the bucket as torch's ``GradBucket`` shows it and is responsible for the division, as under torch. The
 flags do not pass through it (a low-rank hook would not leave them whole), so they travel in a collective of their own.
+
+A hook with a state of its own, as torch's PowerSGD, keeps it by the index of the bucket. As under torch, buckets are
+laid out anew once, after the first window; from then on they stay as they are.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from gradsync.bucket.bucket import Bucket
+from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.reduction.base import Reduction
 
 __all__ = ["CommHook", "GradBucket", "Hook"]
 
@@ -68,7 +73,7 @@ class _FutureHandle:
             payload.copy_(result.view(-1))
 
 
-class CommHook:
+class CommHook(Reduction):
     """Runs one of torch's communication hooks as a reduction."""
 
     carries_tail = False
@@ -79,14 +84,30 @@ class CommHook:
         self._state = state
         self._hook = hook
         self._name = getattr(hook, "__name__", type(hook).__name__)
+        self._started = False
 
     def __repr__(self) -> str:
         return f"CommHook({self._name})"
+
+    @property
+    def keeps_layout(self) -> bool:
+        # A hook whose state is a process group, as torch's simple ones take it, has none.
+        return self._started and self._state is not None and not isinstance(self._state, dist.ProcessGroup)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the hook's state, if it has one: torch's own states can only be pickled, and are left out."""
+        saved: dict[str, Any] = self._state.state_dict() if hasattr(self._state, "state_dict") else {}
+        return saved
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if hasattr(self._state, "load_state_dict"):
+            self._state.load_state_dict(state)
 
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return 1.0
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        self._started = True
         is_last = bucket.plan.ballot > 0
         future = self._hook(self._state, GradBucket(bucket, is_last=is_last))
         if not isinstance(future, torch._C.Future):  # what work.get_future().then(...) returns

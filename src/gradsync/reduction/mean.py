@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from gradsync.bucket.bucket import Bucket
+from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Handle, ReduceOp, when_done
+from gradsync.reduction.base import Reduction
 
 __all__ = ["Mean"]
 
 
-class Mean:
+class Mean(Reduction):
     """The sum over the ranks divided by the divisor, at the gradients' own precision.
 
     The division costs no pass of its own: the collective does it where the backend can (NCCL), otherwise it is
@@ -26,7 +27,7 @@ class Mean:
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         op: ReduceOp = "average" if self._divides_on_the_wire(bucket, communicator, divisor) else "sum"
-        wire, piece = bucket.wire(), bucket.plan.piece
+        wire, piece = bucket.wire, bucket.plan.piece
         if wire.numel() <= piece:
             return communicator.all_reduce(wire, op)
         return _Handles([communicator.all_reduce(part, op) for part in wire.split(piece)])

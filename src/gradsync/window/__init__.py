@@ -1,10 +1,11 @@
 """What lies between two optimizer steps: which backward counts, what micro-batches weigh, what nobody may touch."""
 
-from gradsync.window.weights import Weights, checked_weight
+from gradsync.window.weights import Counting, Weights, checked_weight
 from gradsync.window.window import Window, WindowState
 from gradsync.window.witness import Witness, has_loose_gradients, has_nonzero_gradients
 
 __all__ = [
+    "Counting",
     "Weights",
     "Window",
     "WindowState",

@@ -20,7 +20,10 @@ is about a rank's weight in one window: what lies in ``.grad`` then has the size
 needs. Without weights every micro-batch weighs 1, ``loss.backward()`` is nobody's to change, and the unit is 1.
 """
 
+import dataclasses
+import enum
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +31,37 @@ import torch
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError, MisuseError
 
-__all__ = ["Weights", "checked_weight"]
+__all__ = ["Counting", "Weights", "checked_weight"]
 
 
-_COUNTS = ("unit", "sum", "plain", "weighted")
+class Counting(enum.Enum):
+    """What is known of a window's weights."""
+
+    NOTHING = "nothing is counted"
+    FOLLOWING = "this rank has nothing, the others count"
+    COUNTING = "micro-batches are counted"
+    AGREED = "the sum over all ranks is known"
+
+
+@dataclass(kw_only=True)
+class _Tally:
+    """What this rank has counted in a window. ``framed``: in a block of accumulate()."""
+
+    unit: float | None = None
+    sum: float = 0.0
+    plain: int = 0
+    weighted: int = 0
+    backwards: int = 0
+    framed: bool = False
+
+
+@dataclass(kw_only=True)
+class _Block:
+    """The micro-batch of accumulate() that runs. ``deferred``: a synchronization in the middle of a window, of plain
+    means, which are divided by the weights when the window ends."""
+
+    deferred: bool
+    counted: bool = False
 
 
 class Weights:
@@ -41,58 +71,75 @@ class Weights:
         self._communicator = communicator
         # Σ w over all ranks, as far as it is known before it is known. See [Note: what is not known].
         self.expected: float | None = None
-        # Inside accumulate(): backwards count, also plain ones, each block once.
-        self.in_block = False
-        # A synchronization in the middle of a window: plain means, divided by the weights when the window ends.
-        self.deferred = False
+        self._block: _Block | None = None
         self._last_window_counted = False
         self.reset()
 
     def reset(self) -> None:
         """Begin a new window."""
-        self.counting = False
-        self._framed = False
-        self.backwards = 0
-        self.synchronized = False
-        self._followed = False
-        self._unit: float | None = None
-        self._sum = 0.0
-        self._plain = 0
-        self._weighted = 0
-        self._block_counted = False
-        self._counted_now = False
+        self.phase = Counting.NOTHING
+        self._tally = _Tally()
+        if self._block is not None:
+            self._block.counted = False
+        self._takes_back = False
         self._message: torch.Tensor | None = None
         self._pending: Handle | None = None
         self._total: float | torch.Tensor = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of an unfinished window, and what all ranks expect of the next, as plain values."""
-        return {name: getattr(self, f"_{name}") for name in _COUNTS} | {
+        return dataclasses.asdict(self._tally) | {
             "expected": self.expected,
-            "counting": self.counting,
-            "backwards": self.backwards,
             "last_window_counted": self._last_window_counted,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
-        for name in _COUNTS:
-            setattr(self, f"_{name}", state[name])
-        self.expected, self.counting, self.backwards = state["expected"], state["counting"], state["backwards"]
-        self._last_window_counted = state["last_window_counted"]
+        self._tally = _Tally(
+            **{field.name: state.get(field.name, field.default) for field in dataclasses.fields(_Tally)}
+        )
+        self.phase = Counting.COUNTING if self.counting else Counting.NOTHING
+        self.expected, self._last_window_counted = state["expected"], state["last_window_counted"]
 
     def __repr__(self) -> str:
-        return f"Weights(sum={self._sum:g} of this rank, {self._weighted + self._plain} micro-batches)"
+        tally = self._tally
+        counted = f"{tally.weighted + tally.plain} micro-batches, {tally.sum:g} in all on this rank"
+        return f"Weights({self.phase.value}: {counted}; {self.expected} expected over all ranks)"
+
+    @property
+    def counting(self) -> bool:
+        """Whether this rank has counted a micro-batch."""
+        return self._tally.plain + self._tally.weighted > 0
+
+    @property
+    def backwards(self) -> int:
+        """Backwards of this rank in the window."""
+        return self._tally.backwards
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether the window's gradients are means, by the sum that ranks have agreed on."""
+        return self.phase is Counting.AGREED
+
+    @property
+    def in_block(self) -> bool:
+        """Inside accumulate(): backwards count, also plain ones, each block once."""
+        return self._block is not None
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a synchronization now would be in the middle of a window."""
+        return self._block is not None and self._block.deferred
 
     # -- counting ----------------------------------------------------------------------------------------------
 
-    def enter_block(self) -> None:
+    def enter_block(self, *, deferred: bool) -> None:
         """A micro-batch of accumulate() begins."""
-        self.in_block = self._framed = True
-        self._block_counted = False
+        self._block = _Block(deferred=deferred)
+        self._tally.framed = True
 
     def leave_block(self, *, last: bool) -> None:
-        self.in_block = False
+        self._block = None
         if last:
             self.reset()
 
@@ -101,18 +148,24 @@ class Weights:
 
         Several models that share a loss must share the unit: ``unit`` is that of the first.
         """
-        if self._plain:
+        tally = self._tally
+        if tally.plain:
             self._refuse_mixture("this one")
-        self.counting = True
-        self.backwards += 1
-        self._counted_now = False
-        self._weighted += 1
-        self._sum += weight
+        tally.backwards += 1
+        tally.weighted += 1
+        tally.sum += weight
         if unit is not None:
-            self._unit = unit
-        elif self._unit is None:
-            self._unit = self._new_unit(weight)
-        return self._unit
+            tally.unit = unit
+        elif tally.unit is None:
+            tally.unit = self._new_unit(weight)
+        self._takes_back = False
+        self._note_counted()
+        return tally.unit
+
+    def _note_counted(self) -> None:
+        # What was agreed on stays known until the further backward that is about to run has undone the mean.
+        if self.phase is not Counting.AGREED:
+            self.phase = Counting.COUNTING
 
     def _new_unit(self, weight: float) -> float:
         if self.expected is not None:
@@ -122,46 +175,54 @@ class Weights:
 
     def add_plain(self, *, announced: bool = False) -> None:
         """A backward without a weight: inside accumulate() the block counts as one micro-batch."""
-        if self._weighted:
+        tally, block = self._tally, self._block
+        if tally.weighted:
             self._refuse_mixture("an earlier one")
-        if not (self.in_block or self.counting or announced):
+        if not (block or tally.plain or announced):
             return
-        if self._framed and not self.in_block and not announced:
+        if tally.framed and not block and not announced:
             raise MisuseError(
                 "a backward outside accumulate() has reached a model in the middle of its window, and would be counted "
                 "into it. If it is another model's loss, freeze this one meanwhile with requires_grad_(False)"
             )
-        self.backwards += 1
-        self._counted_now = not (self.in_block and self._block_counted)
-        if not self._counted_now:
+        tally.backwards += 1
+        self._takes_back = block is None or not block.counted
+        if not self._takes_back:
             return
-        self._block_counted = self.counting = True
-        self._plain += 1
-        self._sum += 1.0
-        self._unit = 1.0
+        if block is not None:
+            block.counted = True
+        tally.plain += 1
+        tally.sum += 1.0
+        tally.unit = 1.0
+        self._note_counted()
 
     def take_back_plain(self) -> None:
         """That backward has reached no parameter, as ``autograd.grad`` does not. The block has still to count."""
-        if self._counted_now:
-            self._block_counted = self._counted_now = False
-            self._plain -= 1
-            self._sum -= 1.0
-            self.backwards -= 1
-            self.counting = self._plain > 0
+        if not self._takes_back:
+            return
+        self._takes_back = False
+        if self._block is not None:
+            self._block.counted = False
+        self._tally.plain -= 1
+        self._tally.sum -= 1.0
+        self._tally.backwards -= 1
+        if not self.counting:
+            self.phase = Counting.NOTHING
 
     def skip(self) -> None:
         """A window in which nobody counts is synchronized."""
         if not self.deferred:
             self._last_window_counted = False
 
-    def follow(self) -> None:
-        """This rank has nothing in the window: whether the others count is what it was in the window before."""
-        self._followed = self._last_window_counted
+    def follow(self, *, counted: bool | None = None) -> None:
+        """This rank has nothing in the window. Whether the others count is ``counted``, or as in the window before."""
+        if self.phase is Counting.NOTHING and (self._last_window_counted if counted is None else counted):
+            self.phase = Counting.FOLLOWING
 
     @property
     def agreed_on(self) -> bool:
         """Whether ranks must agree on the sum of weights in this window."""
-        return (self.counting or self.in_block or self._followed) and not self.deferred
+        return (self.phase is not Counting.NOTHING or self.in_block) and not self.deferred
 
     def _refuse_mixture(self, which: str) -> None:
         raise MisuseError(
@@ -173,8 +234,9 @@ class Weights:
 
     def start(self) -> None:
         """Send this rank's sum on its way; collective, before the first bucket starts."""
-        kinds = (float(self._weighted > 0), float(self._plain > 0))
-        self._message = _on(self._communicator.device, (self._sum, *kinds))
+        tally = self._tally
+        kinds = (float(tally.weighted > 0), float(tally.plain > 0))
+        self._message = _on(self._communicator.device, (tally.sum, *kinds))
         self._pending = self._communicator.all_reduce(self._message)
         self._last_window_counted = True
         if self.expected is None:
@@ -186,9 +248,9 @@ class Weights:
     @property
     def landing_scale(self) -> float:
         """What turns gradients in units into their share of the expected mean, times the number of ranks."""
-        if self.expected is None or self._unit is None:
+        if self.expected is None or self._tally.unit is None:
             return 1.0
-        scale = self._unit * self._communicator.world_size / self.expected
+        scale = self._tally.unit * self._communicator.world_size / self.expected
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
     def finish(self) -> float | torch.Tensor | None:
@@ -196,7 +258,7 @@ class Weights:
         if self._message is None:
             return None
         self._receive()
-        self.synchronized = True
+        self.phase = Counting.AGREED
         expected = self.expected
         assert expected is not None
         if isinstance(self._total, torch.Tensor):
@@ -210,10 +272,10 @@ class Weights:
 
     def undo(self) -> float | torch.Tensor | None:
         """What turns the mean of this window back into a share of the sum, so that a further backward may add to it."""
-        self.synchronized = False
-        if self._unit is None:
-            self._unit = 1.0
-        factor = self._total / (self._communicator.world_size * self._unit)
+        self.phase = Counting.COUNTING
+        if self._tally.unit is None:
+            self._tally.unit = 1.0
+        factor = self._total / (self._communicator.world_size * self._tally.unit)
         return None if not isinstance(factor, torch.Tensor) and factor in (0.0, 1.0) else factor
 
     def _receive(self) -> None:

@@ -6,7 +6,7 @@ Otherwise it is as in torch's DDP: gradients add up, and the sum is averaged ove
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,10 +32,24 @@ class Window:
     """The window of one synchronizer, over and over."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.state = WindowState.CLOSED
+        self._state = WindowState.CLOSED
         self.weights = Weights(communicator)
         self._witness = Witness()
         self._means = Witness()
+
+    def __repr__(self) -> str:
+        return f"Window({self._state.name.lower()}: {self._state.value}; {self.weights!r})"
+
+    @property
+    def state(self) -> WindowState:
+        """What has happened since the last optimizer step."""
+        return self._state
+
+    def forward_ran(self, has_gradients: Callable[[], bool]) -> None:
+        """A forward has run whose backward will synchronize."""
+        # Zeroed gradients close a window too: a scaler may have skipped its step.
+        if self._state is WindowState.CLOSED or (self._state is WindowState.SYNCHRONIZED and not has_gradients()):
+            self._state = WindowState.OPEN
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
         """A backward begins, and has been counted. ``late``: it has left its first gradient already."""
@@ -47,7 +61,7 @@ class Window:
     def backward_ended(self, buckets: Sequence[Bucket], *, arrived: bool) -> None:
         """A backward of this rank alone has ended."""
         if arrived:
-            self.state = WindowState.UNSYNCHRONIZED
+            self._state = WindowState.UNSYNCHRONIZED
         else:
             self.weights.take_back_plain()
         if self.weights.counting:
@@ -55,14 +69,14 @@ class Window:
 
     def begin_synchronization(self) -> None:
         """What has accumulated is to be averaged, without a further backward."""
-        if self.state is not WindowState.UNSYNCHRONIZED:
+        if self._state is not WindowState.UNSYNCHRONIZED:
             self.weights.follow()
         elif self.weights.counting:
             self._require_untouched(continues=True, late=False)
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
         """The gradients are means now."""
-        self.state = WindowState.SYNCHRONIZED
+        self._state = WindowState.SYNCHRONIZED
         self._means.note(buckets)
         self.weights.learn()
         if self.weights.counting:
@@ -78,12 +92,12 @@ class Window:
     def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
         """Go on in a window that was saved, whose gradients lie in the buckets again."""
         if accumulated:
-            self.state = WindowState.UNSYNCHRONIZED
+            self._state = WindowState.UNSYNCHRONIZED
             self._witness.note(buckets)
 
     def close(self) -> None:
         """The optimizer steps."""
-        self.state = WindowState.CLOSED
+        self._state = WindowState.CLOSED
         self.weights.reset()
 
     def discard(self) -> None:
@@ -94,7 +108,7 @@ class Window:
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise if an optimizer would step on gradients of this rank alone."""
-        if self.state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
+        if self._state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
             raise MisuseError(
                 "optimizer.step() was called on gradients that only this rank has: every backward since the last "
                 "step ran under no_sync() or in accumulate(last=False). Step after the window's last backward, which "
@@ -105,19 +119,19 @@ class Window:
     @property
     def may_zero(self) -> bool:
         """Whether zeroing would lose nothing that the window still needs."""
-        if self.state is WindowState.UNSYNCHRONIZED:
+        if self._state is WindowState.UNSYNCHRONIZED:
             return False
         return not self.weights.counting or self.weights.synchronized
 
     @property
     def has_means(self) -> bool:
         """Whether gradients are those that were synchronized last: not zeroed since, and perhaps computed anew."""
-        return self.state is WindowState.SYNCHRONIZED and not self._means.has_lost
+        return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
 
     @property
     def finished(self) -> bool:
         """Whether gradients, if there are any, are the means of the whole window."""
-        return self.state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
+        return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
 
     def changed_by_engine(self, buckets: Sequence[Bucket]) -> None:
         """The engine itself has scaled the means: that is no trace of anybody else."""
@@ -134,7 +148,7 @@ class Window:
                     f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
                     "clip after the window's last backward; to give a window up, call discard()"
                 )
-        elif self.state is WindowState.UNSYNCHRONIZED:
+        elif self._state is WindowState.UNSYNCHRONIZED:
             raise MisuseError(
                 "a window begins with gradients that were accumulated before it, by backwards without weight outside "
                 "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"

@@ -1,7 +1,7 @@
 """Windows as users write them: ``accumulate``, ``backward`` with a weight, ``no_sync``; on wrapper and handle."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -10,11 +10,11 @@ import torch
 from gradsync.bucket.norm import checked_norm
 from gradsync.communicator import Choice
 from gradsync.engine.clipping import clip_norm
-from gradsync.engine.synchronizer import Synchronizer
+from gradsync.engine.synchronizer import Block, Synchronizer
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.window.weights import checked_weight
 
-__all__ = ["Accumulation", "MicroBatch", "MicroBatches", "backward_through", "framed"]
+__all__ = ["Accumulation", "MicroBatches", "backward_through", "framed"]
 
 Batch = TypeVar("Batch")
 _NO_MORE: Any = object()
@@ -34,100 +34,56 @@ def framed(batches: Iterable[Batch], frame: Callable[[bool], AbstractContextMana
         batch = following
 
 
-class MicroBatch:
-    """One micro-batch of a window, as a context. Leaving the last one finishes the window, with or without a backward.
-
-    ``synchronizes`` says that a micro-batch before the last synchronizes too.
-    """
-
-    def __init__(self, owner: "Accumulation", *, last: bool, synchronizes: bool = False) -> None:
-        self._owner = owner
-        self._last = last
-        self._synchronizes = last or synchronizes
-
-    def __enter__(self) -> None:
-        synchronizer = self._owner.synchronizer
-        weights = synchronizer.window.weights
-        self._outer = (synchronizer.enabled, weights.deferred)
-        self._synchronizations = synchronizer.synchronizations
-        synchronizer.enabled = self._synchronizes
-        weights.deferred = self._synchronizes and not self._last
-        weights.enter_block()
-        synchronizer.expect_backward()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        synchronizer = self._owner.synchronizer
-        weights = synchronizer.window.weights
-        try:
-            if self._synchronizes and synchronizer.synchronizations == self._synchronizations:
-                self._finish(failed=kind is not None, interrupted=kind is not None and not issubclass(kind, Exception))
-        finally:
-            synchronizer.enabled, weights.deferred = self._outer
-            weights.leave_block(last=self._last)
-
-    def _finish(self, *, failed: bool, interrupted: bool) -> None:
-        """The other ranks are waiting, or will: take part, or let them hear why not."""
-        if interrupted:
-            return
-        if failed:
-            self._owner.synchronizer.fail()
-            return
-        try:
-            self._owner.synchronizer.take_part()
-        except GradsyncError:
-            self._owner.synchronizer.fail()
-            raise
-
-
 class MicroBatches:
-    """One micro-batch of several models, as a context.
+    """One micro-batch of a window, of one model or several, as a context.
 
-    Their collectives must come in the same order on all ranks, also on one that has a backward of only some of them, or
-    of none. So nothing is sent while they run: the models are synchronized one after the other, in the order in which
-    they were named, when the block is left, or when an optimizer is about to step.
+    Leaving the last one finishes the window, with or without a backward. ``synchronizes`` says that a micro-batch
+    before the last synchronizes too. The collectives of several models must come in the same order on all ranks, also
+    on one that has a backward of only some of them, or of none. So nothing is sent while they run: the models are
+    synchronized one after the other, in the order in which they were named, when the block is left, or when an
+    optimizer is about to step.
     """
 
     def __init__(self, owners: "Sequence[Accumulation]", *, last: bool, synchronizes: bool = False) -> None:
         self._synchronizers = [owner.synchronizer for owner in owners]
-        self._last = last
-        self._synchronizes = last or synchronizes
-        self._finished = False
+        several = len(self._synchronizers) > 1
+        finish_all = self._finish if several and (last or synchronizes) else None
+        self._block = Block(last=last, synchronizes=last or synchronizes, finish_all=finish_all)
 
     def __enter__(self) -> None:
-        self._outer = [(each.enabled, each.window.weights.deferred) for each in self._synchronizers]
+        self._before = [synchronizer.synchronizations for synchronizer in self._synchronizers]
+        self._finished = False
         for synchronizer in self._synchronizers:
-            weights = synchronizer.window.weights
-            synchronizer.enabled = False
-            weights.deferred = self._synchronizes and not self._last
-            weights.enter_block()
-            synchronizer.expect_backward()
-            synchronizer.finish_block = self._finish if self._synchronizes else None
+            synchronizer.enter_block(self._block)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self._synchronizes and not self._finished:
+            if self._block.synchronizes:
+                # The other ranks are waiting, or will: take part, or let them hear why not.
                 if kind is None:
                     self._finish()
                 elif issubclass(kind, Exception):
-                    for synchronizer in self._synchronizers:
+                    for synchronizer in self._unfinished():
                         synchronizer.fail()
         finally:
-            for synchronizer, (enabled, deferred) in zip(self._synchronizers, self._outer, strict=True):
-                synchronizer.finish_block = None
-                synchronizer.enabled, synchronizer.window.weights.deferred = enabled, deferred
-                synchronizer.window.weights.leave_block(last=self._last)
+            for synchronizer in self._synchronizers:
+                synchronizer.leave_block()
+
+    def _unfinished(self) -> list[Synchronizer]:
+        """Those that no backward has synchronized."""
+        if self._finished:
+            return []
+        pairs = zip(self._synchronizers, self._before, strict=True)
+        return [synchronizer for synchronizer, before in pairs if synchronizer.synchronizations == before]
 
     def _finish(self) -> None:
-        """Synchronize all of them, whatever becomes of one: the other ranks do so too."""
-        if self._finished:
-            return
+        """Synchronize all that are left, whatever becomes of one: the other ranks do so too."""
+        unfinished = self._unfinished()
         self._finished = True
         errors = []
-        for synchronizer in self._synchronizers:
+        for synchronizer in unfinished:
             try:
                 synchronizer.take_part()
             except GradsyncError as error:
@@ -143,18 +99,16 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
     before = [synchronizer.synchronizations for synchronizer in synchronizers]
     try:
         seed = _count(synchronizers, loss, weight)
-        for synchronizer in synchronizers:
-            synchronizer.announce_backward()
-        loss.backward(seed, **options)
+        with ExitStack() as announced:
+            for synchronizer in synchronizers:
+                announced.enter_context(synchronizer.engine.announced())
+            loss.backward(seed, **options)
     except Exception:
         for synchronizer, count in zip(synchronizers, before, strict=True):
             # Inside accumulate() the others are told when the block is left.
             if synchronizer.enabled and synchronizer.synchronizations == count and not synchronizer.in_block:
                 synchronizer.fail()
         raise
-    finally:
-        for synchronizer in synchronizers:
-            synchronizer.announced = False
 
 
 def _count(synchronizers: Sequence[Synchronizer], loss: torch.Tensor, weight: Any) -> torch.Tensor | None:
@@ -197,7 +151,7 @@ class Accumulation:
                 "last=True or last=False, as in `with model.accumulate(last=number == 7)`"
             )
         if last is not None:
-            return MicroBatch(self, last=bool(last))
+            return MicroBatches([self], last=bool(last))
         if not isinstance(batches, Iterable):
             raise ConfigurationError(
                 f"accumulate() expected the batches of a window, got {type(batches).__name__}. Did you mean "
@@ -206,7 +160,7 @@ class Accumulation:
         return self._micro_batches(batches)
 
     def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return framed(batches, lambda last: MicroBatch(self, last=last))
+        return framed(batches, lambda last: MicroBatches([self], last=last))
 
     def backward(self, loss: torch.Tensor, weight: Any = None, **options: Any) -> None:
         """``loss.backward()`` of a micro-batch whose loss is the mean over ``weight`` items, such as tokens.

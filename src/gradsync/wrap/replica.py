@@ -1,10 +1,8 @@
 """A module as one replica among several: which parameters the engine manages, checked and compared over ranks."""
 
-import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,18 +13,17 @@ from torch.nn.modules.module import (
 
 from gradsync.bucket.cost_model import auto_caps, measure_link
 from gradsync.bucket.layout import BucketCaps, ParameterSpec
-from gradsync.bucket.precise import checked_dtype, widened
+from gradsync.bucket.precise import widened
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import require_agreement
-from gradsync.engine.observer import Observer
-from gradsync.engine.options import ParameterKeeper, Schedule, SynchronizerOptions
+from gradsync.engine.options import ParameterKeeper, SynchronizerOptions
+from gradsync.engine.policy import SyncPolicy
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.reduction import Mean, Reduction
 from gradsync.wrap.replica_state import broadcast_tensors
 
-__all__ = ["MIB", "BucketSize", "EngineSettings", "Replica"]
+__all__ = ["MIB", "Replica"]
 
 MIB = 1024 * 1024
 
@@ -35,48 +32,6 @@ UNMEASURED_CAP = 25 * MIB
 
 # In a world of one nothing travels, so there is nothing to hide: few buckets are least work.
 LONE_CAP = 100 * MIB
-
-BucketSize = float | Sequence[float] | Literal["auto"] | None
-
-_SCHEDULES = ("overlapped", "bucketed", "naive")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What a user chose for the engine. ``bucket_cap_mb`` is a size in MiB, sizes for the first buckets, or auto."""
-
-    reduction: Reduction = field(default_factory=Mean)
-    schedule: Schedule = "overlapped"
-    bucket_cap_mb: BucketSize = "auto"
-    observer: Observer | None = None
-    accumulation_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        checked_dtype(self.accumulation_dtype)
-        if self.schedule not in _SCHEDULES:
-            raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
-        if not isinstance(self.reduction, Reduction):
-            raise ConfigurationError(
-                f"reduction must be a Reduction such as gradsync.reduction.Mean(), got {self.reduction!r}"
-            )
-        if self.sizes == ():
-            raise ConfigurationError(
-                f"bucket_cap_mb must hold at least one size in MiB, got {self.bucket_cap_mb!r}. Leave it out to have "
-                "it chosen by the measured speed of the group"
-            )
-        for size in self.sizes or ():
-            if not isinstance(size, int | float) or not math.isfinite(size) or size <= 0:
-                raise ConfigurationError(
-                    f"a bucket size must be a positive number of MiB, got {size!r}. Leave bucket_cap_mb out to have "
-                    "it chosen by the measured speed of the group"
-                )
-
-    @property
-    def sizes(self) -> tuple[float, ...] | None:
-        chosen: Any = self.bucket_cap_mb
-        if chosen is None or chosen == "auto":
-            return None
-        return tuple(chosen) if isinstance(chosen, list | tuple) else (chosen,)
 
 
 class Replica:
@@ -110,7 +65,7 @@ class Replica:
     def connect(
         self,
         communicator: Communicator,
-        settings: EngineSettings,
+        policy: SyncPolicy,
         *,
         init_sync: bool = True,
         sync_buffers: bool = True,
@@ -118,22 +73,19 @@ class Replica:
     ) -> Synchronizer:
         """Compare with the other ranks, take rank 0's values, and attach the engine. Collective with init_sync."""
         if init_sync:
-            require_agreement(communicator, "the wrapped module", self._described(settings))
+            require_agreement(communicator, "the wrapped module", self._described(policy))
             states = [*self.parameters, *(self.buffers if sync_buffers else [])]
             broadcast_tensors(states, communicator)
-        caps, tuner = self._caps(communicator, settings, init_sync)
+        caps, tuner = self._caps(communicator, policy, init_sync)
         options = SynchronizerOptions(
             communicator=communicator,
             caps=caps,
             tuner=tuner,
-            reduction=settings.reduction,
-            schedule=settings.schedule,
-            observer=settings.observer,
+            policy=policy,
             keeper=keeper,
             droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
-            accumulation_dtype=settings.accumulation_dtype,
         )
-        return Synchronizer(self.parameters, widened(self.specs, settings.accumulation_dtype), options)
+        return Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
 
     def watch(self, wrapper: nn.Module) -> None:
         """Parameters added to ``wrapper`` itself are no part of the module, and refused alike."""
@@ -148,29 +100,26 @@ class Replica:
             )
 
     def _caps(
-        self, communicator: Communicator, settings: EngineSettings, measure: bool
+        self, communicator: Communicator, policy: SyncPolicy, measure: bool
     ) -> tuple[BucketCaps, BucketTuner | None]:
         """Bucket sizes, and who may change them later: only what was measured before can be measured better."""
-        if settings.schedule == "naive":
+        if policy.schedule == "naive":
             return BucketCaps.one_parameter_each(), None
-        if settings.sizes is not None:
-            return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in settings.sizes)), None
+        if policy.sizes is not None:
+            return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in policy.sizes)), None
         if communicator.world_size == 1:
             return BucketCaps.uniform(LONE_CAP), None
         if not measure:
             return BucketCaps.uniform(UNMEASURED_CAP), None
         cost = measure_link(communicator, self.device)
         caps = auto_caps(cost, sum(spec.nbytes for spec in self.specs))
-        tunable = cost.overlaps and self.device.type == "cpu" and settings.schedule == "overlapped"
+        tunable = cost.overlaps and self.device.type == "cpu" and policy.schedule == "overlapped"
         return caps, BucketTuner() if tunable else None
 
-    def _described(self, settings: EngineSettings) -> list[tuple[str, Any]]:
+    def _described(self, policy: SyncPolicy) -> list[tuple[str, Any]]:
         return [
             *_described_parameters(self.specs, [parameter.requires_grad for parameter in self.parameters]),
-            ("setting bucket_cap_mb", "auto" if settings.sizes is None else list(settings.sizes)),
-            ("setting schedule", settings.schedule),
-            ("setting reduction", repr(settings.reduction)),
-            ("setting accumulation_dtype", str(settings.accumulation_dtype)),
+            *policy.described(),
         ]
 
     def note_registration(self, path: str, parameter: nn.Parameter) -> None:

@@ -17,7 +17,7 @@ from gradsync.bench.statistics import percent
 from gradsync.bench.tuning import best_bucket_mb
 from gradsync.bench.windows import settle, timed_step
 from gradsync.bench.workload import Workload
-from gradsync.engine.options import Schedule
+from gradsync.engine.policy import Schedule
 from gradsync.lab.profile import bert_base, resnet50
 from gradsync.timeline import Timeline
 

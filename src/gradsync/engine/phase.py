@@ -1,0 +1,88 @@
+"""Where the engine stands, and what wrappers have switched on or off.
+
+::
+
+                 ┌────────────── backward ends, nothing sent ──────────────┐
+                 ▼                                                         │
+    IDLE ── a backward begins ──▶ LOCAL ── its forward synchronizes ──▶ SYNCHRONIZING ── all buckets finished ──▶ IDLE
+      │                             │                                      │
+      └── synchronize(), fail() ────┼──────────────────────────────────────┤
+                                    └──── backward fails ────▶ BROKEN ◀────┘  a rank or the wire failed
+                                                                 └── gradients zeroed ──▶ IDLE
+
+    DETACHED: the hooks are gone for good.
+"""
+
+import enum
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Phase", "Phases", "Switches"]
+
+LOGGER = logging.getLogger("gradsync")
+
+
+class Phase(enum.Enum):
+    """What the engine is doing."""
+
+    IDLE = "no backward runs"
+    LOCAL = "a backward runs, and its gradients stay on this rank"
+    SYNCHRONIZING = "gradients are on their way to all ranks"
+    BROKEN = "a backward failed, here or elsewhere, and gradients must be zeroed"
+    DETACHED = "nothing is synchronized any more"
+
+
+_NEXT = {
+    Phase.IDLE: {Phase.LOCAL, Phase.SYNCHRONIZING, Phase.DETACHED},
+    Phase.LOCAL: {Phase.SYNCHRONIZING, Phase.IDLE, Phase.BROKEN, Phase.DETACHED},
+    Phase.SYNCHRONIZING: {Phase.IDLE, Phase.BROKEN, Phase.DETACHED},
+    Phase.BROKEN: {Phase.IDLE, Phase.DETACHED},
+    Phase.DETACHED: {Phase.DETACHED},
+}
+
+
+class Phases:
+    """The phase of one engine, and the only way to change it."""
+
+    def __init__(self) -> None:
+        self.now = Phase.IDLE
+        # Empty during a backward or a synchronization. Hooks hold the list itself: its truth is the cheapest question
+        # there is, and one runs for every parameter.
+        self.idle = [True]
+
+    def enter(self, phase: Phase) -> None:
+        assert phase in _NEXT[self.now], f"from {self.now.name} there is no way to {phase.name}"
+        LOGGER.debug("%s: %s", phase.name.lower(), phase.value)
+        self.now = phase
+        self.idle[:] = [] if self.busy else [True]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward or a synchronization runs."""
+        return self.now is Phase.LOCAL or self.now is Phase.SYNCHRONIZING
+
+
+class Switches:
+    """What users turn on and off; read at the first sign of a backward, and before a step.
+
+    ``enabled``: backwards synchronize. ``forced``: also those of forwards that ran without. ``steps_locally``:
+    optimizers may step on gradients of this rank alone.
+    """
+
+    def __init__(self) -> None:
+        self.enabled, self.forced, self.steps_locally = True, False, False
+
+    @contextmanager
+    def set(
+        self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
+    ) -> Iterator[None]:
+        """Set those that are given, for a while."""
+        before = self.enabled, self.forced, self.steps_locally
+        self.enabled = self.enabled if enabled is None else enabled
+        self.forced = self.forced if forced is None else forced
+        self.steps_locally = self.steps_locally if steps_locally is None else steps_locally
+        try:
+            yield
+        finally:
+            self.enabled, self.forced, self.steps_locally = before

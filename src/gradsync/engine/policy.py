@@ -1,0 +1,115 @@
+"""How gradients are synchronized: what a user may choose, in one frozen object that wrappers pass through."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from gradsync.bucket.precise import checked_dtype
+from gradsync.engine.observer import Observer
+from gradsync.errors import ConfigurationError
+from gradsync.reduction import Mean, Reduction
+
+__all__ = ["BucketSize", "PolicySettings", "Schedule", "SyncPolicy"]
+
+Schedule = Literal["overlapped", "bucketed", "naive"]
+BucketSize = float | Sequence[float] | Literal["auto"] | None
+
+_SCHEDULES = ("overlapped", "bucketed", "naive")
+
+
+class PolicySettings(TypedDict, total=False):
+    """The fields of a :class:`SyncPolicy` as keyword arguments of a wrapper."""
+
+    reduction: Reduction | None
+    schedule: Schedule
+    observer: Observer | None
+    accumulation_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncPolicy:
+    """What a user chooses, once for all wrappers.
+
+    reduction
+        what is put on the wire; by default :class:`~gradsync.reduction.Mean`.
+    schedule
+        ``"overlapped"`` (buckets start during backward), ``"bucketed"`` (after it), ``"naive"`` (one collective per
+        parameter, after it).
+    bucket_cap_mb
+        a size in MiB, sizes for the first buckets, or ``"auto"``: computed from the measured speed of the group.
+    observer
+        is told of every stop of a gradient's walk; see :class:`~gradsync.Timeline`.
+    accumulation_dtype
+        in what gradients of bfloat16 and float16 parameters add up, and are averaged: ``torch.float32`` loses nothing.
+    """
+
+    reduction: Reduction = field(default_factory=Mean)
+    schedule: Schedule = "overlapped"
+    bucket_cap_mb: BucketSize = "auto"
+    observer: Observer | None = None
+    accumulation_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        checked_dtype(self.accumulation_dtype)
+        if self.schedule not in _SCHEDULES:
+            raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
+        if not isinstance(self.reduction, Reduction):
+            raise ConfigurationError(
+                f"reduction must be a Reduction such as gradsync.reduction.Mean(), got {self.reduction!r}"
+            )
+        if self.sizes == ():
+            raise ConfigurationError(
+                f"bucket_cap_mb must hold at least one size in MiB, got {self.bucket_cap_mb!r}. Leave it out to have "
+                "it chosen by the measured speed of the group"
+            )
+        for size in self.sizes or ():
+            if not isinstance(size, int | float) or not math.isfinite(size) or size <= 0:
+                raise ConfigurationError(
+                    f"a bucket size must be a positive number of MiB, got {size!r}. Leave bucket_cap_mb out to have "
+                    "it chosen by the measured speed of the group"
+                )
+
+    @classmethod
+    def chosen(
+        cls,
+        policy: "SyncPolicy | None",
+        settings: PolicySettings,
+        *,
+        bucket_cap_mb: BucketSize = None,
+        default: Reduction | None = None,
+    ) -> "SyncPolicy":
+        """The policy that was passed, or the one that keyword arguments of a wrapper make; not both.
+
+        ``default`` is the wrapper's reduction where none is given.
+        """
+        if policy is not None and settings:
+            raise ConfigurationError(f"pass policy or {' and '.join(settings)}, not both")
+        if policy is None:
+            given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+            policy = cls(**({"reduction": default} if default is not None else {}) | given)
+        if bucket_cap_mb is None or bucket_cap_mb == "auto":
+            return policy
+        if policy.sizes is not None:
+            raise ConfigurationError("pass bucket_cap_mb as an argument or in the policy, not both")
+        return dataclasses.replace(policy, bucket_cap_mb=bucket_cap_mb)
+
+    @property
+    def sizes(self) -> tuple[float, ...] | None:
+        """The sizes that were chosen, in MiB."""
+        chosen: Any = self.bucket_cap_mb
+        if chosen is None or chosen == "auto":
+            return None
+        return tuple(chosen) if isinstance(chosen, list | tuple) else (chosen,)
+
+    def described(self) -> list[tuple[str, Any]]:
+        """What ranks must have in common."""
+        return [
+            ("setting bucket_cap_mb", "auto" if self.sizes is None else list(self.sizes)),
+            ("setting schedule", self.schedule),
+            ("setting reduction", repr(self.reduction)),
+            ("setting accumulation_dtype", str(self.accumulation_dtype)),
+        ]
