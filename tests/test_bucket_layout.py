@@ -8,8 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from gradsync.bucket import Bucket
 from gradsync.bucket.layout import BucketCaps, BucketLayout, BucketPlan, ParameterSpec, plan_layout
+from gradsync.communicator import InProcessWorld
 
 ALIGNMENT_BYTES = 16
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
@@ -100,6 +103,29 @@ def test_slots_are_disjoint_aligned_and_large_enough(planned: Planned) -> None:
             end = slot.offset + slot.numel
         assert plan.payload >= end
         assert plan.numel == plan.payload + len(plan.slots) + plan.ballot
+
+
+@given(plans(), st.integers(1, 5))
+def test_a_payload_can_be_shared_out(planned: Planned, shares: int) -> None:
+    """Shares are equal and begin aligned; otherwise the layout is the same, and no larger than that needs."""
+    specs, order, caps, ballot, plain = planned
+    layout = plan_layout(specs, order, caps, ballot=ballot, shares=shares)
+    for plan, unpadded in zip(layout.buckets, plain.buckets, strict=True):
+        assert plan.slots == unpadded.slots
+        assert plan.share * shares == plan.payload
+        assert plan.share * plan.dtype.itemsize % ALIGNMENT_BYTES == 0
+        assert 0 <= (plan.payload - unpadded.payload) * plan.dtype.itemsize < ALIGNMENT_BYTES * shares
+
+
+def test_the_shares_of_a_bucket_are_its_payload() -> None:
+    world = InProcessWorld(1).communicator(0)
+    parameters = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(3, 7))]
+    specs = [ParameterSpec.of(str(number), parameter) for number, parameter in enumerate(parameters)]
+    layout = plan_layout(specs, [1, 0], BucketCaps.uniform(10**6), ballot=1, shares=3)
+    bucket = Bucket(layout.buckets[0], parameters, specs, world)
+    bucket.payload.copy_(torch.arange(bucket.payload.numel()))
+    assert torch.equal(torch.cat([bucket.share(rank) for rank in range(3)]), bucket.payload)
+    assert all(bucket.share(rank).data_ptr() % ALIGNMENT_BYTES == 0 for rank in range(3))
 
 
 @given(plans())

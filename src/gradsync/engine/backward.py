@@ -33,8 +33,8 @@ from gradsync.bucket import Bucket, ParameterSpec
 from gradsync.bucket.arrangement import Arrangement, BucketOptions
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.precise import PreciseGradients
-from gradsync.engine.absence import Absence
 from gradsync.engine.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task
+from gradsync.engine.forwards import Forwards
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.phase import Phase, Phases, Switches
 from gradsync.engine.pipeline import Division, Pipeline
@@ -62,17 +62,9 @@ class BackwardEngine:
         self.communicator = options.communicator
         self.window = Window(options.communicator)
         self.switches = Switches()
-        self.absence = Absence()
-        self.divisor = float(options.communicator.world_size)
+        self.forwards = Forwards()
         self.synchronizations = 0
-        # Set by whoever clips: the norm of every bucket is then computed as it finishes.
-        self.norms: BucketNorms | None = None
         self.observer = options.watchers
-        # Whether a forward has run in this window; whether the last one synchronizes, until its backward has ended.
-        self.forward_in_window = False
-        self.last_forward_synchronizes: bool | None = None
-        # Whether backwards have come that no output told of: then gradients are counted, always.
-        self.unwatched = False
         self.phases = Phases()
         self.pipeline = Pipeline(options.communicator, options.policy.reduction)
         self.arrangement = Arrangement(self.parameters, specs, _bucket_options(options))
@@ -81,6 +73,10 @@ class BackwardEngine:
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self._sparse = SparseGradients(self.parameters, options.communicator)
         self._turns = Turns(self, options.communicator)
+        self._divisor = float(options.communicator.world_size)
+        self._norms: BucketNorms | None = None
+        # Whether backwards have come that no output told of: then gradients are counted, always.
+        self._unwatched = False
         # What ranks must agree on before the first bucket has been agreed on.
         self._met = False
         # The weight of the running backward has been counted.
@@ -122,6 +118,20 @@ class BackwardEngine:
         self.pipeline.reduce_with(reduction)
         self.build()
 
+    def divide_by(self, ranks: int) -> None:
+        """Take the mean over so many ranks, where windows are not weighted."""
+        self._divisor = float(ranks)
+
+    def norms(self, norm_type: float) -> BucketNorms:
+        """The norms of the buckets; from the next window on they are computed as buckets finish."""
+        if self._norms is None or self._norms.norm_type != norm_type:
+            self._norms = BucketNorms(norm_type)
+        return self._norms
+
+    def count_always(self) -> None:
+        """A backward has come that no output told of, so looking at chunks is not enough."""
+        self._unwatched = True
+
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
         self.phases.enter(Phase.DETACHED)
@@ -148,11 +158,11 @@ class BackwardEngine:
 
     def begin_at_parameter(self, index: int) -> None:
         """No output told of this backward; its first gradient does. See :mod:`gradsync.engine.backward_watch`."""
-        self.unwatched = True
+        self.count_always()
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
             self._begin(late=True)
-            if self.switches.enabled and (self.switches.forced or self.last_forward_synchronizes is not False):
+            if self.switches.enabled and (self.switches.forced or self.forwards.last_synchronizes is not False):
                 self._become_synchronizing()
         self._hooks.arrivals.append(index)
         place = self.arrangement.places[index]
@@ -229,9 +239,9 @@ class BackwardEngine:
             self.pipeline.divide(Division(divisor=world_size, local_scale=weights.landing_scale))
         else:
             weights.skip()
-            self.pipeline.divide(Division(divisor=self.divisor))
+            self.pipeline.divide(Division(divisor=self._divisor))
         if self.options.droppable and self.pipeline.reduction.carries_tail:
-            self.arrangement.mark_absent(self.absence.window)
+            self.arrangement.mark_absent(self.forwards.absent)
         self.pipeline.recount()
 
     def _rearrange(self) -> bool:
@@ -255,7 +265,7 @@ class BackwardEngine:
         """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
         return (
             self.arrangement.order.observing
-            or self.unwatched
+            or self._unwatched
             or self.pipeline.wire_is_seen
             or self.arrangement.repeats
             or self.has_gradients()
@@ -309,7 +319,7 @@ class BackwardEngine:
                 self._meet()
             self.pipeline.flush()
             correction = self.window.weights.finish()
-            self.pipeline.finish(correction=correction, norms=self.norms)
+            self.pipeline.finish(correction=correction, norms=self._norms)
             divisor = self.pipeline.division.divisor / self.pipeline.division.local_scale
             sparse = self.arrangement.layout.sparse
             self._sparse.reduce(sparse, divisor if correction is None else divisor / correction)
@@ -329,7 +339,7 @@ class BackwardEngine:
     def _leave(self, phase: Phase) -> None:
         """The one way out of a backward, whatever has become of it."""
         self._turns.give_up()
-        self.last_forward_synchronizes = None
+        self.forwards.close_backward()
         self.pipeline.reset()
         if self.options.keeper is not None:
             self.options.keeper.release_all()
@@ -337,8 +347,8 @@ class BackwardEngine:
 
     def _leave_synchronization(self, phase: Phase) -> None:
         """What was noted for one synchronization is not for the next."""
-        self._met = self.forward_in_window = False
-        self.absence.close_window()
+        self._met = False
+        self.forwards.close_window()
         self._sparse.clear()
         self._leave(phase)
 

@@ -45,7 +45,7 @@ def _wholes(
     meant = {id(parameter) for parameter in parameters}
     covered: set[int] = set()
     for synchronizer in synchronizers:
-        norms = synchronizer.norms(norm_type)
+        norms = synchronizer.engine.norms(norm_type)
         for bucket in synchronizer.buckets:
             inside = [id(parameter) for parameter in bucket.parameters]
             if not meant.issuperset(inside) or not norms.may_take(bucket):

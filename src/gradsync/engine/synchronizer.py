@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from gradsync.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
-from gradsync.bucket.norm import BucketNorms
 from gradsync.engine.backward import BackwardEngine
 from gradsync.engine.backward_watch import NO_TASK, current_task, tensors_in
 from gradsync.engine.options import SynchronizerOptions
@@ -128,17 +127,6 @@ class Synchronizer:
         """Set switches for a while; see :class:`~gradsync.engine.phase.Switches`."""
         return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
 
-    def divide_by(self, ranks: int) -> None:
-        """Take the mean over so many ranks, where windows are not weighted."""
-        self.engine.divisor = float(ranks)
-
-    def norms(self, norm_type: float) -> BucketNorms:
-        """The norms of the buckets; from the next window on they are computed as buckets finish."""
-        norms = self.engine.norms
-        if norms is None or norms.norm_type != norm_type:
-            norms = self.engine.norms = BucketNorms(norm_type)
-        return norms
-
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows. All ranks must do so alike."""
         self.engine.reduce_with(reduction)
@@ -155,16 +143,14 @@ class Synchronizer:
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
         engine.pipeline.check_deferred()
-        engine.absence.begin_forward()
-        engine.forward_in_window = True
+        engine.forwards.begin()
         engine.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward to come."""
         engine = self.engine
-        engine.absence.end_forward()
         synchronizes, task, reference = self.enabled, current_task(), weakref.ref(engine)
-        engine.last_forward_synchronizes = synchronizes
+        engine.forwards.end(synchronizes=synchronizes)
         if synchronizes:
             self.window.forward_ran(engine.has_gradients)
 
@@ -179,7 +165,7 @@ class Synchronizer:
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
-        self.engine.absence.announce(self._index[id(p)] for p in parameters if id(p) in self._index)
+        self.engine.forwards.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
 
     # -- blocks of accumulate() --------------------------------------------------------------------------------------
 
@@ -211,7 +197,7 @@ class Synchronizer:
 
     def take_part(self) -> None:
         """Finish a window in whose last micro-batch this rank had no backward."""
-        if self._before_taking_part is not None and not self.engine.forward_in_window:
+        if self._before_taking_part is not None and not self.engine.forwards.any_in_window:
             self._before_taking_part()
         self.synchronize()
 
@@ -234,7 +220,7 @@ class Synchronizer:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
         for parameter in self.parameters:
             parameter.grad = None
-        self.engine.absence.announce_all(len(self.parameters))
+        self.engine.forwards.announce_all_absent(len(self.parameters))
         self.synchronize()
         self.window.close()
 
@@ -265,7 +251,8 @@ class Synchronizer:
         is_open = self.window.state is WindowState.OPEN
         if self.enabled and (is_open or has_loose_gradients(self.buckets)):
             # [Note: a rank without gradients], or a backward of which no hook told.
-            self.engine.unwatched |= not is_open
+            if not is_open:
+                self.engine.count_always()
             self.synchronize()
 
     # -- saving ------------------------------------------------------------------------------------------------

@@ -53,12 +53,12 @@ class GradientJoinHook(JoinHook):
         source = agree_on_rank(model.communicator, candidate=is_last_joiner)
         buffers = model.replica.buffers if model.forward_sync_buffers else []
         broadcast_tensors([*model.replica.parameters, *buffers], model.communicator, source)
-        model.synchronizer.divide_by(model.communicator.world_size)
+        model.synchronizer.engine.divide_by(model.communicator.world_size)
 
 
 def set_divisor(model: JoinedModel, active: int) -> None:
     world_size = model.communicator.world_size
-    model.synchronizer.divide_by(world_size if model.divide_by_initial_world_size else active)
+    model.synchronizer.engine.divide_by(world_size if model.divide_by_initial_world_size else active)
 
 
 def count_active(communicator: Communicator, *, active: bool) -> int:

@@ -1,0 +1,51 @@
+"""What the forwards of a window have said, before there is a gradient."""
+
+from collections.abc import Iterable
+
+__all__ = ["Forwards"]
+
+
+class Forwards:
+    """Whether a forward ran in this window, whether the last one synchronizes, and which parameters none has used.
+
+    A parameter is absent from a window if every forward of the window has announced it so, as modules do that leave
+    layers out.
+    """
+
+    def __init__(self) -> None:
+        self.any_in_window = False
+        # None once its backward has ended.
+        self.last_synchronizes: bool | None = None
+        self._absent_now: set[int] | None = None
+        self._absent: set[int] | None = None
+
+    def begin(self) -> None:
+        self.any_in_window = True
+        self._absent_now = set()
+
+    def announce_absent(self, indices: Iterable[int]) -> None:
+        """The running forward leaves these parameters out. Says nothing outside a forward."""
+        if self._absent_now is not None:
+            self._absent_now.update(indices)
+
+    def end(self, *, synchronizes: bool) -> None:
+        self.last_synchronizes = synchronizes
+        if self._absent_now is not None:
+            self._absent = self._absent_now if self._absent is None else self._absent & self._absent_now
+            self._absent_now = None
+
+    def announce_all_absent(self, count: int) -> None:
+        """A rank without data leaves out everything."""
+        self._absent = set(range(count))
+
+    @property
+    def absent(self) -> set[int]:
+        """The parameters that no forward of the window has used."""
+        return self._absent or set()
+
+    def close_backward(self) -> None:
+        self.last_synchronizes = None
+
+    def close_window(self) -> None:
+        self.any_in_window = False
+        self._absent = None
