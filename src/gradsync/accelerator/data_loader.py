@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from gradsync.accelerator.dispatching import dispatch, to_device
+from gradsync.accelerator.dispatching import dispatch
 from gradsync.accelerator.gradient_state import GradientState
+from gradsync.accelerator.operations import send_to_device
 from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.accelerator.sharding import (
     CollateShare,
@@ -315,7 +316,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.iteration = position.epoch + 1
 
     def _move(self, batch: Any) -> Any:
-        return batch if self.device is None else to_device(batch, self.device, self.configuration.non_blocking)
+        return batch if self.device is None else send_to_device(batch, self.device, self.configuration.non_blocking)
 
     def _source(self, start: int) -> Iterator[tuple[Share, Any]]:
         """All rounds of this epoch. The first ``start`` that this rank has a part in may come without their batch."""
