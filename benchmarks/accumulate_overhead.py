@@ -8,7 +8,6 @@ end (`last=False`), because the end of a window is communication, which other be
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterable
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradsync import Accelerator
+from gradsync.bench.statistics import summarize
 
 Loop = Callable[[Iterable[object]], None]
 
@@ -71,13 +71,11 @@ def main() -> None:
     accelerator.print(
         f"{options.rounds} rounds of {options.micro_batches} micro-batches, {accelerator.num_processes} ranks"
     )
-    base = statistics.median(times["empty loop"])
-    for name, samples in times.items():
-        ordered = sorted(samples)
-        low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+    summaries = {name: summarize(samples) for name, samples in times.items()}
+    for name, seen in summaries.items():
+        more = seen.median - summaries["empty loop"].median
         accelerator.print(
-            f"{name:40} {statistics.median(samples) - base:6.2f} µs a micro-batch over the empty loop "
-            f"({low:.2f}–{high:.2f} with it)"
+            f"{name:40} {more:6.2f} µs a micro-batch over the empty loop ({seen.p5:.2f}–{seen.p95:.2f} with it)"
         )
     accelerator.end_training()
 

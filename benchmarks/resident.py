@@ -21,20 +21,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engine import MODELS, TorchDDP, Wrap, make_step, on_the_group, tuned
+from engine import MODELS, make_step, variants
 
-import gradsync
 from gradsync.bench.memory import PeakMemory, used_bytes
 
 MIB = 2**20
 STEPS = 40
-VARIANTS: dict[str, Wrap] = {
-    "no wrapper": lambda module: module,
-    "torch stock": TorchDDP,
-    "torch tuned": lambda module: TorchDDP(module, **tuned()),
-    "gradsync": gradsync.DistributedDataParallel,
-    "gradsync, Gloo": on_the_group,
-}
+VARIANTS = ("no wrapper", "torch stock", "torch tuned", "gradsync", "gradsync, Gloo")
 
 
 def be_rank(variant: str, model: str, answer: Path) -> None:
@@ -46,7 +39,7 @@ def be_rank(variant: str, model: str, answer: Path) -> None:
     module, inputs = MODELS[model]()
     dist.barrier()
     with PeakMemory() as memory:
-        step = make_step(VARIANTS[variant](module), inputs)
+        step = make_step(variants(model)[variant](module), inputs)
         for _ in range(STEPS):
             step()
         dist.barrier()
@@ -74,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="transformer")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant is not None:

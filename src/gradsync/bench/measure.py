@@ -50,10 +50,14 @@ class Timing:
 class Rounds:
     """What a scenario measures with, inside every rank of a cell."""
 
-    def __init__(self, cell: Cell, rows: RowFile, *, progress: Progress | None = None, meter: Meter) -> None:
+    def __init__(
+        self, cell: Cell, rows: RowFile, *, progress: Progress | None = None, meter: Meter = lambda: 0
+    ) -> None:
         self.cell = cell
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._control = dist.new_group(backend="gloo")
+        # A process may measure alone, without any group.
+        connected = dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if connected else (0, 1)
+        self._control = dist.new_group(backend="gloo") if connected else None
         self._rows = rows
         self._progress = progress
         self._meter = meter
@@ -121,10 +125,13 @@ class Rounds:
         return Timing(seconds, self._meter() - before, parts or {})
 
     def _meet(self) -> None:
-        dist.barrier(group=self._control)
+        if self._control is not None:
+            dist.barrier(group=self._control)
 
     def _share(self, own: Mapping[str, Timing]) -> dict[str, list[Timing]]:
         """Every rank's timings of a round, by variant, in one exchange."""
+        if self._control is None:
+            return {name: [timing] for name, timing in own.items()}
         names = list(own)
         keys = [sorted(own[name].parts) for name in names]
         numbers = [

@@ -34,7 +34,9 @@ __all__ = [
     "Gradsync",
     "NoWrapper",
     "Peer",
+    "TorchDDP",
     "Wrapped",
+    "tuned_options",
 ]
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -117,11 +119,7 @@ class DDP(Peer):
     bucket_mb: float | None = None
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
-        options: dict[str, Any] = {}
-        if self.tuned:
-            wanted = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
-            known = inspect.signature(TorchDDP).parameters
-            options = {key: value for key, value in wanted.items() if key in known}
+        options: dict[str, Any] = tuned_options() if self.tuned else {}
         if self.bucket_mb is not None:
             options["bucket_cap_mb"] = self.bucket_mb
         wrapper = TorchDDP(model, **options)
@@ -229,6 +227,13 @@ class FSDP2Replicate(Peer):
             backward=_shared_by(window),
             no_sync=no_sync,
         )
+
+
+def tuned_options() -> dict[str, Any]:
+    """Everything that makes torch's wrapper faster, as far as this torch has it."""
+    wanted = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
+    known = inspect.signature(TorchDDP).parameters
+    return {key: value for key, value in wanted.items() if key in known}
 
 
 def _shared_by(window: int) -> Callable[[torch.Tensor], None]:
