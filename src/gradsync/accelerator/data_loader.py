@@ -269,13 +269,8 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def skipping(self, batches: int) -> "PreparedDataLoader":
         """See :func:`skip_first_batches`."""
-        loader = PreparedDataLoader(
-            self.base_dataloader,
-            communicator=self.communicator,
-            device=self.device,
-            gradient_state=self.gradient_state,
-            configuration=self.configuration,
-        )
+        names = ("communicator", "device", "gradient_state", "configuration")
+        loader = PreparedDataLoader(self.base_dataloader, **{name: getattr(self, name) for name in names})
         loader.iteration, loader._data_seed, loader._skip = self.iteration, self._data_seed, batches
         if self._resume is not None:
             loader._resume = replace(self._resume, batches=batches, ended=False)
@@ -325,10 +320,8 @@ class PreparedDataLoader(DataLoader[Any]):
         skipped = start * self._group
         batches = (batch for number, (_, batch) in enumerate(self._read(skipped)) if number >= skipped)
         options: dict[str, Any] = {"drop_last": self._plan.drop_last, "even": self._plan.even}
-        return chain(
-            repeat((Share("common"), None), start),
-            dispatch(batches, self.communicator, group=self._group, **options),
-        )
+        rounds = dispatch(batches, self.communicator, group=self._group, **options)
+        return chain(repeat((Share("common"), None), start), rounds)
 
     def _read(self, skip: int) -> Iterator[tuple[Share, Any]]:
         if isinstance(self._sharded, ShardedIterable):
