@@ -256,11 +256,10 @@ def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: Red
 
 def _summed_in(tensor: torch.Tensor) -> torch.dtype:
     """Wide enough not to lose anything on the way, and known to every backend."""
-    if tensor.is_complex():
-        return torch.complex128 if tensor.dtype == torch.complex128 else torch.complex64
-    if tensor.is_floating_point():
-        return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return torch.int64
+    if not (tensor.is_complex() or tensor.is_floating_point()):
+        return torch.int64
+    least = torch.complex64 if tensor.is_complex() else torch.float32
+    return tensor.dtype if tensor.dtype.itemsize > least.itemsize else least
 
 
 def _payload(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
