@@ -12,7 +12,7 @@ Order. At the start of an epoch rank 0's draw becomes the seed of everybody's sa
 everybody's generator, whatever state they are in. As many numbers are drawn as torch's loader draws, so that on any
 number of ranks the order of a ``RandomSampler`` is that of the plain loader on rank 0. Samplers that shuffle by other
 means than their ``generator`` must do it alike on all ranks; the first batches are compared. All ranks must start an
-epoch together: these are two or three small collectives.
+epoch together: these are a few small collectives.
 
 End. The loader reads one batch ahead. Where ranks have different numbers of batches (``even_batches=False``), windows
 of gradient accumulation are still equal in number on all of them: see :meth:`PreparedDataLoader.closes_window`.
