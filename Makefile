@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test check doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test check dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
@@ -22,6 +22,7 @@ help:
 	@echo 'make bench     measure what synchronization costs, against all peers (about 12 minutes, as root)'
 	@echo 'make bench-engine       time a step against DDP, tuned and stock (about 4 minutes)'
 	@echo 'make bench-accumulate   time what accumulate() adds to a micro-batch (seconds)'
+	@echo 'make dist      build wheel and source archive in dist/, and check both'
 	@echo 'make format    sort imports and format'
 	@echo 'make clean     remove caches, builds and .venv'
 
@@ -41,6 +42,13 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
+
+# Without isolation: what builds is pinned, too.
+dist: .venv/.dev
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python .ci/check_dist.py dist
 
 bench: .venv/.bench .venv/.apt
 	$(BIN)/gradsync bench all --quick $(ARGS)

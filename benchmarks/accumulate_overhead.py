@@ -8,15 +8,16 @@ end (`last=False`), because the end of a window is communication, which other be
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
+from interleave import interleave
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradsync import Accelerator
+from gradsync.bench.record import CellRecord
 
 Loop = Callable[[Iterable[object]], None]
 
@@ -58,28 +59,25 @@ def main() -> None:
         "with accelerator.accumulate(model)": prepared,
         "for batch in model.accumulate(batches)": iterator,
     }
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(options.rounds):
-        # Inside a prepared loader, as in a real loop: the accelerator then asks it for its last batch.
-        for _ in loader:
-            for name, loop in loops.items():
-                batches = range(options.micro_batches)
-                start = time.perf_counter()
-                loop(batches)
-                times[name].append((time.perf_counter() - start) / options.micro_batches * 1e6)
-            break
-    accelerator.print(
-        f"{options.rounds} rounds of {options.micro_batches} micro-batches, {accelerator.num_processes} ranks"
-    )
-    base = statistics.median(times["empty loop"])
-    for name, samples in times.items():
-        ordered = sorted(samples)
-        low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
-        accelerator.print(
-            f"{name:40} {statistics.median(samples) - base:6.2f} µs a micro-batch over the empty loop "
-            f"({low:.2f}–{high:.2f} with it)"
-        )
+    # Inside a prepared loader, as in a real loop: the accelerator then asks it for its last batch.
+    for _ in loader:
+        steps = {name: partial(loop, range(options.micro_batches)) for name, loop in loops.items()}
+        record = interleave(steps, warmup=0, rounds=options.rounds)
+        break
+    print_results(accelerator, record, options)
     accelerator.end_training()
+
+
+def print_results(accelerator: Accelerator, record: CellRecord, options: argparse.Namespace) -> None:
+    if not accelerator.is_main_process:
+        return
+    count, micro = accelerator.num_processes, 1e6 / options.micro_batches
+    print(f"{options.rounds} rounds of {options.micro_batches} micro-batches, {count} ranks")
+    for name in record.samples:
+        seen = record.summary(name)
+        more = (seen.median - record.summary("empty loop").median) * micro
+        spread = f"{seen.p5 * micro:.2f}–{seen.p95 * micro:.2f}"
+        print(f"{name:40} {more:6.2f} µs a micro-batch over the empty loop ({spread} with it)")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ gradsync takes the fastest wire it finds, which is shared memory here; "gradsync
 """
 
 import argparse
-import inspect
-import statistics
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,9 @@ from interleave import Step, interleave, ratio, table
 from torch import nn
 
 import gradsync
+from gradsync.bench.peers import TorchDDP, tuned_options
 from gradsync.communicator import ProcessGroupCommunicator
 
-TorchDDP = nn.parallel.DistributedDataParallel
 Wrap = Callable[[nn.Module], nn.Module]
 
 
@@ -72,30 +71,28 @@ MODELS = {
 
 
 def variants(model: str) -> dict[str, Wrap]:
-    chosen: dict[str, Wrap] = {"no wrapper": lambda module: module}
-    if model == "unused-layers":
-        finding = {"find_unused_parameters": True}
-        chosen["torch stock"] = lambda module: TorchDDP(module, **finding)
-        chosen["torch tuned"] = lambda module: TorchDDP(module, **finding, **tuned())
-    else:
-        chosen["torch stock"] = TorchDDP
-        chosen["torch tuned"] = lambda module: TorchDDP(module, **tuned())
-        chosen["torch tuned 5 MB"] = lambda module: TorchDDP(module, bucket_cap_mb=5, **tuned())
-    chosen["gradsync"] = gradsync.DistributedDataParallel
-    chosen["gradsync, Gloo"] = on_the_group
+    tuned = tuned_options()
+    finding = {"find_unused_parameters": True} if model == "unused-layers" else {}
+    chosen: dict[str, Wrap] = {
+        "no wrapper": lambda module: module,
+        "torch stock": partial(TorchDDP, **finding),
+        "torch tuned": partial(TorchDDP, **finding, **tuned),
+        "torch tuned 5 MB": partial(TorchDDP, bucket_cap_mb=5, **tuned),
+        "gradsync": gradsync.DistributedDataParallel,
+        "gradsync, Gloo": on_the_group,
+    }
+    if finding:
+        del chosen["torch tuned 5 MB"]
     return chosen
 
 
 def on_the_group(module: nn.Module, bucket_cap_mb: float | None = None) -> nn.Module:
-    wire = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
-    return gradsync.DistributedDataParallel(module, communicator=wire, bucket_cap_mb=bucket_cap_mb)
+    return gradsync.DistributedDataParallel(module, communicator=group_wire(), bucket_cap_mb=bucket_cap_mb)
 
 
-def tuned() -> dict[str, bool]:
-    options = {"gradient_as_bucket_view": True}
-    if "batched_grad_copy" in inspect.signature(TorchDDP).parameters:
-        options["batched_grad_copy"] = True
-    return options
+def group_wire() -> ProcessGroupCommunicator:
+    """The group's own wire; gradsync would take shared memory."""
+    return ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
 
 
 def make_step(module: nn.Module, inputs: torch.Tensor) -> Step:
@@ -116,20 +113,21 @@ def measure(model: str, rounds: int) -> None:
         module, inputs = MODELS[model]()
         steps[name] = make_step(wrap(module), inputs)
     # Past the windows in which order is learned; later ones (16, 32, …) are among those measured.
-    times = interleave(steps, warmup=10, rounds=rounds)
+    record = interleave(steps, warmup=10, rounds=rounds)
     if dist.get_rank() == 0:
         print(f"\n{model}: {dist.get_world_size()} Gloo ranks, {rounds} rounds, torch {torch.__version__}")
-        print(table(times, ["torch tuned"]))
-        base = statistics.median(times["no wrapper"])
-        added = {name: statistics.median(values) - base for name, values in times.items()}
+        print(table(record, ["torch tuned"]))
+        base = record.summary("no wrapper").median
+        added = {name: record.summary(name).median - base for name in steps}
         print("added to the step: " + ", ".join(f"{name} {more * 1e3:+.2f} ms" for name, more in added.items()))
         if model == "unused-layers":
             share = added["gradsync"] / added["torch stock"], added["gradsync"] / added["torch tuned"]
             print(f"gradsync adds {share[0]:.2f} of what torch stock adds, {share[1]:.2f} of torch tuned")
         else:
             for ours in ("gradsync", "gradsync, Gloo"):
-                best = max(ratio(times[ours], times[name]) for name in times if "tuned" in name)
-                print(f"{ours} / the best tuned torch: {best[0]:.3f} ({best[1]:.3f}–{best[2]:.3f})")
+                tuned = [name for name in steps if "tuned" in name]
+                best = max(tuned, key=lambda name: record.ratio(ours, name).median)
+                print(f"{ours} / the best tuned torch: {ratio(record, ours, best)}")
 
 
 def main() -> None:

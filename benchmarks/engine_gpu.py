@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from gpt2 import GPT2
-from interleave import Step, interleave, table
+from interleave import Step, interleave, on_gpu, table
 from torch import nn
 
 import gradsync
+from gradsync.bench.peers import TorchDDP
+from gradsync.llm.model import build_model, loss_of
 
-TorchDDP = nn.parallel.DistributedDataParallel
+VOCABULARY = 50257
 
 
 def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
@@ -32,30 +33,37 @@ def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
     }
 
 
-def make_step(model: nn.Module, batch: int, length: int) -> Step:
+def make_step(wrap: Callable[[nn.Module], nn.Module], batch: int, length: int) -> Step:
+    torch.manual_seed(0)
+    model = wrap(build_model("gpt2", vocab_size=VOCABULARY, sequence_length=length).cuda())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(0, 50257, (batch, length + 1), device="cuda")
+    tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device="cuda")
 
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         optimizer.step()
 
-    return step
+    return on_gpu(step)
+
+
+def connect(port: str) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", port)
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    torch.backends.cuda.matmul.allow_tf32 = True
 
 
 def peak_memory(wrap: Callable[[nn.Module], nn.Module], batch: int, length: int) -> float:
-    torch.manual_seed(0)
-    step = make_step(wrap(GPT2().cuda()), batch, length)
+    step = make_step(wrap, batch, length)
     for _ in range(4):
         step()
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / 2**30
     del step
     gc.collect()
@@ -69,20 +77,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=100)
     options = parser.parse_args()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    torch.backends.cuda.matmul.allow_tf32 = True
+    connect("29511")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, batch {options.batch}×{options.length}")
     for name, wrap in variants().items():
         print(f"peak memory {name:<20}{peak_memory(wrap, options.batch, options.length):8.3f} GiB")
-    steps = {}
-    for name, wrap in variants().items():
-        torch.manual_seed(0)
-        steps[name] = make_step(wrap(GPT2().cuda()), options.batch, options.length)
-    times = interleave(steps, warmup=12, rounds=options.rounds, device=torch.device("cuda", 0))
-    print(table(times, ["no wrapper", "torch view"]))
+    steps = {name: make_step(wrap, options.batch, options.length) for name, wrap in variants().items()}
+    print(table(interleave(steps, warmup=12, rounds=options.rounds), ["no wrapper", "torch view"]))
     dist.destroy_process_group()
 
 

@@ -10,21 +10,19 @@ buckets are no tensor memory to the profiler, though they have the same size. `r
 import gc
 import time
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from engine import Wrap, make_step, on_the_group, transformer
-from torch import nn
+from engine import TorchDDP, Wrap, make_step, on_the_group, transformer
 from torch.profiler import ProfilerActivity, profile
-
-TorchDDP = nn.parallel.DistributedDataParallel
 
 VARIANTS: dict[str, Wrap] = {
     "no wrapper": lambda module: module,
     "torch stock": TorchDDP,
-    "torch view": lambda module: TorchDDP(module, gradient_as_bucket_view=True),
+    "torch view": partial(TorchDDP, gradient_as_bucket_view=True),
     "gradsync": on_the_group,
-    "gradsync 1 MiB": lambda module: on_the_group(module, bucket_cap_mb=1),
+    "gradsync 1 MiB": partial(on_the_group, bucket_cap_mb=1),
 }
 
 
@@ -32,24 +30,18 @@ def peak_bytes(wrap: Wrap) -> int:
     """The most that was live at once in two steps, beyond what was live before the wrapper was made."""
     torch.manual_seed(0)
     module, inputs = transformer()
-    held = []
-
-    def run() -> None:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step = make_step(wrap(module), inputs)
-        held.append(step)
         for _ in range(4):
             # Gloo's threads let go of a tensor a moment after the collective is done; on busy cores a long moment.
             time.sleep(0.2)
             step()
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
     live = peak = 0
     changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(changes, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    held.clear()
+    del step
     gc.collect()
     return peak
 

@@ -72,10 +72,10 @@ def main() -> None:
             "RS + AG": partial(halves, exchange, tensor, tensor.view(2, -1)[exchange.rank]),
             "all-reduce": partial(all_reduce, exchange, tensor),
         }
-        times = interleave(steps, warmup=5, rounds=options.rounds)
+        record = interleave(steps, warmup=5, rounds=options.rounds)
         if dist.get_rank() == 0:
             print(f"\n{size} MiB, {options.rounds} rounds")
-            print(table(times, ["Gloo all-reduce"]))
+            print(table(record, ["Gloo all-reduce"]))
     dist.destroy_process_group()
 
 

@@ -1,27 +1,17 @@
 """Where the GPU's time goes in one step, kernel by kernel, for no wrapper, torch's DDP and gradsync."""
 
-import os
-
-import torch
 import torch.distributed as dist
-from engine_gpu import GPT2, make_step, variants
+from engine_gpu import connect, make_step, variants
 from torch.profiler import ProfilerActivity, profile
 
-os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-os.environ.setdefault("MASTER_PORT", "29512")
-torch.cuda.set_device(0)
-dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-torch.backends.cuda.matmul.allow_tf32 = True
+connect("29512")
 for name, wrap in variants().items():
-    torch.manual_seed(0)
-    step = make_step(wrap(GPT2().cuda()), 16, 1024)
+    step = make_step(wrap, 16, 1024)
     for _ in range(5):
         step()
-    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         for _ in range(2):
             step()
-        torch.cuda.synchronize()
     events = recorded.key_averages()
     kernels = sorted((e for e in events if e.device_type.name == "CUDA"), key=lambda e: -e.self_device_time_total)
     print(f"== {name}: kernels {sum(e.self_device_time_total for e in kernels) / 2e3:.2f} ms a step")

@@ -15,30 +15,21 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engine import MODELS, TorchDDP, Wrap, make_step, on_the_group, tuned
+from engine import MODELS, make_step, variants
 
-import gradsync
 from gradsync.bench.memory import PeakMemory, used_bytes
 
 MIB = 2**20
 STEPS = 40
-VARIANTS: dict[str, Wrap] = {
-    "no wrapper": lambda module: module,
-    "torch stock": TorchDDP,
-    "torch tuned": lambda module: TorchDDP(module, **tuned()),
-    "gradsync": gradsync.DistributedDataParallel,
-    "gradsync, Gloo": on_the_group,
-}
+VARIANTS = ("no wrapper", "torch stock", "torch tuned", "gradsync", "gradsync, Gloo")
 
 
-def be_rank(variant: str, model: str, answer: Path) -> None:
-    """One rank of one run: the mean growth over ranks, in bytes."""
+def be_rank(variant: str, model: str) -> None:
+    """One rank of one run. Rank 0 prints the mean growth over ranks, in bytes."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -46,7 +37,7 @@ def be_rank(variant: str, model: str, answer: Path) -> None:
     module, inputs = MODELS[model]()
     dist.barrier()
     with PeakMemory() as memory:
-        step = make_step(VARIANTS[variant](module), inputs)
+        step = make_step(variants(model)[variant](module), inputs)
         for _ in range(STEPS):
             step()
         dist.barrier()
@@ -56,29 +47,27 @@ def be_rank(variant: str, model: str, answer: Path) -> None:
     dist.all_reduce(grown)
     if dist.get_rank() == 0:
         peak, settled = (grown / dist.get_world_size()).tolist()
-        answer.write_text(json.dumps({"peak": peak, "settled": settled}))
+        print(json.dumps({"peak": peak, "settled": settled}))
     dist.barrier()
 
 
 def run(variant: str, model: str) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        own = [__file__, "--model", model, "--variant", variant, "--answer", str(answer)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *launcher, *own], check=True, env=environment, timeout=300)
-        return json.loads(answer.read_text())
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    own = [__file__, "--model", model, "--variant", variant]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, *own]
+    answer = subprocess.run(command, check=True, env=environment, timeout=300, stdout=subprocess.PIPE, text=True)
+    return json.loads(answer.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="transformer")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant is not None:
-        be_rank(options.variant, options.model, options.answer)
+        be_rank(options.variant, options.model)
         return
     # In turns, so that what changes on the machine meanwhile meets all of them.
     readings: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}

@@ -4,7 +4,7 @@ import itertools
 import json
 import sys
 import time
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -790,6 +790,28 @@ def test_dispatch_crosses_processes(process_ranks: RankPool) -> None:
         index for seen in zip(*(rank[0] for rank in results), strict=True) for each in seen for index in each.samples
     ]
     assert row == list(range(16 * process_ranks.world_size))
+
+
+def two_columns(items: list[int]) -> Any:
+    """As torch's own collate does it: samples that are pairs of texts become a pair of columns."""
+    names, colours = ([f"{kind} {item}" for item in items] for kind in ("name", "colour"))
+    return UserDict(
+        text=[tuple(names), colours, ("three", "of", "them")], tags={"all": ["a", "b", None]}, x=torch.tensor(items)
+    )
+
+
+def dispatched_texts(even: bool) -> list[Any]:
+    loader = prepare(DataLoader(range(5), 2, collate_fn=two_columns), dispatch_batches=True, even_batches=even)
+    return list(loader)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_columns_are_cut_and_constants_passed_on(even: bool) -> None:
+    expected = [[[0, 1], [4]], [[2, 3], [0]] if even else [[2, 3]]]
+    for rank, batches in enumerate(run_ranks(dispatched_texts, 2, even)):
+        assert [batch.pop("x").tolist() for batch in batches] == expected[rank]
+        for batch, items in zip(batches, expected[rank], strict=True):
+            assert batch == {key: value for key, value in two_columns(items).items() if key != "x"}
 
 
 class Opaque:

@@ -519,6 +519,34 @@ def test_map_keeps_containers_and_other_leaves() -> None:
     assert (tree[0]["a"], tree[1]["b"], tree[2]["c"]) == (1, 1, 1)
 
 
+class Rows(list[Any]):
+    """A list of somebody's own."""
+
+
+def test_containers_of_any_class_keep_their_class() -> None:
+    transformers = pytest.importorskip("transformers")
+    tree = {
+        "batch": transformers.BatchEncoding({"ids": torch.ones(1), "deep": Rows([torch.ones(1), "x"])}),
+        # Known to torch, which cannot say where in it a tensor lies.
+        "output": transformers.utils.ModelOutput(logits=torch.ones(1), states=(torch.ones(1),)),
+        "largest": torch.ones(1, 2).max(dim=1),
+    }
+    mapped = map_tensors(lambda tensor: tensor + 1, tree)
+    assert {key: type(value) for key, value in mapped.items()} == {key: type(value) for key, value in tree.items()}
+    assert (mapped["batch"]["ids"], type(mapped["batch"]["deep"]), mapped["batch"]["deep"]) == (2, Rows, [2, "x"])
+    assert (mapped["output"].logits, mapped["output"]["states"], tuple(mapped["largest"])) == (2, (2,), (2, 1))
+    assert tree["batch"]["ids"] == tree["output"].logits == 1
+
+
+def gather_own_containers() -> tuple[str, str]:
+    return outcome(lambda wire: gather(wire, UserDict(a=[Rows([torch.ones(1), Point(torch.ones(1), "x")])])))
+
+
+def test_paths_lead_through_containers_of_any_class(thread_ranks: Ranks) -> None:
+    for _, message in thread_ranks.run(gather_own_containers):
+        assert "value['a'][0][1].y is str: 'x'" in message
+
+
 class Movable:
     """Has a `to` of its own, which knows no `non_blocking`."""
 

@@ -116,9 +116,9 @@ class Accelerator(ProcessControl):
         # Models move before optimizers look at their parameters, and schedulers follow optimizers.
         order: list[tuple[Any, Callable[[Any, bool], Any]]] = [
             (nn.Module, self.prepare_model),
-            (Optimizer, self._prepare_optimizer),
+            (Optimizer, self.prepare_optimizer),
             (DataLoader, self.prepare_data_loader),
-            ((LRScheduler, PreparedScheduler), self._prepare_scheduler),
+            ((LRScheduler, PreparedScheduler), lambda scheduler, _: self.prepare_scheduler(scheduler)),
         ]
         for kind, prepare_one in order:
             for number, each in enumerate(objects):
@@ -151,32 +151,20 @@ class Accelerator(ProcessControl):
         self._loaders.append(prepared)
         return prepared
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """One optimizer, which will step at the end of a window."""
-        return self._prepare_optimizer(optimizer, True)
-
-    def _prepare_optimizer(self, optimizer: Optimizer, _: bool) -> PreparedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """One optimizer, which will step at the end of a window. Its state is wherever its parameters are."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        if any(prepared.optimizer is optimizer for prepared in self._optimizers):
-            raise ConfigurationError(
-                f"this {type(optimizer).__name__} has been prepared already. Use the object that prepare() returned"
-            )
+        _refuse_again(optimizer, [prepared.optimizer for prepared in self._optimizers])
         prepared = PreparedOptimizer(optimizer, self.windows, self.precision.scaler)
         self._optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One scheduler, which will move once a window."""
-        return self._prepare_scheduler(scheduler, True)
-
-    def _prepare_scheduler(self, scheduler: Any, _: bool) -> PreparedScheduler:
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        if any(prepared.scheduler is scheduler for prepared in self._schedulers):
-            raise ConfigurationError(
-                f"this {type(scheduler).__name__} has been prepared already. Use the object that prepare() returned"
-            )
+        _refuse_again(scheduler, [prepared.scheduler for prepared in self._schedulers])
         followed = [
             optimizer for optimizer in self._optimizers if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
@@ -277,14 +265,12 @@ class Accelerator(ProcessControl):
         scaler = self.precision.scaler
         if scaler is None:
             return
-        chosen = (
-            self._optimizers if optimizer is None else optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        )
-        for each in chosen:
-            prepared = each if isinstance(each, PreparedOptimizer) else None
-            if prepared is not None:
-                require_means_of(prepared.synchronizers)
-            scaler.unscale(each if prepared is None else prepared.optimizer)
+        named = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in self._optimizers if optimizer is None else named:
+            if isinstance(each, PreparedOptimizer):
+                require_means_of(each.synchronizers)
+                each = each.optimizer
+            scaler.unscale(each)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
@@ -401,6 +387,13 @@ class Accelerator(ProcessControl):
         """Wait for everyone and close the process group, if this accelerator has made it."""
         self.wait_for_everyone()
         self.world.close()
+
+
+def _refuse_again(given: Any, prepared: Iterable[Any]) -> None:
+    if any(each is given for each in prepared):
+        raise ConfigurationError(
+            f"this {type(given).__name__} has been prepared already. Use the object that prepare() returned"
+        )
 
 
 def _plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

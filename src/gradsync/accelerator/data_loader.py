@@ -12,7 +12,7 @@ Order. At the start of an epoch rank 0's draw becomes the seed of everybody's sa
 everybody's generator, whatever state they are in. As many numbers are drawn as torch's loader draws, so that on any
 number of ranks the order of a ``RandomSampler`` is that of the plain loader on rank 0. Samplers that shuffle by other
 means than their ``generator`` must do it alike on all ranks; the first batches are compared. All ranks must start an
-epoch together: these are two or three small collectives.
+epoch together: these are a few small collectives.
 
 End. The loader reads one batch ahead. Where ranks have different numbers of batches (``even_batches=False``), windows
 of gradient accumulation are still equal in number on all of them: see :meth:`PreparedDataLoader.closes_window`.
@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from gradsync.accelerator.dispatching import dispatch, to_device
+from gradsync.accelerator.dispatching import dispatch
 from gradsync.accelerator.gradient_state import GradientState
+from gradsync.accelerator.operations import send_to_device
 from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.accelerator.sharding import (
     CollateShare,
@@ -268,13 +269,8 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def skipping(self, batches: int) -> "PreparedDataLoader":
         """See :func:`skip_first_batches`."""
-        loader = PreparedDataLoader(
-            self.base_dataloader,
-            communicator=self.communicator,
-            device=self.device,
-            gradient_state=self.gradient_state,
-            configuration=self.configuration,
-        )
+        names = ("communicator", "device", "gradient_state", "configuration")
+        loader = PreparedDataLoader(self.base_dataloader, **{name: getattr(self, name) for name in names})
         loader.iteration, loader._data_seed, loader._skip = self.iteration, self._data_seed, batches
         if self._resume is not None:
             loader._resume = replace(self._resume, batches=batches, ended=False)
@@ -315,7 +311,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.iteration = position.epoch + 1
 
     def _move(self, batch: Any) -> Any:
-        return batch if self.device is None else to_device(batch, self.device, self.configuration.non_blocking)
+        return batch if self.device is None else send_to_device(batch, self.device, self.configuration.non_blocking)
 
     def _source(self, start: int) -> Iterator[tuple[Share, Any]]:
         """All rounds of this epoch. The first ``start`` that this rank has a part in may come without their batch."""
@@ -324,10 +320,8 @@ class PreparedDataLoader(DataLoader[Any]):
         skipped = start * self._group
         batches = (batch for number, (_, batch) in enumerate(self._read(skipped)) if number >= skipped)
         options: dict[str, Any] = {"drop_last": self._plan.drop_last, "even": self._plan.even}
-        return chain(
-            repeat((Share("common"), None), start),
-            dispatch(batches, self.communicator, group=self._group, **options),
-        )
+        rounds = dispatch(batches, self.communicator, group=self._group, **options)
+        return chain(repeat((Share("common"), None), start), rounds)
 
     def _read(self, skip: int) -> Iterator[tuple[Share, Any]]:
         if isinstance(self._sharded, ShardedIterable):

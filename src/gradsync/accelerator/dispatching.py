@@ -1,83 +1,163 @@
-"""Batches as nested structures: rank 0 sends them to the others (``dispatch_batches``), and they go to the device.
+"""``dispatch_batches``: rank 0 reads the batches of all ranks, cuts them into parts and sends these.
 
-A message is a JSON text, which says how the batch is built, with the bytes of its tensors behind. Nothing else can be
-sent: numbers, strings, None, and dicts, lists, tuples and named tuples of such things. All ranks, rank 0 too, use what
-comes out of the message, so that they see the same types.
+A message is a JSON text, which says how the parts are built, with the bytes of their tensors behind. Nothing but these
+can be sent: tensors, numbers, strings, None, and dicts, lists, tuples and named tuples of such things. It holds the
+parts of all, and each rank takes its own. Rank 0 too uses what comes out of it, so that all see the same types.
 
-Everybody gets the whole global batch and cuts its part. Tensors are cut along their first dimension, and so are lists
-and tuples without a tensor inside that have an entry a sample (texts, say). Anything else is passed on whole.
+Tensors are cut along their first dimension, and so are lists and tuples without a tensor inside that have an entry a
+sample (texts, say): a *column*. Anything else is passed on whole.
 """
 
-import copy
 import json
 import sys
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec, is_namedtuple_instance
 
 from gradsync.accelerator.sharding import Share
+from gradsync.accelerator.trees import flatten, leaves_of, plain
 from gradsync.communicator import Communicator
 from gradsync.errors import ConfigurationError, PeerFailedError
 
-__all__ = ["dispatch", "to_device"]
+__all__ = ["dispatch"]
 
 # So that any dtype may look at its bytes in place.
 ALIGNMENT = 16
 
 PLAIN = (bool, int, float, str, type(None))
 
+Part = tuple[Share, Any]
+# Tensors, each with its place among the bytes of a message.
+Placed = list[tuple[int, torch.Tensor]]
+
 
 def dispatch(
     batches: Iterator[Any], communicator: Communicator, *, group: int, drop_last: bool, even: bool
-) -> Iterator[tuple[Share, Any]]:
+) -> Iterator[Part]:
     """This rank's part of each round of ``group`` batches, which only rank 0 reads. Collective, round by round.
 
     A last round whose samples do not divide by the number of ranks is completed from the first one with ``even``;
     otherwise the first ranks get one sample more.
     """
-    world_size = communicator.world_size
-    first: Any = None
-    while (message := _next_round(batches, communicator, group, drop_last)) is not None:
-        size, batch = message
-        first = _cut(batch, slice(0, world_size)) if first is None else first
-        share, part = _part(batch, size, first, communicator, even)
-        yield share, _unmark(part)
+    rounds = _rounds(batches, communicator.world_size, group, drop_last, even)
+    while (part := _next_part(rounds, communicator)) is not None:
+        yield part
 
 
-def _part(batch: Any, size: int, first: Any, communicator: Communicator, even: bool) -> tuple[Share, Any]:
-    rank, world_size = communicator.rank, communicator.world_size
-    part, left = divmod(size, world_size)
-    if left and even:
-        # The first round may have been shorter than what is missing; the last round is then that one.
-        completed = _join([batch, *[first] * (world_size - left)])
-        return Share("common", size), _cut(completed, slice(rank * (part + 1), (rank + 1) * (part + 1)))
-    start = rank * part + min(rank, left)
-    stop = start + part + (rank < left)
-    if start == stop:
-        return Share("absent"), _cut(first, slice(0, 1))
-    return Share("common" if part else "partial"), _cut(batch, slice(start, stop))
+# -- cutting, on rank 0 ------------------------------------------------------------------------------------------------
+
+
+def _rounds(
+    batches: Iterator[Any], world_size: int, group: int, drop_last: bool, even: bool
+) -> Iterator[Sequence[Part]]:
+    """The parts of all ranks, round by round."""
+    first: _Batch | None = None
+    while read := list(islice(batches, group)):
+        if drop_last and len(read) < group:
+            return
+        size = sum(map(_size_of, read))
+        whole = _Batch.of(read[0]).followed_by(read[1:])
+        first = first or whole.cut(0, world_size)
+        part, left = divmod(size, world_size)
+        if left and even:
+            # The first round may have been shorter than what is missing; the last round is then that one.
+            whole = whole.followed_by([first.tree] * (world_size - left))
+            bounds = [(rank * (part + 1), (rank + 1) * (part + 1)) for rank in range(world_size)]
+            yield [(Share("common", size), whole.cut(*each).tree) for each in bounds]
+            continue
+        starts = [rank * part + min(rank, left) for rank in range(world_size + 1)]
+        kind = Share("common" if part else "partial")
+        yield [
+            (kind, whole.cut(start, stop).tree) if start < stop else (Share("absent"), first.cut(0, 1).tree)
+            for start, stop in pairwise(starts)
+        ]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The leaves of a batch, among them its columns, and how it is built of them."""
+
+    leaves: Sequence[Any]
+    make: TreeSpec
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Batch":
+        # A column is told by its length, here. Later, when batches are joined and cut, any length may turn up.
+        size = _size_of(tree)
+
+        def is_column(node: Any) -> bool:
+            if not isinstance(node, list | tuple) or is_namedtuple_instance(node) or len(node) != size:
+                return False
+            return not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_of(node))
+
+        return cls(*flatten(tree, stop=is_column))
+
+    @property
+    def tree(self) -> Any:
+        return self.make.unflatten(self.leaves)
+
+    def cut(self, start: int, stop: int) -> "_Batch":
+        return _Batch([leaf[start:stop] if _is_cut(leaf) else leaf for leaf in self.leaves], self.make)
+
+    def followed_by(self, trees: Sequence[Any]) -> "_Batch":
+        """One batch out of several of the same structure."""
+        rows = [self.leaves, *(self.make.flatten_up_to(plain(tree)) for tree in trees)]
+        return _Batch([_join(parts) for parts in zip(*rows, strict=True)], self.make)
+
+
+def _is_cut(leaf: Any) -> bool:
+    return leaf.dim() > 0 if isinstance(leaf, torch.Tensor) else isinstance(leaf, list | tuple)
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    if not _is_cut(parts[0]):
+        return parts[0]
+    if not isinstance(parts[0], torch.Tensor):
+        return type(parts[0])(entry for part in parts for entry in part)
+    try:
+        return torch.cat(list(parts))
+    except RuntimeError as error:
+        shapes = [tuple(part.shape) for part in parts]
+        raise ConfigurationError(
+            f"dispatch_batches=True joins one batch a rank, but these have the shapes {shapes}. Pad them alike, or "
+            "pass split_batches=True, so that one batch is cut into parts, or dispatch_batches=False"
+        ) from error
+
+
+def _size_of(batch: Any) -> int:
+    """Samples in a batch: the first dimension of the first tensor, or the length of the first list without tensors."""
+    sized: list[Any] = [leaf for _, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    sized += [value for value in values if isinstance(value, list | tuple)]
+    if sized:
+        return len(sized[0])
+    raise ConfigurationError(
+        f"dispatch_batches=True must cut every batch into parts, but this {type(batch).__name__} has neither a tensor "
+        "with a batch dimension nor a list. Pass dispatch_batches=False, so that every rank reads for itself"
+    )
 
 
 # -- the wire ----------------------------------------------------------------------------------------------------------
 
 
-def _next_round(
-    batches: Iterator[Any], communicator: Communicator, group: int, drop_last: bool
-) -> tuple[int, Any] | None:
-    """The next round and its number of samples, on every rank; None at the end."""
-    tensors: list[torch.Tensor] = []
+def _next_part(rounds: Iterator[Sequence[Part]], communicator: Communicator) -> Part | None:
+    """This rank's part of the next round; None at the end."""
+    tensors: Placed = []
     failure: Exception | None = None
     head: dict[str, Any] = {}
     if communicator.rank == 0:
         try:
-            head, tensors = _describe_round(list(islice(batches, group)), group, drop_last)
+            head["parts"] = [(share, _describe(part, tensors, "batch")) for share, part in next(rounds, ())]
         except Exception as error:
             failure = error
+            tensors.clear()
             kind = "refused" if isinstance(error, ConfigurationError) else "failed"
-            head = {kind: str(error) if kind == "refused" else f"{type(error).__name__}: {error}"}
+            head[kind] = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"
     head, payload = _broadcast(communicator, head, tensors)
     if failure is not None:
         raise failure
@@ -85,66 +165,51 @@ def _next_round(
         raise ConfigurationError(head["refused"])
     if "failed" in head:
         raise PeerFailedError(f"rank 0 failed to read the batch that it was to dispatch: {head['failed']}")
-    return None if "end" in head else (head["size"], _rebuild(head["batch"], payload))
+    if not head["parts"]:
+        return None
+    share, part = head["parts"][communicator.rank]
+    return Share(*share), _rebuild(part, payload)
 
 
-def _describe_round(batches: list[Any], group: int, drop_last: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    if not batches or (drop_last and len(batches) < group):
-        return {"end": True}, []
-    sizes = [_size_of(batch) for batch in batches]
-    tensors: list[torch.Tensor] = []
-    joined = _join([_mark(batch, size) for batch, size in zip(batches, sizes, strict=True)])
-    return {"size": sum(sizes), "batch": _describe(joined, tensors, "batch")}, tensors
-
-
-def _broadcast(
-    communicator: Communicator, head: dict[str, Any], tensors: Sequence[torch.Tensor]
-) -> tuple[dict[str, Any], torch.Tensor]:
-    text = json.dumps(head).encode()
-    lengths = torch.tensor([len(text), sum(map(_room, tensors))], device=communicator.device)
+def _broadcast(communicator: Communicator, head: dict[str, Any], tensors: Placed) -> tuple[Any, torch.Tensor]:
+    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    lengths = torch.tensor([text.numel(), _end(tensors)], device=communicator.device)
     communicator.broadcast(lengths, 0).wait()
     text_length, payload_length = map(int, lengths.tolist())
-    start = _aligned(text_length)
+    start = -(-text_length // ALIGNMENT) * ALIGNMENT
     message = torch.zeros(start + payload_length, dtype=torch.uint8, device=communicator.device)
     if communicator.rank == 0:
-        message[:text_length] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(message.device)
-        offset = start
-        for tensor in tensors:
-            message[offset : offset + tensor.nbytes] = _bytes_of(tensor).to(message.device)
-            offset += _room(tensor)
+        message[:text_length] = text
+        for offset, tensor in tensors:
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            message[start + offset : start + offset + tensor.nbytes] = flat
     communicator.broadcast(message, 0).wait()
     return json.loads(bytes(message[:text_length].tolist())), message[start:]
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _end(tensors: Placed) -> int:
+    """Where the next tensor may begin."""
+    if not tensors:
+        return 0
+    offset, last = tensors[-1]
+    return -(-(offset + last.nbytes) // ALIGNMENT) * ALIGNMENT
 
 
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return _aligned(tensor.nbytes)
-
-
-def _describe(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
+def _describe(value: Any, tensors: Placed, path: str) -> Any:
     """How to build ``value``, as JSON; its tensors are appended to ``tensors``."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        offset = sum(map(_room, tensors))
-        tensors.append(value)
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), offset]}
+        tensors.append((_end(tensors), value))
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), tensors[-1][0]]}
     if isinstance(value, Mapping) and all(isinstance(key, PLAIN) for key in value):
         return {"dict": [[key, _describe(each, tensors, f"{path}[{key!r}]")] for key, each in value.items()]}
     if isinstance(value, list | tuple):
         entries = [_describe(each, tensors, f"{path}[{number}]") for number, each in enumerate(value)]
-        if hasattr(value, "_fields"):
-            return {"named": [type(value).__module__, type(value).__qualname__, list(value._fields), entries]}
-        if isinstance(value, _Column):
-            return {"column": [value.is_list, entries]}
-        return {"list" if isinstance(value, list) else "tuple": entries}
+        if is_namedtuple_instance(value):
+            kind: Any = type(value)
+            return {"named": [kind.__module__, kind.__qualname__, kind._fields, entries]}
+        return entries if isinstance(value, list) else {"tuple": entries}
     if isinstance(value, PLAIN):
-        return {"value": value}
+        return value
     raise ConfigurationError(
         f"dispatch_batches=True sends dicts, lists and tuples of dense tensors, numbers and strings to the other "
         f"ranks, but {path} is a {type(value).__module__}.{type(value).__qualname__}. Let collate_fn return tensors, "
@@ -152,25 +217,24 @@ def _describe(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
     )
 
 
-def _rebuild(described: dict[str, Any], payload: torch.Tensor) -> Any:
+def _rebuild(described: Any, payload: torch.Tensor) -> Any:
+    if isinstance(described, list):
+        return [_rebuild(each, payload) for each in described]
+    if not isinstance(described, dict):
+        return described
     ((kind, content),) = described.items()
     if kind == "tensor":
         name, shape, offset = content
         dtype: torch.dtype = getattr(torch, name)
         numel = torch.Size(shape).numel()
-        return payload[offset : offset + numel * dtype.itemsize].view(dtype).reshape(shape)
+        # A copy, so that it does not keep the whole message alive.
+        return payload[offset : offset + numel * dtype.itemsize].view(dtype).reshape(shape).clone()
     if kind == "dict":
         return {key: _rebuild(each, payload) for key, each in content}
-    if kind == "named":
-        module, name, fields, entries = content
-        return _named_tuple(module, name, fields)(*(_rebuild(each, payload) for each in entries))
-    if kind == "column":
-        is_list, entries = content
-        return _Column([_rebuild(each, payload) for each in entries], is_list)
-    if kind in ("list", "tuple"):
-        rebuilt = [_rebuild(each, payload) for each in content]
-        return rebuilt if kind == "list" else tuple(rebuilt)
-    return content
+    if kind == "tuple":
+        return tuple(_rebuild(content, payload))
+    module, name, fields, entries = content
+    return _named_tuple(module, name, fields)(*_rebuild(entries, payload))
 
 
 def _named_tuple(module: str, name: str, fields: list[str]) -> Any:
@@ -179,125 +243,3 @@ def _named_tuple(module: str, name: str, fields: list[str]) -> Any:
     if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == tuple(fields):
         return found
     return namedtuple(name.rpartition(".")[2], fields)
-
-
-# -- structures --------------------------------------------------------------------------------------------------------
-
-
-def _size_of(batch: Any) -> int:
-    """Samples in a batch: the first dimension of the first tensor, or the length of the first list without tensors."""
-    tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    if tensors:
-        return len(tensors[0])
-    lists = batch.values() if isinstance(batch, Mapping) else [batch]
-    for value in lists:
-        if isinstance(value, list | tuple):
-            return len(value)
-    raise ConfigurationError(
-        f"dispatch_batches=True must cut every batch into parts, but this {type(batch).__name__} has neither a tensor "
-        "with a batch dimension nor a list. Pass dispatch_batches=False, so that every rank reads for itself"
-    )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _leaves(each)
-    else:
-        yield value
-
-
-class _Column(list[Any]):
-    """A list, or what was a tuple, with an entry a sample.
-
-    It is told by its length, when the batch is read. Later, when batches are joined and cut, any length may turn up.
-    """
-
-    def __init__(self, entries: Iterable[Any], is_list: bool) -> None:
-        super().__init__(entries)
-        self.is_list = is_list
-
-
-def _mark(value: Any, size: int) -> Any:
-    """The same batch with its columns marked."""
-    if isinstance(value, Mapping):
-        return {key: _mark(each, size) for key, each in value.items()}
-    if not isinstance(value, list | tuple):
-        return value
-    tensors_inside = any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
-    if len(value) == size and not hasattr(value, "_fields") and not tensors_inside:
-        return _Column(value, isinstance(value, list))
-    return _like(value, [_mark(each, size) for each in value])
-
-
-def _unmark(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _unmark(each) for key, each in value.items()}
-    if isinstance(value, _Column):
-        return list(value) if value.is_list else tuple(value)
-    return _like(value, [_unmark(each) for each in value]) if isinstance(value, list | tuple) else value
-
-
-def _join(batches: list[Any]) -> Any:
-    """One batch out of several of the same structure."""
-    value = batches[0]
-    if isinstance(value, torch.Tensor):
-        return _concatenate(batches) if value.dim() else value
-    if isinstance(value, _Column):
-        return _Column([entry for each in batches for entry in each], value.is_list)
-    if isinstance(value, Mapping):
-        return {key: _join([each[key] for each in batches]) for key in value}
-    if isinstance(value, list | tuple):
-        return _like(value, [_join(list(each)) for each in zip(*batches, strict=True)])
-    return value
-
-
-def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    try:
-        return torch.cat(tensors)
-    except RuntimeError as error:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        raise ConfigurationError(
-            f"dispatch_batches=True joins one batch a rank, but these have the shapes {shapes}. Pad them alike, or "
-            "pass split_batches=True, so that one batch is cut into parts, or dispatch_batches=False"
-        ) from error
-
-
-def _cut(value: Any, part: slice) -> Any:
-    if isinstance(value, torch.Tensor):
-        # A copy, so that the part does not keep the whole message alive.
-        return value[part].clone() if value.dim() else value.clone()
-    if isinstance(value, _Column):
-        return _Column(value[part], value.is_list)
-    if isinstance(value, Mapping):
-        return {key: _cut(each, part) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return _like(value, [_cut(each, part) for each in value])
-    return value
-
-
-def _like(value: Any, entries: list[Any]) -> Any:
-    return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-
-
-def to_device(value: Any, device: torch.device, non_blocking: bool) -> Any:
-    """The same structure on ``device``. Whatever has a ``to`` method is asked by it; other leaves stay as they are."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if callable(getattr(value, "to", None)):
-        try:
-            return value.to(device, non_blocking=non_blocking)
-        except TypeError:  # many a batch class has to(device) alone
-            return value.to(device)
-    if isinstance(value, Mapping):
-        moved = {key: to_device(each, device, non_blocking) for key, each in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return moved
-        same_type = copy.copy(value)
-        same_type.update(moved)
-        return same_type
-    if isinstance(value, list | tuple):
-        return _like(value, [to_device(each, device, non_blocking) for each in value])
-    return value

@@ -6,15 +6,15 @@ raises, none waits. Tensors travel as bytes, so every dtype can; results never s
 graph, in a world of one neither.
 """
 
-import copy
 import itertools
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
+from gradsync.accelerator.trees import flatten, leaves_of, map_leaves, plain
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes, require_agreement
 from gradsync.engine.backward_watch import tensors_in
@@ -72,10 +72,10 @@ def reduce(communicator: Communicator, tree: Any, reduction: Reduction = "mean",
     """
     call = f"reduce by {reduction!r} with scale {scale!r}"
     advice = "All ranks must pass the same reduction and scale, and tensors of the same shapes and dtypes"
-    _agree(communicator, call, tree, _shape_and_dtype, advice)
+    tensors = _agree(communicator, call, tree, _shape_and_dtype, advice)
     if reduction not in REDUCTIONS:
         raise ConfigurationError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    if reduction == "max" and any(tensor.is_complex() for tensor in tensors_in(tree)):
+    if reduction == "max" and any(tensor.is_complex() for tensor in tensors):
         raise ConfigurationError("reduction 'max' needs numbers with an order, got a complex tensor")
     return map_tensors(lambda tensor: _reduce_one(communicator, tensor, reduction, scale), tree)
 
@@ -88,10 +88,9 @@ def pad_across_processes(
     Tensors that have no dimension ``dim`` and those that are large enough come back as they are.
     """
     advice = "Tensors must have as many dimensions on all ranks; reshape them before they are padded"
-    _agree(
-        communicator, f"pad_across_processes in dim {dim!r}", tree, lambda tensor: f"{tensor.ndim}-dimensional", advice
-    )
-    sizes = [tensor.shape[dim] for tensor in tensors_in(tree) if -tensor.ndim <= dim < tensor.ndim]
+    call = f"pad_across_processes in dim {dim!r}"
+    tensors = _agree(communicator, call, tree, lambda tensor: f"{tensor.ndim}-dimensional", advice)
+    sizes = [tensor.shape[dim] for tensor in tensors if -tensor.ndim <= dim < tensor.ndim]
     if not sizes:
         return tree
     largest = torch.tensor(sizes, device=communicator.device)
@@ -136,31 +135,43 @@ def gather_objects(communicator: Communicator, objects: list[Any]) -> list[Any]:
     return [element for answer in answers for element in answer["objects"]]
 
 
+def _require_text_keys(value: Any) -> None:
+    """JSON would turn the key 1 into the text "1" without a word."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} of a dict is no text")
+    if isinstance(value, list | tuple | Mapping):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            _require_text_keys(child)
+
+
 # -- on this rank -----------------------------------------------------------------------------------------------------
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """``tree`` with ``function(tensor)`` in the place of every tensor. Other leaves stay."""
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, list | tuple | Mapping):
-        return _rebuild(tree, [map_tensors(function, child) for child in _children(tree)])
-    return tree
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def send_to_device(tree: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
     """``tree`` with everything that has a ``to`` method moved to ``device``. Other leaves stay."""
-    # Before the containers: some of them, such as packed sequences, are tuples that know how to move themselves.
-    if hasattr(tree, "to"):
+
+    def moves_itself(node: Any) -> bool:
+        return callable(getattr(node, "to", None))
+
+    def move(leaf: Any) -> Any:
+        if not moves_itself(leaf):
+            return leaf
         try:
-            return tree.to(device, non_blocking=non_blocking)
+            return leaf.to(device, non_blocking=non_blocking)
         except TypeError:  # somebody's own class, whose to() takes the device alone
-            if isinstance(tree, torch.Tensor):
+            if isinstance(leaf, torch.Tensor):
                 raise
-            return tree.to(device)
-    if isinstance(tree, list | tuple | Mapping):
-        return _rebuild(tree, [send_to_device(child, device, non_blocking) for child in _children(tree)])
-    return tree
+            return leaf.to(device)
+
+    # Some containers, such as packed sequences, are tuples that know how to move themselves.
+    return map_leaves(move, tree, stop=moves_itself)
 
 
 def find_batch_size(tree: Any) -> int | None:
@@ -177,22 +188,33 @@ def concatenate(trees: Sequence[Any], dim: int = 0) -> Any:
     """Structures of the same make, tensor by tensor one after the other along ``dim``."""
     if not trees:
         raise ConfigurationError("concatenate needs at least one structure, got none")
-    first = trees[0]
-    if isinstance(first, torch.Tensor) and all(isinstance(tree, torch.Tensor) for tree in trees):
-        return torch.cat(list(trees), dim)
-    if isinstance(first, list | tuple | Mapping):
-        keys = [_keys(tree) for tree in trees]
-        for number, other in enumerate(keys):
-            if other is None or set(other) != set(keys[0] or ()):
-                raise ConfigurationError(
-                    f"concatenate needs structures of the same make, but number 0 is {_outline(first)} and number "
-                    f"{number} is {_outline(trees[number])}"
-                )
-        return _rebuild(first, [concatenate([tree[key] for tree in trees], dim) for key in keys[0] or ()])
-    if len(trees) == 1:
-        return first
-    kinds = ", ".join(sorted({type(tree).__name__ for tree in trees}))
+    leaves, make = flatten(trees[0])
+    rows = [leaves]
+    for number, other in enumerate(trees[1:], 1):
+        try:
+            rows.append(make.flatten_up_to(plain(other)))
+        except ValueError as error:
+            raise ConfigurationError(
+                f"concatenate needs structures of the same make, but number 0 is {_outline(trees[0])} and number "
+                f"{number} is {_outline(other)}: {error}"
+            ) from error
+    joined = iter([_concatenate_leaves(parts, dim) for parts in zip(*rows, strict=True)])
+    return map_leaves(lambda _: next(joined), trees[0])
+
+
+def _concatenate_leaves(parts: Sequence[Any], dim: int) -> Any:
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        return torch.cat(list(parts), dim)
+    if len(parts) == 1:
+        return parts[0]
+    kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
     raise UnsupportedTypeError(f"concatenate joins tensors, got {kinds}. Take other values out of the structures first")
+
+
+def _outline(tree: Any) -> str:
+    if not isinstance(tree, Mapping | list | tuple):
+        return type(tree).__name__
+    return f"{type(tree).__name__} with {list(tree if isinstance(tree, Mapping) else range(len(tree)))}"
 
 
 # -- one tensor -------------------------------------------------------------------------------------------------------
@@ -234,11 +256,10 @@ def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: Red
 
 def _summed_in(tensor: torch.Tensor) -> torch.dtype:
     """Wide enough not to lose anything on the way, and known to every backend."""
-    if tensor.is_complex():
-        return torch.complex128 if tensor.dtype == torch.complex128 else torch.complex64
-    if tensor.is_floating_point():
-        return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return torch.int64
+    if not (tensor.is_complex() or tensor.is_floating_point()):
+        return torch.int64
+    least = torch.complex64 if tensor.is_complex() else torch.float32
+    return tensor.dtype if tensor.dtype.itemsize > least.itemsize else least
 
 
 def _payload(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
@@ -252,56 +273,6 @@ def _wire_device(communicator: Communicator, tensor: torch.Tensor) -> torch.devi
     return communicator.device if tensor.device.type == "cpu" else tensor.device
 
 
-# -- the structure ----------------------------------------------------------------------------------------------------
-
-
-def _keys(tree: Any) -> list[Any] | None:
-    if isinstance(tree, Mapping):
-        return list(tree)
-    return list(range(len(tree))) if isinstance(tree, list | tuple) else None
-
-
-def _children(tree: Any) -> list[Any]:
-    return list(tree.values() if isinstance(tree, Mapping) else tree)
-
-
-def _rebuild(tree: Any, children: list[Any]) -> Any:
-    """A container like ``tree`` with other contents."""
-    if isinstance(tree, MutableMapping):
-        # A copy, as constructors differ: a defaultdict's wants a function first.
-        filled = copy.copy(tree)
-        for key, child in zip(tree, children, strict=True):
-            filled[key] = child
-        return filled
-    if isinstance(tree, Mapping):
-        return type(tree)(dict(zip(tree, children, strict=True)))  # type: ignore[call-arg]
-    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
-
-
-def _leaves(tree: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
-    keys = None if isinstance(tree, torch.Tensor) else _keys(tree)
-    if keys is None:
-        yield path, tree
-    else:
-        for key, child in zip(keys, _children(tree), strict=True):
-            yield from _leaves(child, f"{path}[{key!r}]")
-
-
-def _outline(tree: Any) -> str:
-    return f"{type(tree).__name__} with {_keys(tree)}" if _keys(tree) is not None else type(tree).__name__
-
-
-def _require_text_keys(value: Any) -> None:
-    """JSON would turn the key 1 into the text "1" without a word."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} of a dict is no text")
-    if isinstance(value, list | tuple | Mapping):
-        for child in _children(value):
-            _require_text_keys(child)
-
-
 # -- what ranks compare -----------------------------------------------------------------------------------------------
 
 
@@ -311,9 +282,9 @@ def _shape_and_dtype(tensor: torch.Tensor) -> str:
 
 def _agree(
     communicator: Communicator, call: str, tree: Any, describe: Callable[[torch.Tensor], str], advice: str
-) -> None:
-    """Raise on every rank unless all make the same call with alike tensors and nothing but tensors."""
-    leaves = list(_leaves(tree))
+) -> list[torch.Tensor]:
+    """All tensors. Raises on every rank unless all make the same call with alike tensors and nothing but tensors."""
+    leaves = leaves_of(tree)
     described = [("call", call)]
     described += [(path, describe(leaf) if _is_dense(leaf) else _kind(leaf)) for path, leaf in leaves]
     everybody: list[Any] = []
@@ -332,6 +303,7 @@ def _agree(
             )
     if everybody:
         raise MismatchError(f"ranks differ in {call}: {_difference(everybody)}. {advice}")
+    return [tensor for _, tensor in leaves]
 
 
 def _is_dense(leaf: Any) -> bool:

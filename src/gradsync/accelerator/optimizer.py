@@ -12,6 +12,13 @@ from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 __all__ = ["PreparedOptimizer"]
 
 
+def _inner(name: str) -> Any:
+    """An attribute of the inner optimizer, to read and to write."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
+
+
 class PreparedOptimizer(Optimizer):
     """Passes everything on to the optimizer it was made from.
 
@@ -19,12 +26,7 @@ class PreparedOptimizer(Optimizer):
     gradients that are not averaged yet, so that a loop may zero at its beginning, at its end, or both.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        windows: ModelWindows,
-        scaler: LossScaler | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, windows: ModelWindows, scaler: LossScaler | None = None) -> None:
         # Not Optimizer.__init__: groups and state are those of the inner optimizer, and so are its hooks.
         self.optimizer = optimizer
         self.scaler = scaler
@@ -54,12 +56,8 @@ class PreparedOptimizer(Optimizer):
     @property
     def synchronizers(self) -> list[Synchronizer]:
         """Those that average the gradients of the optimizer's parameters."""
-        found: dict[int, Synchronizer] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                synchronizer = synchronizer_of(parameter)
-                if synchronizer is not None:
-                    found[id(synchronizer)] = synchronizer
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        found = {id(each): each for each in map(synchronizer_of, parameters) if each is not None}
         return list(found.values())
 
     @property
@@ -98,29 +96,9 @@ class PreparedOptimizer(Optimizer):
 
     # Optimizer's own methods would look at groups and state of this object, which has none.
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    param_groups = _inner("param_groups")
+    state = _inner("state")
+    defaults = _inner("defaults")
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -52,9 +52,6 @@ class PreparedScheduler:
         total = getattr(self.scheduler, "total_steps", None)
         return self._steps_per_window > 1 and total is not None and self.scheduler._step_count > total
 
-    def get_last_lr(self) -> Any:
-        return self.scheduler.get_last_lr()
-
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.scheduler.state_dict()
         return state

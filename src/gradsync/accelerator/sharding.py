@@ -11,6 +11,7 @@ there are any.
 
 import contextlib
 import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = [
@@ -350,19 +352,12 @@ def generators_replaced(holders: Iterable[Any], seed: int) -> Iterator[None]:
 
 def gather_row(communicator: Communicator, row: list[int]) -> list[list[int]]:
     """Every rank's ``row``, in rank order."""
-    if communicator.world_size == 1:
-        return [row]
-    mine = torch.tensor(row, dtype=torch.int64, device=communicator.device)
-    gathered = mine.new_empty(len(row) * communicator.world_size)
-    communicator.all_gather(gathered, mine).wait()
-    rows: list[list[int]] = gathered.view(communicator.world_size, -1).tolist()
-    return rows
+    return [json.loads(text) for text in gather_bytes(communicator, json.dumps(row).encode())]
 
 
 def require_same_order(communicator: Communicator, batches: list[Any]) -> None:
     """Raise :class:`MismatchError` on every rank unless all of them pass the same first round."""
-    digest = int.from_bytes(hashlib.sha256(repr(batches).encode()).digest()[:7], "big")
-    digests = [row[0] for row in gather_row(communicator, [digest])]
+    digests = gather_bytes(communicator, hashlib.sha256(repr(batches).encode()).digest())
     if len(set(digests)) > 1:
         odd = next(rank for rank, each in enumerate(digests) if each != digests[0])
         raise MismatchError(

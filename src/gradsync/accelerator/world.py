@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from enum import StrEnum
@@ -211,17 +211,13 @@ class World:
         self.communicator.all_reduce(token).wait()
         token.cpu()  # on CUDA wait() only orders the stream
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """The others enter the block when rank 0 has left it, by an exception too."""
-        with self._first(self.is_main_process):
-            yield
+        return self._first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """The others enter the block when the first rank of every node has left it."""
-        with self._first(self.is_local_main_process):
-            yield
+        return self._first(self.is_local_main_process)
 
     @contextmanager
     def _first(self, first: bool) -> Iterator[None]:
@@ -287,9 +283,8 @@ class World:
 
     def close(self) -> None:
         """Destroy the process group if :func:`connect` made it. May be called again."""
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
+        if self._owns_group:
+            self.destroy_process_group()
 
 
 def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:

@@ -6,17 +6,19 @@ group's way. The slowest rank's time counts. The bytes are those of the interfac
 the second meeting itself is among them (some hundred bytes), and nothing is subtracted.
 """
 
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from gradsync.bench.record import LIMITS, Cell, RowFile
+from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator
+from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError
 
 __all__ = ["Meter", "Parts", "Progress", "Rounds", "Step"]
@@ -50,10 +52,15 @@ class Timing:
 class Rounds:
     """What a scenario measures with, inside every rank of a cell."""
 
-    def __init__(self, cell: Cell, rows: RowFile, *, progress: Progress | None = None, meter: Meter) -> None:
+    def __init__(
+        self, cell: Cell, rows: RowFile, *, progress: Progress | None = None, meter: Meter = lambda: 0
+    ) -> None:
         self.cell = cell
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._control = dist.new_group(backend="gloo")
+        # A process may measure alone, without any group.
+        self._control: Communicator = InProcessWorld(1).communicator(0)
+        if dist.is_initialized():
+            self._control = ProcessGroupCommunicator(dist.new_group(backend="gloo"))
+        self.rank, self.world_size = self._control.rank, self._control.world_size
         self._rows = rows
         self._progress = progress
         self._meter = meter
@@ -106,9 +113,8 @@ class Rounds:
         return fastest_first(finalists, 2 * rounds)[0] if len(finalists) > 1 else finalists[0]
 
     def _round(self, variants: Mapping[str, Step]) -> dict[str, list[Timing]]:
-        names = list(variants)
-        own = {name: self._time(variants[name]) for name in self._order.sample(names, len(names))}
-        return self._share({name: own[name] for name in names})
+        own = {name: self._time(variants[name]) for name in self._order.sample(list(variants), len(variants))}
+        return self._share({name: own[name] for name in variants})
 
     def _time(self, step: Step) -> Timing:
         self._meet()
@@ -121,35 +127,18 @@ class Rounds:
         return Timing(seconds, self._meter() - before, parts or {})
 
     def _meet(self) -> None:
-        dist.barrier(group=self._control)
+        if isinstance(self._control, ProcessGroupCommunicator):
+            dist.barrier(group=self._control.group)
 
     def _share(self, own: Mapping[str, Timing]) -> dict[str, list[Timing]]:
-        """Every rank's timings of a round, by variant, in one exchange."""
-        names = list(own)
-        keys = [sorted(own[name].parts) for name in names]
-        numbers = [
-            [timing.seconds, float(timing.sent), *(timing.parts[key] for key in known)]
-            for timing, known in zip(own.values(), keys, strict=True)
-        ]
-        flat = torch.tensor([number for row in numbers for number in row], dtype=torch.float64)
-        gathered = [torch.empty_like(flat) for _ in range(self.world_size)]
-        dist.all_gather(gathered, flat, group=self._control)
-        result: dict[str, list[Timing]] = {name: [] for name in names}
-        for values in (tensor.tolist() for tensor in gathered):
-            for name, known in zip(names, keys, strict=True):
-                seconds, sent, *parts = (values.pop(0) for _ in range(2 + len(known)))
-                result[name].append(Timing(seconds, int(sent), dict(zip(known, parts, strict=True))))
-        return result
+        """Every rank's timings of a round, by variant."""
+        text = json.dumps({name: asdict(timing) for name, timing in own.items()})
+        everybody = [json.loads(answer) for answer in gather_bytes(self._control, text.encode())]
+        return {name: [Timing(**rank[name]) for rank in everybody] for name in own}
 
     def _write(self, number: int, timings: Mapping[str, Sequence[Timing]]) -> None:
         for name, ranks in timings.items():
             slowest = max(ranks, key=lambda timing: timing.seconds)
-            self._rows.write(
-                "sample",
-                variant=name,
-                round=number,
-                seconds=slowest.seconds,
-                ranks=[timing.seconds for timing in ranks],
-                sent=max(timing.sent for timing in ranks),
-                parts=dict(slowest.parts),
-            )
+            everyone = {"ranks": [timing.seconds for timing in ranks], "sent": max(timing.sent for timing in ranks)}
+            content = {"seconds": slowest.seconds, **everyone, "parts": dict(slowest.parts)}
+            self._rows.write("sample", variant=name, round=number, **content)

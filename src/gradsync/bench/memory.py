@@ -8,7 +8,6 @@ largest value.
 
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from gradsync.errors import ConfigurationError
@@ -58,9 +57,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
         self._see()

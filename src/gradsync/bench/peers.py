@@ -34,7 +34,9 @@ __all__ = [
     "Gradsync",
     "NoWrapper",
     "Peer",
+    "TorchDDP",
     "Wrapped",
+    "tuned_options",
 ]
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -76,13 +78,7 @@ class NoWrapper(Peer):
     name: str = "no wrapper"
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
-        return Wrapped(
-            model=model,
-            optimizer=optimizer(model.parameters()),
-            backward=_shared_by(window),
-            no_sync=nullcontext,
-            accumulate=lambda last: nullcontext(),
-        )
+        return _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +94,10 @@ class Gradsync(Peer):
         wrapper = DistributedDataParallel(
             model, schedule=self.schedule, bucket_cap_mb=self.bucket_mb, observer=self.observer
         )
-        return Wrapped(
-            model=wrapper,
-            optimizer=optimizer(wrapper.parameters()),
-            backward=_shared_by(window),
-            no_sync=wrapper.no_sync,
-            accumulate=lambda last: wrapper.accumulate(last=last),
-            framed_backward=wrapper.backward,
-        )
+        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
+        wrapped.framed_backward = wrapper.backward
+        return wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,20 +109,11 @@ class DDP(Peer):
     bucket_mb: float | None = None
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
-        options: dict[str, Any] = {}
-        if self.tuned:
-            wanted = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
-            known = inspect.signature(TorchDDP).parameters
-            options = {key: value for key, value in wanted.items() if key in known}
+        options: dict[str, Any] = tuned_options() if self.tuned else {}
         if self.bucket_mb is not None:
             options["bucket_cap_mb"] = self.bucket_mb
         wrapper = TorchDDP(model, **options)
-        return Wrapped(
-            model=wrapper,
-            optimizer=optimizer(wrapper.parameters()),
-            backward=_shared_by(window),
-            no_sync=wrapper.no_sync,
-        )
+        return _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,16 +165,11 @@ class Fabric(Peer):
         fabric.launch()
         wrapper, prepared = fabric.setup(model, optimizer(model.parameters()))
 
-        @contextmanager
-        def accumulate(last: bool) -> Iterator[None]:
-            with fabric.no_backward_sync(wrapper, enabled=not last):
-                yield
-
         return Wrapped(
             model=wrapper,
             optimizer=prepared,
             no_sync=lambda: fabric.no_backward_sync(wrapper),
-            accumulate=accumulate,
+            accumulate=lambda last: fabric.no_backward_sync(wrapper, enabled=not last),
             backward=lambda loss: fabric.backward(loss / window),
         )
 
@@ -223,21 +201,23 @@ class FSDP2Replicate(Peer):
             finally:
                 replicated.set_requires_gradient_sync(True)
 
-        return Wrapped(
-            model=replicated,
-            optimizer=optimizer(replicated.parameters()),
-            backward=_shared_by(window),
-            no_sync=no_sync,
-        )
+        return _summing(replicated, optimizer, window, no_sync=no_sync)
 
 
-def _shared_by(window: int) -> Callable[[torch.Tensor], None]:
-    """A backward for peers that add up micro-batches and leave the mean to their users."""
+def tuned_options() -> dict[str, Any]:
+    """Everything that makes torch's wrapper faster, as far as this torch has it."""
+    wanted = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
+    known = inspect.signature(TorchDDP).parameters
+    return {key: value for key, value in wanted.items() if key in known}
+
+
+def _summing(model: nn.Module, optimizer: MakeOptimizer, window: int, **others: Any) -> Wrapped:
+    """A peer that adds up micro-batches and leaves the mean to its users."""
 
     def backward(loss: torch.Tensor) -> None:
         (loss / window).backward()
 
-    return backward
+    return Wrapped(model=model, optimizer=optimizer(model.parameters()), backward=backward, **others)
 
 
 def _not_installed(module: str) -> str | None:

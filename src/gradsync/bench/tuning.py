@@ -18,14 +18,9 @@ SHARES = (1, 2, 4, 8)
 def best_bucket_mb(rounds: Rounds, workload: Workload, *, tuned: bool = True) -> float:
     """The size in MiB with which torch's DDP was fastest in a few rounds; noted among the facts of the cell."""
     candidates = {f"{workload.nbytes / share / MIB:.3f}": share for share in SHARES}
+    wrapped = {size: workload.wrap(DDP(tuned=tuned, bucket_mb=float(size))) for size in candidates}
     steps = {
-        size: window_step(
-            workload.wrap(DDP(tuned=tuned, bucket_mb=float(size))),
-            workload.forward,
-            count=1,
-            pattern=Pattern.EVERY,
-        )
-        for size in candidates
+        size: window_step(each, workload.forward, count=1, pattern=Pattern.EVERY) for size, each in wrapped.items()
     }
     best = rounds.best(steps)
     rounds.fact("DDP bucket MiB", f"{best}, the best of {', '.join(candidates)}")

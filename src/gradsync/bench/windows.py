@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import StrEnum
 
 import torch
@@ -54,18 +55,12 @@ def _every(wrapped: Wrapped, forward: Forward, last: bool) -> None:
 
 def _improper(wrapped: Wrapped, forward: Forward, last: bool) -> None:
     loss = forward(wrapped.model)
-    if last:
-        wrapped.backward(loss)
-        return
-    with wrapped.no_sync():
+    with nullcontext() if last else wrapped.no_sync():
         wrapped.backward(loss)
 
 
 def _no_sync(wrapped: Wrapped, forward: Forward, last: bool) -> None:
-    if last:
-        wrapped.backward(forward(wrapped.model))
-        return
-    with wrapped.no_sync():
+    with nullcontext() if last else wrapped.no_sync():
         wrapped.backward(forward(wrapped.model))
 
 
