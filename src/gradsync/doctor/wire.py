@@ -3,27 +3,24 @@
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from gradsync.doctor.finding import MIB, Finding, Status, size
 from gradsync.doctor.wire_rank import READY
+from gradsync.launch import Failure, RankProcesses, become, standalone
 
 __all__ = ["Wire", "measured"]
 
 # Loopback moves 4 KiB in a fraction of a millisecond and some GB/s. Far from that, something else has the cores.
 SLOW_SECONDS = 5e-3
 SLOW_BYTES_PER_SECOND = {"gloo": 0.2e9, "nccl": 1e9}
-# What would make the processes take themselves for ranks of an outer launch.
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-POLL_SECONDS = 0.02
 # Run as a script: it needs torch, and not the time that the rest of gradsync takes to import.
 RANK_SCRIPT = Path(__file__).with_name("wire_rank.py")
 
@@ -31,48 +28,38 @@ RANK_SCRIPT = Path(__file__).with_name("wire_rank.py")
 class Wire:
     """The ranks of one measurement. They start at once, and :meth:`finding` waits for what they have measured."""
 
-    def __init__(self, backend: str, ranks: int, folder: Path, timeout: float) -> None:
+    def __init__(self, backend: str, ranks: int, timeout: float, stack: ExitStack) -> None:
         self.name = f"{backend} wire"
         self._backend, self._ranks, self._timeout = backend, ranks, timeout
-        self._deadline = time.monotonic() + timeout
-        self._outputs = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(ranks)]
-        self._processes = [self._start(rank, folder / "store") for rank in range(ranks)]
-        self._ready_at: float | None = None
+        self._deadline = time.time() + timeout
+        # Without names, so that none is left behind.
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2 * ranks)]  # noqa: SIM115 (it closes them)
+        self._outputs, self._errors = files[:ranks], files[ranks:]
+        places = stack.enter_context(standalone(ranks))
+        self._processes = stack.enter_context(RankProcesses(grace=0))
+        command = [sys.executable, "-P", str(RANK_SCRIPT), backend, str(timeout)]
+        for place, output, error in zip(places, self._outputs, self._errors, strict=True):
+            self._processes.start(place, partial(become, sys.executable, command, output, error))
 
-    def _start(self, rank: int, store: Path) -> "subprocess.Popen[bytes]":
-        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        numbers = (str(rank), str(self._ranks), str(store), str(self._timeout))
-        output, error = self._outputs[rank]
-        with output.open("wb") as stdout, error.open("wb") as stderr:
-            return subprocess.Popen(
-                [sys.executable, "-P", str(RANK_SCRIPT), self._backend, *numbers],
-                env=variables | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-            )
+    @classmethod
+    @contextmanager
+    def of(cls, backend: str, ranks: int, timeout: float) -> "Iterator[Wire]":
+        with ExitStack() as stack:
+            yield cls(backend, ranks, timeout, stack)
 
     def finding(self) -> Finding:
         """Waits until all have ended, one has failed or the time is over."""
-        while True:
-            codes = [process.poll() for process in self._processes]
-            if any(codes):
-                return self._failed(codes)
-            if all(code == 0 for code in codes):
-                return measured(self._backend, self._ranks, **self._result())
-            if self._ready_at is None and all(output.read_text().startswith(READY) for output, _ in self._outputs):
-                self._ready_at = time.monotonic()
-            if time.monotonic() > self._deadline:
-                return self._late()
-            time.sleep(POLL_SECONDS)
+        try:
+            failure = self._processes.wait(self._deadline - time.time())
+        except TimeoutError:
+            return self._late()
+        if failure is not None:
+            return self._failed(failure)
+        return measured(self._backend, self._ranks, **json.loads(_text(self._outputs[0]).removeprefix(READY)))
 
-    def _result(self) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads(self._outputs[0][0].read_text().removeprefix(READY))
-        return result
-
-    def _failed(self, codes: list[int | None]) -> Finding:
-        rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
-        lines = self._outputs[rank][1].read_text(errors="replace").strip().splitlines()
+    def _failed(self, failure: Failure) -> Finding:
+        rank, code = failure.place.rank, failure.code
+        lines = _text(self._errors[rank]).strip().splitlines()
         what = f"signal {-code}" if code < 0 else f"exit code {code}"
         # The last line of a traceback is the exception; where in torch's sources it was helps nobody here.
         reason = re.sub(r"\[enforce fail at [^\]]*\] ", "", lines[-1].strip()) if lines else what
@@ -83,7 +70,10 @@ class Wire:
 
     def _late(self) -> Finding:
         """Ranks that have had no time yet for the wire say nothing about it."""
-        if self._ready_at is None or self._deadline - self._ready_at < self._timeout / 2:
+        # The ranks write that they are ready, and then nothing before they have finished.
+        ready_at = max(os.fstat(output.fileno()).st_mtime for output in self._outputs)
+        ready = all(_text(output).startswith(READY) for output in self._outputs)
+        if not ready or self._deadline - ready_at < self._timeout / 2:
             return Finding(
                 name=self.name,
                 status=Status.WARN,
@@ -97,24 +87,10 @@ class Wire:
             fix="they may not reach each other: see interfaces, gloo and ports. Else: gradsync doctor --timeout 60",
         )
 
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
 
-    @classmethod
-    @contextmanager
-    def of(cls, backend: str, ranks: int, timeout: float) -> "Iterator[Wire]":
-        folder = Path(tempfile.mkdtemp(prefix="gradsync_doctor_"))
-        wire = None
-        try:
-            wire = cls(backend, ranks, folder, timeout)
-            yield wire
-        finally:
-            if wire is not None:
-                wire.close()
-            shutil.rmtree(folder, ignore_errors=True)
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def measured(

@@ -16,7 +16,7 @@ from gradsync.errors import ConfigurationError
 from gradsync.lab.errors import LabError
 from gradsync.lab.host import places_here, places_on
 from gradsync.lab.lab import Lab
-from gradsync.lab.ranks import RankProcesses, signals_raise
+from gradsync.lab.program import run_at
 
 __all__ = ["fork_ranks"]
 
@@ -40,10 +40,7 @@ def fork_ranks(
         raise ConfigurationError("ranks= is for this machine; on the hosts of a lab say ranks_per_host=")
     else:
         places = places_on(lab.hosts, ranks_per_host)
-    with signals_raise(), RankProcesses() as processes:
-        for place in places:
-            processes.start(place, lambda: _call(function))
-        failure = processes.wait(timeout)
+    failure = run_at(places, lambda place: _call(function), timeout)
     if failure is not None:
         raise LabError(f"{failure}. Its traceback is above, and the other ranks were ended")
 
