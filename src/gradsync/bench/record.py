@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from gradsync.bench.statistics import Ratio, Summary, ratio, summarize
 from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.files import whole_file
 
 __all__ = [
     "CONFIG",
@@ -238,10 +239,9 @@ class ResultFolder:
         self._write(self.path / f"{scenario}{RESULT}", result)
 
     def _write(self, path: Path, content: Mapping[str, Any]) -> None:
-        partial = path.with_name(path.name + ".partial")
         try:
-            partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-            partial.replace(path)
+            with whole_file(path) as file:
+                file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
         except OSError as error:
             raise GradsyncError(
                 f"{path.name} cannot be written: {error.strerror}. Make room, or choose --out"

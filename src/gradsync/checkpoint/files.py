@@ -1,7 +1,7 @@
 """Files that survive: on the disk before they carry their name, and never believed without size and hash.
 
-A file is written under a temporary name, hashed on its way, synced and renamed. What a reader must find there is a
-:class:`FileRecord`, kept elsewhere. Bytes that are not those that were written raise :class:`CorruptFileError`.
+A file is hashed on its way to the disk. What a reader must find there is a :class:`FileRecord`, kept elsewhere. Bytes
+that are not those that were written raise :class:`CorruptFileError`.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.errors import GradsyncError
+from gradsync.files import whole_file
 
 __all__ = [
     "CHUNK",
@@ -31,8 +32,6 @@ __all__ = [
 
 # Bytes that are read, written and hashed at a time. Large enough for the hash to run at its full speed.
 CHUNK = 1 << 24
-
-PART = ".part"
 
 
 class CorruptFileError(GradsyncError):
@@ -63,22 +62,12 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 
     Its entry in the folder is only on the disk after :func:`fsync_directory`, once for many files.
     """
-    part = path.with_name(path.name + PART)
     digest, size = hashlib.sha256(), 0
-    try:
-        with open(part, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        # A full disk does not say which file it was.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with whole_file(path) as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
     return FileRecord(size=size, sha256=digest.hexdigest())
 
 

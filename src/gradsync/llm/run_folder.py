@@ -26,12 +26,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
+from gradsync.files import PARTIAL, whole_file
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
 
 CONFIG, METRICS, SUMMARY, EVENTS = "config.json", "metrics.jsonl", "summary.json", "tensorboard"
 KINDS = ("step", "validation", "timeline", "note")
-PARTIAL = ".partial"
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -258,18 +258,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file that is either complete or not there: under another name first, then renamed."""
-    partial = path.with_name(path.name + PARTIAL)
-    with _said_clearly(path):
-        try:
-            with partial.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+    """Writes a file that is either complete or not there."""
+    with _said_clearly(path), whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def _holds_something(entry: Path) -> bool:
