@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,7 +291,8 @@ def rank_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[st
 
 
 def outcome(timeout: float) -> Finding:
-    with wire.Wire.of("gloo", 2, timeout) as ranks:
+    with ExitStack() as stack:
+        ranks = wire.Wire("gloo", 2, timeout, stack)
         pids = ranks._processes.pids
         assert len(pids) == 2
         finding = ranks.finding()

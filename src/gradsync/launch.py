@@ -7,7 +7,6 @@ It is the leader of a process group of its own, so that what it started can be e
 import ctypes
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from types import FrameType
 from typing import IO, Any, NoReturn
 
@@ -257,17 +257,14 @@ class RankProcesses:
 
     def _await_ends(self, seconds: float) -> bool:
         """Note the codes of those that end; whether one did within ``seconds``."""
-        poller = select.poll()
-        by_descriptor = {process.pidfd: process for process in self._running()}
-        for descriptor in by_descriptor:
-            poller.register(descriptor, select.POLLIN)
-        ended = poller.poll(None if seconds == math.inf else max(0.0, seconds) * 1000)
-        for descriptor, _ in ended:
+        running = self._running()
+        ended = connection.wait([process.pidfd for process in running], None if seconds == math.inf else seconds)
+        for process in (process for process in running if process.pidfd in ended):
             # Not reaped yet: its number stays taken until its process group is ended.
-            result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
+            result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
             assert result is not None
             killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            by_descriptor[descriptor].code = -result.si_status if killed else result.si_status
+            process.code = -result.si_status if killed else result.si_status
         return bool(ended)
 
 

@@ -94,19 +94,13 @@ def fsync_directory(path: Path) -> None:
 
 def verify_file(path: Path, record: FileRecord) -> None:
     """Raise :class:`CorruptFileError` unless the file holds what the record says."""
-    _require_size(path, _size_of(path), record)
-    digest = hashlib.sha256()
-    for chunk in _chunks_of(path):
-        digest.update(chunk)
-    _require_hash(path, digest.hexdigest(), record)
+    for _ in _verified_chunks(path, record):
+        pass
 
 
 def read_verified(path: Path, record: FileRecord) -> bytes:
     """The bytes of a small file. Those that were hashed, not those of a second look."""
-    data = read_file(path)
-    _require_size(path, len(data), record)
-    _require_hash(path, hashlib.sha256(data).hexdigest(), record)
-    return data
+    return b"".join(_verified_chunks(path, record))
 
 
 def read_file(path: Path) -> bytes:
@@ -122,15 +116,25 @@ def parse_json(path: Path, data: bytes) -> Any:
         raise CorruptFileError(path, f"not JSON ({error})") from error
 
 
+def _verified_chunks(path: Path, record: FileRecord) -> Iterator[bytes]:
+    with _as_corruption(path):
+        size = path.stat().st_size
+    if size < record.size:
+        raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
+    if size > record.size:
+        raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
+    digest = hashlib.sha256()
+    for chunk in _chunks_of(path):
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != record.sha256:
+        raise CorruptFileError(path, "hash differs")
+
+
 def _chunks_of(path: Path) -> Iterator[bytes]:
     with _as_corruption(path), open(path, "rb") as file:
         while chunk := file.read(CHUNK):
             yield chunk
-
-
-def _size_of(path: Path) -> int:
-    with _as_corruption(path):
-        return path.stat().st_size
 
 
 @contextlib.contextmanager
@@ -142,15 +146,3 @@ def _as_corruption(path: Path) -> Iterator[None]:
         raise CorruptFileError(path, "missing") from error
     except OSError as error:
         raise CorruptFileError(path, f"cannot be read ({error.strerror})") from error
-
-
-def _require_size(path: Path, size: int, record: FileRecord) -> None:
-    if size < record.size:
-        raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
-    if size > record.size:
-        raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
-
-
-def _require_hash(path: Path, sha256: str, record: FileRecord) -> None:
-    if sha256 != record.sha256:
-        raise CorruptFileError(path, "hash differs")

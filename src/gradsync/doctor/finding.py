@@ -1,10 +1,13 @@
 """What a check has found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["GIB", "MIB", "Finding", "Status", "guarded", "size"]
+from gradsync.accelerator.environment import ProcessEnvironment, read_environment
+from gradsync.errors import ConfigurationError
+
+__all__ = ["GIB", "MIB", "Finding", "Status", "guarded", "place_of", "size"]
 
 MIB = 2**20
 GIB = 2**30
@@ -49,6 +52,14 @@ def guarded(name: str, check: Callable[[], Finding]) -> Finding:
             fix="please report this with the block below",
             public=f"the check itself failed: {type(error).__name__}",
         )
+
+
+def place_of(variables: Mapping[str, str]) -> ProcessEnvironment:
+    """Who this process is; alone, where the variables make no sense: the check of the launcher says what is wrong."""
+    try:
+        return read_environment(variables)
+    except ConfigurationError:
+        return ProcessEnvironment()
 
 
 def size(nbytes: float) -> str:

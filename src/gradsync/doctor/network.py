@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradsync.accelerator.environment import DEFAULT_PORT, LOOPBACK, read_environment
-from gradsync.doctor.finding import Finding, Status
-from gradsync.errors import ConfigurationError
+from gradsync.accelerator.environment import DEFAULT_PORT, LOOPBACK
+from gradsync.doctor.finding import Finding, Status, place_of
 
 __all__ = ["Interface", "check_gloo_interface", "check_interfaces", "check_ports", "list_interfaces"]
 
@@ -148,19 +147,12 @@ def _only_loopback(
 ) -> Finding:
     better = _first_useful(interfaces)
     setting = f"export GLOO_SOCKET_IFNAME={better.name}" if better else "set GLOO_SOCKET_IFNAME to a wired interface"
-    if _several_nodes(variables):
+    place = place_of(variables)
+    if place.local_world_size < place.world_size:
         fix = f"ranks on other nodes cannot reach that: {setting}"
         return Finding(name="gloo", status=Status.FAIL, detail=detail, fix=fix, public=public)
     fix = f"nothing on one machine; for ranks on several: {setting}"
     return Finding(name="gloo", status=Status.WARN, detail=detail, fix=fix, public=public)
-
-
-def _several_nodes(variables: Mapping[str, str]) -> bool:
-    try:
-        place = read_environment(variables)
-    except ConfigurationError:
-        return False  # the check of the launcher says what is wrong
-    return place.local_world_size < place.world_size
 
 
 def _addresses_of(host: str) -> list[str]:

@@ -6,8 +6,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -21,12 +21,14 @@ __all__ = ["Wire", "measured"]
 # Loopback moves 4 KiB in a fraction of a millisecond and some GB/s. Far from that, something else has the cores.
 SLOW_SECONDS = 5e-3
 SLOW_BYTES_PER_SECOND = {"gloo": 0.2e9, "nccl": 1e9}
-# Run as a script: it needs torch, and not the time that the rest of gradsync takes to import.
 RANK_SCRIPT = Path(__file__).with_name("wire_rank.py")
 
 
 class Wire:
-    """The ranks of one measurement. They start at once, and :meth:`finding` waits for what they have measured."""
+    """The ranks of one measurement. They start at once, and :meth:`finding` waits for what they have measured.
+
+    ``stack`` ends them and closes their files.
+    """
 
     def __init__(self, backend: str, ranks: int, timeout: float, stack: ExitStack) -> None:
         self.name = f"{backend} wire"
@@ -40,12 +42,6 @@ class Wire:
         command = [sys.executable, "-P", str(RANK_SCRIPT), backend, str(timeout)]
         for place, output, error in zip(places, self._outputs, self._errors, strict=True):
             self._processes.start(place, partial(become, sys.executable, command, output, error))
-
-    @classmethod
-    @contextmanager
-    def of(cls, backend: str, ranks: int, timeout: float) -> "Iterator[Wire]":
-        with ExitStack() as stack:
-            yield cls(backend, ranks, timeout, stack)
 
     def finding(self) -> Finding:
         """Waits until all have ended, one has failed or the time is over."""

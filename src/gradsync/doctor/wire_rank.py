@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.communicator import Communicator, choose_communicator, fit_communicator
+
 __all__ = ["READY"]
 
 READY = "ready\n"
@@ -31,53 +33,31 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=float(seconds)))
-    result: dict[str, Any] = {"seconds": _median_seconds(Tensors(device))}
+    wire = choose_communicator()
+    result: dict[str, Any] = {"seconds": _median_seconds(wire, device)}
     if backend == "gloo":
-        # Imported now, because the measurement before needs it not.
-        from gradsync.communicator import choose_communicator, fit_communicator
-
-        choice = fit_communicator(choose_communicator(), device)
-        result |= {"choice": str(choice), "chosen": _median_seconds(Tensors(device, choice.communicator))}
+        choice = fit_communicator(wire, device)
+        result |= {"choice": str(choice), "chosen": _median_seconds(choice.communicator, device)}
     dist.barrier()
     if dist.get_rank() == 0:
         print(json.dumps(result))
     dist.destroy_process_group()
 
 
-class Tensors:
-    """All-reduces over the group, or over ``wire`` in memory of its own."""
-
-    def __init__(self, device: torch.device, wire: Any = None) -> None:
-        self.device, self._wire = device, wire
-
-    def ones(self, count: int) -> torch.Tensor:
-        if self._wire is None:
-            return torch.ones(count, device=self.device)
-        tensor: torch.Tensor = self._wire.allocate(count, torch.float32, self.device)
-        return tensor.fill_(1.0)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        if self._wire is None:
-            dist.all_reduce(tensor)
-        else:
-            self._wire.all_reduce(tensor).wait()
-
-
-def _median_seconds(tensors: Tensors) -> dict[int, float]:
+def _median_seconds(wire: Communicator, device: torch.device) -> dict[int, float]:
     """By bytes."""
-    medians = {}
+    medians, ranks = {}, wire.world_size
     for nbytes, repeats in REPEATS.items():
         readings = []
-        tensor = tensors.ones(nbytes // 4)
+        tensor = wire.allocate(nbytes // 4, torch.float32, device)
         for _ in range(WARM_UP + repeats):
             tensor.fill_(1.0)
             dist.barrier()
-            _wait_for(tensors.device)
+            _wait_for(device)
             started = time.perf_counter()
-            tensors.all_reduce(tensor)
-            _wait_for(tensors.device)
+            wire.all_reduce(tensor).wait()
+            _wait_for(device)
             readings.append(time.perf_counter() - started)
-            ranks = dist.get_world_size()
             if not bool((tensor == ranks).all()):
                 raise ArithmeticError(f"an all-reduce of ones over {ranks} ranks gave {tensor.min()} to {tensor.max()}")
         medians[nbytes] = statistics.median(readings[WARM_UP:])
