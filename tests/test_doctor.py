@@ -293,7 +293,7 @@ def rank_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[st
 def outcome(timeout: float) -> Finding:
     with ExitStack() as stack:
         ranks = wire.Wire("gloo", 2, timeout, stack)
-        pids = ranks._processes.pids
+        pids = [process.pid for process in ranks._processes._processes]
         assert len(pids) == 2
         finding = ranks.finding()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -174,10 +174,6 @@ class RankProcesses:
             os.close(process.pidfd)
         self._processes.clear()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def start(self, place: Place, action: Callable[[], object]) -> None:
         """``action()`` in a new process at ``place``. It ends with 0 when ``action`` returns."""
         for stream in (sys.stdout, sys.stderr):

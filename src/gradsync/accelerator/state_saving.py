@@ -23,9 +23,6 @@ from gradsync.errors import ConfigurationError
 
 __all__ = ["Prepared", "has_checkpoint", "load_prepared", "restore_prepared", "save_prepared"]
 
-# What has a state and is written once, beside models, by its name in :class:`Prepared`.
-LISTED = ("optimizers", "schedulers", "others")
-
 
 @dataclass(kw_only=True)
 class Prepared:
@@ -39,6 +36,12 @@ class Prepared:
     loaders: list[PreparedDataLoader] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
 
+    @property
+    def replicated(self) -> dict[str, Sequence[Any]]:
+        """What has the same state on all ranks, in the order in which it is loaded."""
+        names = ("optimizers", "schedulers", "others")
+        return {"models": self.models.plain} | {name: getattr(self, name) for name in names}
+
 
 def save_prepared(
     prepared: Prepared, checkpoints: CheckpointFolder, *, step: int | None = None, facts: dict[str, Any] | None = None
@@ -47,9 +50,8 @@ def save_prepared(
     scaler = prepared.precision.scaler
     engines = [handle.synchronizer for handle in prepared.models.handles]
     shared = {
-        "models": [model.state_dict() for model in prepared.models.plain],
+        **{name: [each.state_dict() for each in objects] for name, objects in prepared.replicated.items()},
         "engines": [engine.state_dict() for engine in engines],
-        **{name: [each.state_dict() for each in getattr(prepared, name)] for name in LISTED},
         "scaler": None if scaler is None else scaler.state_dict(),
     }
     own = {
@@ -98,18 +100,15 @@ def restore_prepared(prepared: Prepared, loaded: Loaded, world_size: int) -> boo
         raise ConfigurationError(
             f"{loaded.path} was written by an earlier gradsync, in another form. Go on with that one, or begin anew"
         )
-    _require_count("models", shared["models"], prepared.models.plain)
-    for name in LISTED:
-        _require_count(name, shared[name], getattr(prepared, name))
-    for model, state in zip(prepared.models.plain, shared["models"], strict=True):
-        try:
-            model.load_state_dict(state)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise ConfigurationError(f"the checkpoint {loaded.path.name} holds another model: {reason}") from error
-    for name in LISTED:
-        for target, state in zip(getattr(prepared, name), shared[name], strict=True):
-            target.load_state_dict(state)
+    for name, objects in prepared.replicated.items():
+        _require_count(name, shared[name], objects)
+    for name, objects in prepared.replicated.items():
+        for target, state in zip(objects, shared[name], strict=True):
+            try:
+                target.load_state_dict(state)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise ConfigurationError(f"the checkpoint {loaded.path.name} holds other {name}: {reason}") from error
     if prepared.precision.scaler is not None and shared["scaler"] is not None:
         prepared.precision.scaler.load_state_dict(shared["scaler"])
     if loaded.own is None or loaded.world_size != world_size:

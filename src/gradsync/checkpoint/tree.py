@@ -235,10 +235,6 @@ def _ordered(node: dict[str, Any], tensors: Tensors) -> OrderedDict[Any, Any]:
     return ordered
 
 
-def _counter(node: dict[str, Any], tensors: Tensors) -> Counter[Any]:
-    return Counter(dict(_pairs(node["counter"], tensors)))
-
-
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -284,7 +280,7 @@ DECODERS: dict[str, Callable[[dict[str, Any], Tensors], Any]] = {
     "size": lambda node, _: torch.Size(node["size"]),
     "dict": lambda node, tensors: dict(_pairs(node["dict"], tensors)),
     "ordered": _ordered,
-    "counter": _counter,
+    "counter": lambda node, tensors: Counter(dict(_pairs(node["counter"], tensors))),
     "dtype": lambda node, _: _dtype(node["dtype"]),
     "device": lambda node, _: torch.device(node["device"]),
     "tensor": _tensor,

@@ -42,15 +42,10 @@ class Interface:
 def list_interfaces() -> tuple[Interface, ...]:
     """Those that are up or have an address: the others are of no use to anybody."""
     six = _ipv6_addresses()
-    found = (
-        Interface(
-            name=name,
-            addresses=(*_ipv4_address(name), *six.get(name, ())),
-            up=_is_up(name),
-            megabits=_megabits(name),
-        )
-        for _, name in socket.if_nameindex()
-    )
+    found = []
+    for _, name in socket.if_nameindex():
+        addresses = (*_ipv4_address(name), *six.get(name, ()))
+        found.append(Interface(name=name, addresses=addresses, up=_is_up(name), megabits=_megabits(name)))
     return tuple(interface for interface in found if interface.up or interface.addresses)
 
 
@@ -99,11 +94,8 @@ def check_interfaces(interfaces: tuple[Interface, ...]) -> Finding:
 
 def _first_useful(interfaces: tuple[Interface, ...]) -> Interface | None:
     """Through which other machines may be reached: the fastest, and of equal ones the first."""
-    useful = [
-        each
-        for each in interfaces
-        if each.up and not each.is_loopback and any(not a.startswith(LINK_LOCAL) for a in each.addresses)
-    ]
+    outside = [each for each in interfaces if each.up and not each.is_loopback]
+    useful = [each for each in outside if any(not address.startswith(LINK_LOCAL) for address in each.addresses)]
     return max(useful, key=lambda each: each.megabits or 0, default=None)
 
 
@@ -167,19 +159,13 @@ def check_ports() -> Finding:
         socket.create_server((LOOPBACK, 0)).close()
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "an unknown error")
-        return Finding(
-            name="ports",
-            status=Status.FAIL,
-            detail=f"no port can be opened on loopback: {code}",
-            fix="ranks meet at one: see that lo is up (ip link set lo up) and that a sandbox or firewall allows it",
-        )
+        detail = f"no port can be opened on loopback: {code}"
+        fix = "ranks meet at one: see that lo is up (ip link set lo up) and that a sandbox or firewall allows it"
+        return Finding(name="ports", status=Status.FAIL, detail=detail, fix=fix)
     if not (_is_free(socket.AF_INET, "0.0.0.0") and _is_free(socket.AF_INET6, "::")):
-        return Finding(
-            name="ports",
-            status=Status.WARN,
-            detail=f"loopback can be listened on; port {DEFAULT_PORT}, the default, is taken",
-            fix="another job? Use torchrun --standalone, or set MASTER_PORT to a free port for all ranks",
-        )
+        detail = f"loopback can be listened on; port {DEFAULT_PORT}, the default, is taken"
+        fix = "another job? Use torchrun --standalone, or set MASTER_PORT to a free port for all ranks"
+        return Finding(name="ports", status=Status.WARN, detail=detail, fix=fix)
     return Finding(name="ports", status=Status.PASS, detail=f"loopback can be listened on; {DEFAULT_PORT} is free")
 
 

@@ -1,27 +1,40 @@
-"""A real all-reduce between processes of this machine, of several sizes, with its time and bandwidth."""
+"""A real all-reduce between processes of this machine, of several sizes, with its time and bandwidth.
+
+This file is also what the processes run: ``python wire.py BACKEND SECONDS``.
+"""
 
 import json
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from gradsync.doctor.finding import MIB, Finding, Status, size
-from gradsync.doctor.wire_rank import READY
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator import Communicator, choose_communicator, fit_communicator
+from gradsync.doctor.finding import KIB, MIB, Finding, Status, size
 from gradsync.launch import Failure, RankProcesses, become, standalone
 
-__all__ = ["Wire", "measured"]
+__all__ = ["Wire", "be_rank", "measured"]
+
+READY = "ready\n"
+# The numbers of repeats keep all of it well under a second on a wire of 1 GB/s.
+REPEATS = {4 * KIB: 20, 256 * KIB: 20, 4 * MIB: 8, 32 * MIB: 4}
+WARM_UP = 2
 
 # Loopback moves 4 KiB in a fraction of a millisecond and some GB/s. Far from that, something else has the cores.
 SLOW_SECONDS = 5e-3
 SLOW_BYTES_PER_SECOND = {"gloo": 0.2e9, "nccl": 1e9}
-RANK_SCRIPT = Path(__file__).with_name("wire_rank.py")
+RANK_SCRIPT = Path(__file__)
 
 
 class Wire:
@@ -70,18 +83,12 @@ class Wire:
         ready_at = max(os.fstat(output.fileno()).st_mtime for output in self._outputs)
         ready = all(_text(output).startswith(READY) for output in self._outputs)
         if not ready or self._deadline - ready_at < self._timeout / 2:
-            return Finding(
-                name=self.name,
-                status=Status.WARN,
-                detail=f"not measured: after {self._timeout:g} s the ranks had barely started",
-                fix="the machine is busy or slow: gradsync doctor --timeout 60",
-            )
-        return Finding(
-            name=self.name,
-            status=Status.FAIL,
-            detail=f"{self._ranks} ranks had not finished their all-reduces after {self._timeout:g} s",
-            fix="they may not reach each other: see interfaces, gloo and ports. Else: gradsync doctor --timeout 60",
-        )
+            detail = f"not measured: after {self._timeout:g} s the ranks had barely started"
+            fix = "the machine is busy or slow: gradsync doctor --timeout 60"
+            return Finding(name=self.name, status=Status.WARN, detail=detail, fix=fix)
+        detail = f"{self._ranks} ranks had not finished their all-reduces after {self._timeout:g} s"
+        fix = "they may not reach each other: see interfaces, gloo and ports. Else: gradsync doctor --timeout 60"
+        return Finding(name=self.name, status=Status.FAIL, detail=detail, fix=fix)
 
 
 def _text(file: IO[bytes]) -> str:
@@ -119,3 +126,57 @@ def _rows(times: Mapping[int, float]) -> list[str]:
     return [
         f"{size(nbytes):>7}  {value * 1e3:8.3f} ms  {nbytes / value / 1e9:7.3f} GB/s" for nbytes, value in times.items()
     ]
+
+
+# -- a rank -----------------------------------------------------------------------------------------------------------
+
+
+def be_rank() -> None:
+    """Measure as one rank, which has torchrun's environment. Rank 0 prints the median seconds by bytes as JSON.
+
+    Whatever goes wrong is an exception, whose last line the doctor shows.
+    """
+    backend, seconds = sys.argv[1:]
+    print(READY, end="", flush=True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=float(seconds)))
+    wire = choose_communicator()
+    result: dict[str, Any] = {"seconds": _median_seconds(wire, device)}
+    if backend == "gloo":
+        choice = fit_communicator(wire, device)
+        result |= {"choice": str(choice), "chosen": _median_seconds(choice.communicator, device)}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _median_seconds(wire: Communicator, device: torch.device) -> dict[int, float]:
+    """By bytes."""
+    medians, ranks = {}, wire.world_size
+    for nbytes, repeats in REPEATS.items():
+        readings = []
+        tensor = wire.allocate(nbytes // 4, torch.float32, device)
+        for _ in range(WARM_UP + repeats):
+            tensor.fill_(1.0)
+            dist.barrier()
+            _wait_for(device)
+            started = time.perf_counter()
+            wire.all_reduce(tensor).wait()
+            _wait_for(device)
+            readings.append(time.perf_counter() - started)
+            if not bool((tensor == ranks).all()):
+                raise ArithmeticError(f"an all-reduce of ones over {ranks} ranks gave {tensor.min()} to {tensor.max()}")
+        medians[nbytes] = statistics.median(readings[WARM_UP:])
+    return medians
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    be_rank()

@@ -3,8 +3,8 @@
 import ctypes
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,22 +48,13 @@ def enter_host(namespace: str, name: str, addresses: Mapping[str, str]) -> None:
 
 def inside(namespace: str, function: Callable[[], R]) -> R:
     """``function()`` in a thread of this process that has the network of a host; everything else is as here."""
-    results: list[R] = []
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            _enter_network(namespace)
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
+    def work() -> R:
+        _enter_network(namespace)
+        return function()
 
-    thread = threading.Thread(target=work, name=f"inside {namespace}")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(work).result()
 
 
 def _enter_network(namespace: str) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
@@ -147,12 +146,12 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         try:
             self.close()
         except GradsyncError:
             # What went wrong first is the better message.
-            if error is None:
+            if kind is None:
                 raise
 
     def _write_line(self, line: bytes) -> None:
@@ -195,11 +194,8 @@ class Run:
     def stride(self) -> int:
         """How many steps a record stands for, usually."""
         numbers = [int(record["step"]) for record in self.steps]
-        return (
-            int(statistics.median(after - before for before, after in itertools.pairwise(numbers)))
-            if numbers[1:]
-            else 1
-        )
+        gaps = [after - before for before, after in itertools.pairwise(numbers)]
+        return int(statistics.median(gaps)) if gaps else 1
 
     @property
     def count(self) -> int:
