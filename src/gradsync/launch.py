@@ -14,7 +14,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -25,16 +25,7 @@ import torch.distributed as dist
 
 from gradsync.accelerator.environment import LOOPBACK
 
-__all__ = [
-    "PASSED_ON",
-    "SHELL_SIGNAL_BASE",
-    "Failure",
-    "Place",
-    "RankProcesses",
-    "become",
-    "signals_raise",
-    "standalone",
-]
+__all__ = ["PASSED_ON", "Failure", "Place", "RankProcesses", "become", "signals_raise", "standalone"]
 
 # Those that fail because of a first failure may be seen before it.
 SETTLE_SECONDS = 0.1
@@ -104,6 +95,10 @@ class Failure:
         """As a shell tells it: 128 + n stands for signal n."""
         return SHELL_SIGNAL_BASE - self.code if self.code < 0 else self.code
 
+    def obeys(self, number: signal.Signals) -> bool:
+        """Whether it only says that the signal was obeyed."""
+        return self.exit_code == SHELL_SIGNAL_BASE + number
+
     def __str__(self) -> str:
         if self.code >= 0:
             return f"{self.place} failed with exit code {self.code}"
@@ -133,7 +128,7 @@ def standalone(ranks: int) -> Iterator[list[Place]]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     yield [Place(local=(rank, ranks), master=(LOOPBACK, port), more=more) for rank in range(ranks)]
-    del store
+    del store  # held until here
 
 
 @dataclass(kw_only=True)
@@ -205,11 +200,11 @@ class RankProcesses:
                 raise TimeoutError(f"after {timeout:g} s there still ran {names}")
         return self.failure()
 
-    def failure(self, obeyed: Collection[int] = ()) -> Failure | None:
-        """The rank to blame of those that have failed; one whose code is in ``obeyed`` only if there is no other."""
+    def failure(self) -> Failure | None:
+        """The rank to blame of those that have failed; one that obeys a signal only if there is no other."""
         failures = [Failure(place=process.place, code=process.code) for process in self._processes if process.code]
         # A rank that a signal ended leaves the others with broken connections, and they fail within the same moment.
-        return min(failures, key=lambda failure: (failure.code in obeyed, failure.code > 0), default=None)
+        return min(failures, key=lambda each: (any(map(each.obeys, self.signals)), each.code > 0), default=None)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask all ranks that still run to end, and kill what is left after the grace, also of those that have ended."""
@@ -306,7 +301,7 @@ def _code_of(error: SystemExit) -> int:
 
 
 def become(path: str, command: list[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> NoReturn:
-    """Turn this process, a rank, into a program that has nothing to read, and writes where this process writes."""
+    """Turn this process, a rank, into a program that has nothing to read, and writes here unless there are files."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for number, file in ((1, stdout), (2, stderr)):

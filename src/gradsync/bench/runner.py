@@ -68,11 +68,9 @@ class RunPlan:
         cells = list(scenario.cells(quick=self.quick))
         if self.rounds is None:
             return cells
-        scaled = [cell.seconds * (self.rounds + cell.warmup) / (cell.rounds + cell.warmup) for cell in cells]
-        return [
-            dataclasses.replace(cell, rounds=self.rounds, seconds=seconds)
-            for cell, seconds in zip(cells, scaled, strict=True)
-        ]
+        scales = [(self.rounds + cell.warmup) / (cell.rounds + cell.warmup) for cell in cells]
+        pairs = zip(cells, scales, strict=True)
+        return [dataclasses.replace(cell, rounds=self.rounds, seconds=cell.seconds * scale) for cell, scale in pairs]
 
     def runs(self, cell: Cell) -> bool:
         return cell.hosts is None or not self.no_lab

@@ -16,7 +16,7 @@ from functools import partial
 
 from gradsync.accelerator.environment import read_environment
 from gradsync.errors import ConfigurationError
-from gradsync.launch import SHELL_SIGNAL_BASE, Failure, RankProcesses, standalone
+from gradsync.launch import Failure, RankProcesses, standalone
 
 __all__ = ["inside_a_launch", "run_ranks_of", "usable_cores"]
 
@@ -74,15 +74,14 @@ def run_ranks_of(
         for place in places:
             ranks.start(place, partial(os.execv, sys.executable, command))
         failure = ranks.wait()
-        passed_on = ranks.signals[:] if failure is None else []
+        passed_on = ranks.signals if failure is None else []
         ranks.stop(passed_on[0] if passed_on else signal.SIGTERM)
-        # That a signal was obeyed needs no words.
-        obeyed = [code for number in passed_on for code in (-number, SHELL_SIGNAL_BASE + number)]
-        failure = failure or ranks.failure(obeyed)
+        failure = failure or ranks.failure()
         if failure is None:
             return 0
-        if failure.code not in (*obeyed, *explained):
-            _say(_told(failure, ranks.signals if passed_on else []))
+        # That a signal was obeyed needs no words.
+        if failure.code not in explained and not any(map(failure.obeys, passed_on)):
+            _say(_told(failure, passed_on))
         return failure.exit_code
 
 

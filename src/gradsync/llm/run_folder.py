@@ -55,7 +55,7 @@ class RunFolder:
             self._refuse_what_is_not_ours(resume=resume)
             # Unbuffered: a line that was appended is with the operating system, whatever becomes of this process.
             self._metrics = (self.path / METRICS).open("ab", buffering=0)
-            _cut_half_line(self.path / METRICS)
+            os.truncate(self.path / METRICS, sum(map(len, _whole_lines(self.path / METRICS))))
 
     def _refuse_what_is_not_ours(self, *, resume: bool) -> None:
         # A run that failed before its first step leaves empty files and folders; they are nobody's work.
@@ -269,12 +269,6 @@ def _whole_lines(path: Path) -> list[bytes]:
     lines = path.read_bytes().splitlines(keepends=True)
     # What does not end in a newline was being written when the process ended, or is being written now.
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
-
-
-def _cut_half_line(path: Path) -> None:
-    whole = sum(map(len, _whole_lines(path)))
-    if whole < path.stat().st_size:
-        os.truncate(path, whole)
 
 
 def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:

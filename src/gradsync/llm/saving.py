@@ -72,7 +72,10 @@ class Saving:
         loaded, accelerator = self.loaded, self._accelerator
         step = 0 if loaded is None else loaded.step
         if loaded is None or not restore_prepared(accelerator.prepared, loaded, accelerator.num_processes):
-            _draw_anew(self._settings.seed, accelerator.process_index, step)
+            # Other numbers on every rank, the same ones whenever this step is resumed on this rank.
+            seed = self._settings.seed + 7919 * (accelerator.process_index + 1) + step
+            torch.manual_seed(seed)
+            random.seed(seed)
         return step
 
     def save(self, step: int, plan: BatchPlan) -> None:
@@ -84,9 +87,3 @@ class Saving:
         }
         save_prepared(self._accelerator.prepared, self._folder, step=step, facts=facts)
         self.latest = step
-
-
-def _draw_anew(seed: int, rank: int, step: int) -> None:
-    """Other numbers on every rank, the same ones whenever this step is resumed on this rank."""
-    torch.manual_seed(seed + 7919 * (rank + 1) + step)
-    random.seed(seed + 7919 * (rank + 1) + step)
