@@ -30,6 +30,8 @@ __all__ = ["PASSED_ON", "Failure", "Place", "RankProcesses", "become", "signals_
 # Those that fail because of a first failure may be seen before it.
 SETTLE_SECONDS = 0.1
 GRACE_SECONDS = 5.0
+# What a rank has started may need a moment to be gone after it was killed; not all systems tidy up after it.
+ORPHAN_SECONDS = 1.0
 # How soon a signal that was only noted is seen.
 TICK_SECONDS = 0.05
 STOPPING = (signal.SIGTERM, signal.SIGHUP)
@@ -164,9 +166,14 @@ class RankProcesses:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+        deadline = time.monotonic() + ORPHAN_SECONDS
         for process in self._processes:
             os.waitpid(process.pid, 0)
             os.close(process.pidfd)
+            with suppress(ProcessLookupError):
+                while time.monotonic() < deadline:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.001)
         self._processes.clear()
 
     def start(self, place: Place, action: Callable[[], object]) -> None:
