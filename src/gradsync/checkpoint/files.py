@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gradsync.errors import GradsyncError
 from gradsync.files import whole_file
@@ -105,7 +105,8 @@ def read_verified(path: Path, record: FileRecord) -> bytes:
 
 def read_file(path: Path) -> bytes:
     """The bytes of a small file, whatever they are."""
-    return b"".join(_chunks_of(path))
+    with _opened(path) as file:
+        return file.read()
 
 
 def parse_json(path: Path, data: bytes) -> Any:
@@ -117,31 +118,26 @@ def parse_json(path: Path, data: bytes) -> Any:
 
 
 def _verified_chunks(path: Path, record: FileRecord) -> Iterator[bytes]:
-    with _as_corruption(path):
-        size = path.stat().st_size
-    if size < record.size:
-        raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
-    if size > record.size:
-        raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
     digest = hashlib.sha256()
-    for chunk in _chunks_of(path):
-        digest.update(chunk)
-        yield chunk
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < record.size:
+            raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
+        if size > record.size:
+            raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            yield chunk
     if digest.hexdigest() != record.sha256:
         raise CorruptFileError(path, "hash differs")
 
 
-def _chunks_of(path: Path) -> Iterator[bytes]:
-    with _as_corruption(path), open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            yield chunk
-
-
 @contextlib.contextmanager
-def _as_corruption(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """A file that the disk does not give is as good as a damaged one: an older checkpoint may be readable."""
     try:
-        yield
+        with open(path, "rb") as file:
+            yield file
     except FileNotFoundError as error:
         raise CorruptFileError(path, "missing") from error
     except OSError as error:
