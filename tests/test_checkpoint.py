@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -463,7 +464,8 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(monkeypatch: pytest.M
     fsync, rename = os.fsync, os.rename
 
     def watched_fsync(descriptor: int) -> None:
-        calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.removesuffix(".part")))
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        calls.append(("fsync", re.sub(r"\.[0-9a-f]{8}\.partial$", "", name)))
         fsync(descriptor)
 
     def watched_rename(source: Path, target: Path) -> None:
@@ -868,7 +870,7 @@ def test_a_full_disk_loses_nothing(ranks: Ranks, small_disk: Path) -> None:
 def test_leftovers_make_room_before_anything_is_written(small_disk: Path) -> None:
     leftover = small_disk / ".writing-step-00000001-0123456789abcdef"
     leftover.mkdir()
-    (leftover / "shared.safetensors.part").write_bytes(bytes(700_000))
+    (leftover / "shared.safetensors.0f1e2d3c.partial").write_bytes(bytes(700_000))
     assert TWO.run(save_much, small_disk, 2, 1 << 19) == [("", "")] * 2
     assert_only(small_disk, 2)
 

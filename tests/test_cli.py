@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import gradsync
-from gradsync.cli import launching, main
+from gradsync.cli import main
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
+from gradsync.launch import PASSED_ON
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -216,7 +217,7 @@ names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM
 line = " ".join([str(rank), *(os.environ[name] for name in names), __name__, *sys.argv[2:]])
 os.write(1, (line + "\\n").encode())
 """
-    handlers = [signal.getsignal(number) for number in launching.PASSED_ON]
+    handlers = [signal.getsignal(number) for number in PASSED_ON]
     assert run_ranks_of(module(code), [str(tmp_path), "a b", "$HOME", "$$", "--flag"], nproc=2) == 0
     captured = capfd.readouterr()
     assert sorted(captured.out.splitlines()) == [
@@ -224,7 +225,7 @@ os.write(1, (line + "\\n").encode())
     ]
     assert captured.err == ""
     assert none_is_left(tmp_path)
-    assert [signal.getsignal(number) for number in launching.PASSED_ON] == handlers
+    assert [signal.getsignal(number) for number in PASSED_ON] == handlers
 
 
 def test_ranks_meet_at_the_store_of_the_launcher(module: Callable[[str], str], tmp_path: Path) -> None:

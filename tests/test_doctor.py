@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,17 +284,20 @@ def rank_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[st
 
     def write(code: str) -> None:
         script = tmp_path / "rank.py"
-        script.write_text(f"import os, sys, time\nrank = int(sys.argv[2])\n{code}\n")
+        script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{code}\n")
         monkeypatch.setattr(wire, "RANK_SCRIPT", script)
 
     return write
 
 
 def outcome(timeout: float) -> Finding:
-    with wire.Wire.of("gloo", 2, timeout) as ranks:
+    with ExitStack() as stack:
+        ranks = wire.Wire("gloo", 2, timeout, stack)
+        pids = [process.pid for process in ranks._processes._processes]
+        assert len(pids) == 2
         finding = ranks.finding()
-    assert all(process.returncode is not None for process in ranks._processes)
-    assert not any(output.exists() for pair in ranks._outputs for output in pair)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(file.closed for file in (*ranks._outputs, *ranks._errors))
     return finding
 
 
@@ -403,7 +407,7 @@ NAMES += ["open files", "interfaces", "gloo", "ports", "gloo wire"]
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*wire.LAUNCHER_VARIABLES, "GLOO_SOCKET_IFNAME"):
+    for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -27,6 +27,7 @@ from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared, has_checkpoint, load_prepared, save_prepared
 from gradsync.accelerator.world import connect
+from gradsync.checkpoint import CheckpointFolder
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
@@ -97,10 +98,10 @@ class Accelerator(ProcessControl):
         if self.precision.scaler is not None:
             models = self.models
             self.precision.scaler.synchronizers = lambda: [handle.synchronizer for handle in models.handles]
-        self._prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
-        self._optimizers = self._prepared.optimizers
-        self._schedulers = self._prepared.schedulers
-        self._loaders = self._prepared.loaders
+        self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
+        self._optimizers = self.prepared.optimizers
+        self._schedulers = self.prepared.schedulers
+        self._loaders = self.prepared.loaders
 
     # -- preparing ---------------------------------------------------------------------------------------------
 
@@ -323,7 +324,7 @@ class Accelerator(ProcessControl):
 
         An older checkpoint there stays until the new one is whole. All processes must call it.
         """
-        return save_prepared(self._prepared, self.world.communicator, output_dir)
+        return save_prepared(self.prepared, CheckpointFolder(output_dir, self.world.communicator))
 
     def has_state(self, input_dir: str | Path) -> bool:
         """Whether :meth:`save_state` has written a checkpoint there. All processes must call it."""
@@ -334,7 +335,7 @@ class Accelerator(ProcessControl):
 
         A damaged checkpoint is noticed, and the one before it taken; the main process says so.
         """
-        for note in load_prepared(self._prepared, self.world.communicator, input_dir):
+        for note in load_prepared(self.prepared, self.world.communicator, input_dir):
             self.print(note)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -344,7 +345,7 @@ class Accelerator(ProcessControl):
                 raise ConfigurationError(
                     f"{type(each).__name__} cannot be saved: it needs state_dict() and load_state_dict()"
                 )
-        self._prepared.others.extend(objects)
+        self.prepared.others.extend(objects)
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -375,7 +376,7 @@ class Accelerator(ProcessControl):
         """Let go of everything prepared; returns a None for each of ``objects``, to overwrite them with."""
         self.models.clear()
         self.windows.forget()
-        for kept in (self._optimizers, self._schedulers, self._loaders, self._prepared.others):
+        for kept in (self._optimizers, self._schedulers, self._loaders, self.prepared.others):
             kept.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

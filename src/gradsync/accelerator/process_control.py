@@ -66,7 +66,7 @@ class ProcessControl:
         self.world.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the main process of each node."""
+        """``print`` on the main process only."""
         self.world.print(*args, **kwargs)
 
     def main_process_first(self) -> AbstractContextManager[None]:

@@ -17,11 +17,11 @@ from gradsync.accelerator.optimizer import PreparedOptimizer
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.scheduler import PreparedScheduler
-from gradsync.checkpoint import CheckpointFolder, rng_state, set_rng_state
+from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state
 from gradsync.communicator import Communicator
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Prepared", "has_checkpoint", "load_prepared", "save_prepared"]
+__all__ = ["Prepared", "has_checkpoint", "load_prepared", "restore_prepared", "save_prepared"]
 
 
 @dataclass(kw_only=True)
@@ -36,28 +36,33 @@ class Prepared:
     loaders: list[PreparedDataLoader] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
 
+    @property
+    def replicated(self) -> dict[str, Sequence[Any]]:
+        """What has the same state on all ranks, in the order in which it is loaded."""
+        names = ("optimizers", "schedulers", "others")
+        return {"models": self.models.plain} | {name: getattr(self, name) for name in names}
 
-def save_prepared(prepared: Prepared, communicator: Communicator, folder: str | Path, *, keep: int = 2) -> Path:
-    """Write a checkpoint into ``folder``, beside older ones; returns where. Collective."""
-    checkpoints = CheckpointFolder(folder, communicator, keep=keep)
+
+def save_prepared(
+    prepared: Prepared, checkpoints: CheckpointFolder, *, step: int | None = None, facts: dict[str, Any] | None = None
+) -> Path:
+    """Write a checkpoint, of the step after the newest one unless ``step`` says another; returns where. Collective."""
     scaler = prepared.precision.scaler
-    handles = prepared.models.handles
+    engines = [handle.synchronizer for handle in prepared.models.handles]
     shared = {
-        "models": [model.state_dict() for model in prepared.models.plain],
-        "engines": [handle.synchronizer.state_dict() for handle in handles],
-        "optimizers": [optimizer.state_dict() for optimizer in prepared.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
-        "others": [other.state_dict() for other in prepared.others],
+        **{name: [each.state_dict() for each in objects] for name, objects in prepared.replicated.items()},
+        "engines": [engine.state_dict() for engine in engines],
         "scaler": None if scaler is None else scaler.state_dict(),
     }
     own = {
         "rng": rng_state(),
         "loaders": [loader.state_dict() for loader in prepared.loaders],
-        "windows": [handle.synchronizer.window_state() for handle in handles],
-        "counts": prepared.windows.counts([handle.synchronizer for handle in handles]),
+        "windows": [engine.window_state() for engine in engines],
+        "counts": prepared.windows.counts(engines),
     }
-    steps = checkpoints.steps()
-    return checkpoints.save(steps[-1] + 1 if steps else 0, shared=shared, own=own, facts={})
+    if step is None:
+        step = max(checkpoints.steps(), default=-1) + 1
+    return checkpoints.save(step, shared=shared, own=own, facts=facts or {})
 
 
 def has_checkpoint(communicator: Communicator, folder: str | Path) -> bool:
@@ -76,36 +81,52 @@ def load_prepared(prepared: Prepared, communicator: Communicator, folder: str | 
         raise ConfigurationError(
             f"there is no checkpoint in {folder}. Write one with accelerator.save_state({folder!r})"
         )
-    shared, notes = loaded.shared, list(loaded.notes)
-    _require_count("models", shared["models"], prepared.models.plain)
-    for name in ("optimizers", "schedulers", "others"):
-        _require_count(name, shared[name], getattr(prepared, name))
-    for model, state in zip(prepared.models.plain, shared["models"], strict=True):
-        model.load_state_dict(state)
-    for name in ("optimizers", "schedulers", "others"):
-        for target, state in zip(getattr(prepared, name), shared[name], strict=True):
-            target.load_state_dict(state)
+    if restore_prepared(prepared, loaded, communicator.world_size):
+        return loaded.notes
+    return [
+        *loaded.notes,
+        f"the checkpoint was written by {loaded.world_size} ranks and is read by {communicator.world_size}: random "
+        "numbers, positions in the data and unfinished windows are not restored",
+    ]
+
+
+def restore_prepared(prepared: Prepared, loaded: Loaded, world_size: int) -> bool:
+    """Bring everything into the state of ``loaded``; whether that includes what is a rank's own.
+
+    It does not if another number of ranks wrote it.
+    """
+    shared = loaded.shared
+    if "models" not in shared:
+        raise ConfigurationError(
+            f"{loaded.path} was written by an earlier gradsync, in another form. Go on with that one, or begin anew"
+        )
+    for name, objects in prepared.replicated.items():
+        _require_count(name, shared[name], objects)
+    for name, objects in prepared.replicated.items():
+        for target, state in zip(objects, shared[name], strict=True):
+            try:
+                target.load_state_dict(state)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise ConfigurationError(f"the checkpoint {loaded.path.name} holds other {name}: {reason}") from error
     if prepared.precision.scaler is not None and shared["scaler"] is not None:
         prepared.precision.scaler.load_state_dict(shared["scaler"])
-    if loaded.own is None or loaded.world_size != communicator.world_size:
-        notes.append(
-            f"the checkpoint was written by {loaded.world_size} ranks and is read by {communicator.world_size}: random "
-            "numbers, positions in the data and unfinished windows are not restored"
-        )
-        return notes
+    if loaded.own is None or loaded.world_size != world_size:
+        return False
     _load_own(prepared, loaded.own, shared["engines"])
-    return notes
+    return True
 
 
-def _load_own(prepared: Prepared, own: dict[str, Any], engines: Sequence[Any]) -> None:
+def _load_own(prepared: Prepared, own: dict[str, Any], states: Sequence[Any]) -> None:
     _require_count("loaders", own["loaders"], prepared.loaders)
-    for handle, engine, window in zip(prepared.models.handles, engines, own["windows"], strict=True):
-        handle.synchronizer.load_state_dict(engine)
-        handle.synchronizer.load_window_state(window)
+    engines = [handle.synchronizer for handle in prepared.models.handles]
+    for engine, state, window in zip(engines, states, own["windows"], strict=True):
+        # The layout of the buckets, which decides in which order numbers are added up.
+        engine.load_state_dict(state)
+        engine.load_window_state(window)
     for loader, state in zip(prepared.loaders, own["loaders"], strict=True):
         loader.load_state_dict(state)
-    synchronizers = [handle.synchronizer for handle in prepared.models.handles]
-    prepared.windows.load_counts(synchronizers, own["counts"])
+    prepared.windows.load_counts(engines, own["counts"])
     set_rng_state(own["rng"])
 
 

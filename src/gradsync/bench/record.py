@@ -27,11 +27,11 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gradsync.bench.statistics import Ratio, Summary, ratio, summarize
 from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.files import whole_file
 
 __all__ = [
     "CONFIG",
@@ -147,9 +147,7 @@ class RowFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         os.close(self._descriptor)
 
 
@@ -238,10 +236,9 @@ class ResultFolder:
         self._write(self.path / f"{scenario}{RESULT}", result)
 
     def _write(self, path: Path, content: Mapping[str, Any]) -> None:
-        partial = path.with_name(path.name + ".partial")
         try:
-            partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-            partial.replace(path)
+            with whole_file(path) as file:
+                file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
         except OSError as error:
             raise GradsyncError(
                 f"{path.name} cannot be written: {error.strerror}. Make room, or choose --out"

@@ -11,9 +11,10 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -67,11 +68,9 @@ class RunPlan:
         cells = list(scenario.cells(quick=self.quick))
         if self.rounds is None:
             return cells
-        scaled = [cell.seconds * (self.rounds + cell.warmup) / (cell.rounds + cell.warmup) for cell in cells]
-        return [
-            dataclasses.replace(cell, rounds=self.rounds, seconds=seconds)
-            for cell, seconds in zip(cells, scaled, strict=True)
-        ]
+        scales = [(self.rounds + cell.warmup) / (cell.rounds + cell.warmup) for cell in cells]
+        pairs = zip(cells, scales, strict=True)
+        return [dataclasses.replace(cell, rounds=self.rounds, seconds=cell.seconds * scale) for cell, scale in pairs]
 
     def runs(self, cell: Cell) -> bool:
         return cell.hosts is None or not self.no_lab
@@ -159,19 +158,11 @@ def _fork(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> 
     # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
     importlib.import_module("torch._dynamo")
     timeout = cell.seconds * PATIENCE + GRACE
-    with ExitStack() as stack:
-        lab = None
-        if cell.hosts is not None:
-            rate = None if cell.rate is None else Rate.parse(cell.rate)
-            lab = stack.enter_context(Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate)))
-
-        def rank() -> None:
-            _measure(scenario, cell, rows, progress)
-
-        if lab is None:
-            fork_ranks(None, rank, ranks=cell.ranks, timeout=timeout)
-        else:
-            fork_ranks(lab, rank, ranks_per_host=cell.ranks_per_host, timeout=timeout)
+    rate = None if cell.rate is None else Rate.parse(cell.rate)
+    hosts = nullcontext() if cell.hosts is None else Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))
+    with hosts as lab:
+        work = partial(_measure, scenario, cell, rows, progress)
+        fork_ranks(lab, work, ranks_per_host=cell.ranks_per_host, timeout=timeout)
 
 
 def _measure(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> None:

@@ -1,7 +1,7 @@
 """Files that survive: on the disk before they carry their name, and never believed without size and hash.
 
-A file is written under a temporary name, hashed on its way, synced and renamed. What a reader must find there is a
-:class:`FileRecord`, kept elsewhere. Bytes that are not those that were written raise :class:`CorruptFileError`.
+A file is hashed on its way to the disk. What a reader must find there is a :class:`FileRecord`, kept elsewhere. Bytes
+that are not those that were written raise :class:`CorruptFileError`.
 """
 
 import contextlib
@@ -12,9 +12,10 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gradsync.errors import GradsyncError
+from gradsync.files import whole_file
 
 __all__ = [
     "CHUNK",
@@ -31,8 +32,6 @@ __all__ = [
 
 # Bytes that are read, written and hashed at a time. Large enough for the hash to run at its full speed.
 CHUNK = 1 << 24
-
-PART = ".part"
 
 
 class CorruptFileError(GradsyncError):
@@ -63,22 +62,12 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 
     Its entry in the folder is only on the disk after :func:`fsync_directory`, once for many files.
     """
-    part = path.with_name(path.name + PART)
     digest, size = hashlib.sha256(), 0
-    try:
-        with open(part, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        # A full disk does not say which file it was.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with whole_file(path) as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
     return FileRecord(size=size, sha256=digest.hexdigest())
 
 
@@ -105,24 +94,19 @@ def fsync_directory(path: Path) -> None:
 
 def verify_file(path: Path, record: FileRecord) -> None:
     """Raise :class:`CorruptFileError` unless the file holds what the record says."""
-    _require_size(path, _size_of(path), record)
-    digest = hashlib.sha256()
-    for chunk in _chunks_of(path):
-        digest.update(chunk)
-    _require_hash(path, digest.hexdigest(), record)
+    for _ in _verified_chunks(path, record):
+        pass
 
 
 def read_verified(path: Path, record: FileRecord) -> bytes:
     """The bytes of a small file. Those that were hashed, not those of a second look."""
-    data = read_file(path)
-    _require_size(path, len(data), record)
-    _require_hash(path, hashlib.sha256(data).hexdigest(), record)
-    return data
+    return b"".join(_verified_chunks(path, record))
 
 
 def read_file(path: Path) -> bytes:
     """The bytes of a small file, whatever they are."""
-    return b"".join(_chunks_of(path))
+    with _opened(path) as file:
+        return file.read()
 
 
 def parse_json(path: Path, data: bytes) -> Any:
@@ -133,35 +117,28 @@ def parse_json(path: Path, data: bytes) -> Any:
         raise CorruptFileError(path, f"not JSON ({error})") from error
 
 
-def _chunks_of(path: Path) -> Iterator[bytes]:
-    with _as_corruption(path), open(path, "rb") as file:
+def _verified_chunks(path: Path, record: FileRecord) -> Iterator[bytes]:
+    digest = hashlib.sha256()
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < record.size:
+            raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
+        if size > record.size:
+            raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
         while chunk := file.read(CHUNK):
+            digest.update(chunk)
             yield chunk
-
-
-def _size_of(path: Path) -> int:
-    with _as_corruption(path):
-        return path.stat().st_size
+    if digest.hexdigest() != record.sha256:
+        raise CorruptFileError(path, "hash differs")
 
 
 @contextlib.contextmanager
-def _as_corruption(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """A file that the disk does not give is as good as a damaged one: an older checkpoint may be readable."""
     try:
-        yield
+        with open(path, "rb") as file:
+            yield file
     except FileNotFoundError as error:
         raise CorruptFileError(path, "missing") from error
     except OSError as error:
         raise CorruptFileError(path, f"cannot be read ({error.strerror})") from error
-
-
-def _require_size(path: Path, size: int, record: FileRecord) -> None:
-    if size < record.size:
-        raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
-    if size > record.size:
-        raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
-
-
-def _require_hash(path: Path, sha256: str, record: FileRecord) -> None:
-    if sha256 != record.sha256:
-        raise CorruptFileError(path, "hash differs")

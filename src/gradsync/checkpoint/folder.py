@@ -18,8 +18,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ class CheckpointFolder:
         damaged: dict[str, str] = {}
         for number, path in reversed(candidates.items()):
             name, communicator = step_name(number), self._communicator
-            loaded, outcomes = together(communicator, f"load {name}", self._reading(path, number))
+            loaded, outcomes = together(communicator, f"load {name}", partial(self._try_to_read, path, number))
             if len({outcome["manifest"] for outcome in outcomes if "manifest" in outcome}) > 1:
                 raise _not_shared(self.root, f"ranks see different checkpoints named {name}")
             reason = _reason(outcomes)
@@ -233,15 +233,12 @@ class CheckpointFolder:
             raise ConfigurationError(f"{self.root} has no checkpoint of step {step!r}. There are: {there}")
         return {step: found[step]}
 
-    def _reading(self, folder: Path, step: int) -> Callable[[], tuple[Loaded | None, Outcome]]:
-        def read() -> tuple[Loaded | None, Outcome]:
-            try:
-                loaded, digest = self._read(folder, step)
-            except CorruptFileError as error:
-                return None, {"damage": f"{error.path.name}: {error.reason}"}
-            return loaded, {"manifest": digest}
-
-        return read
+    def _try_to_read(self, folder: Path, step: int) -> tuple[Loaded | None, Outcome]:
+        try:
+            loaded, digest = self._read(folder, step)
+        except CorruptFileError as error:
+            return None, {"damage": f"{error.path.name}: {error.reason}"}
+        return loaded, {"manifest": digest}
 
     def _read(self, folder: Path, step: int) -> tuple[Loaded, str]:
         """What this rank needs, and a share of the files that nobody needs: all ranks together verify everything."""

@@ -235,10 +235,6 @@ def _ordered(node: dict[str, Any], tensors: Tensors) -> OrderedDict[Any, Any]:
     return ordered
 
 
-def _counter(node: dict[str, Any], tensors: Tensors) -> Counter[Any]:
-    return Counter(dict(_pairs(node["counter"], tensors)))
-
-
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -256,25 +252,13 @@ def _tensor(node: dict[str, Any], tensors: Tensors) -> torch.Tensor:
     return tensor.detach().requires_grad_() if "requires_grad" in node else tensor
 
 
-def _numpy_module() -> Any:
+def _array(dtype: str, shape: list[int], data: bytes) -> Any:
     try:
         import numpy
     except ImportError as error:
         raise ConfigurationError("the checkpoint holds NumPy values, but NumPy is not installed") from error
-    return numpy
-
-
-def _array(node: dict[str, Any], tensors: Tensors) -> Any:
-    return _from_bytes(node["dtype"], node["shape"], tensors[node["array"]].numpy().tobytes())
-
-
-def _numpy_scalar(node: dict[str, Any], tensors: Tensors) -> Any:
-    return _from_bytes(node["scalar"], [], bytes.fromhex(node["bytes"]))[()]
-
-
-def _from_bytes(dtype: str, shape: list[int], data: bytes) -> Any:
     # Through a copy: the array owns its memory, and may be written to.
-    return _numpy_module().ndarray(tuple(shape), dtype, bytearray(data)).copy()
+    return numpy.ndarray(tuple(shape), dtype, bytearray(data)).copy()
 
 
 DECODERS: dict[str, Callable[[dict[str, Any], Tensors], Any]] = {
@@ -284,10 +268,10 @@ DECODERS: dict[str, Callable[[dict[str, Any], Tensors], Any]] = {
     "size": lambda node, _: torch.Size(node["size"]),
     "dict": lambda node, tensors: dict(_pairs(node["dict"], tensors)),
     "ordered": _ordered,
-    "counter": _counter,
+    "counter": lambda node, tensors: Counter(dict(_pairs(node["counter"], tensors))),
     "dtype": lambda node, _: _dtype(node["dtype"]),
     "device": lambda node, _: torch.device(node["device"]),
     "tensor": _tensor,
-    "array": _array,
-    "scalar": _numpy_scalar,
+    "array": lambda node, tensors: _array(node["dtype"], node["shape"], tensors[node["array"]].numpy().tobytes()),
+    "scalar": lambda node, _: _array(node["scalar"], [], bytes.fromhex(node["bytes"]))[()],
 }

@@ -46,7 +46,8 @@ def bench(
 
     screen = Screen()
     if listing or scenario is None:
-        _check_alone(scenario, folder)
+        if scenario is not None:
+            raise ConfigurationError("--list stands alone: it lists all scenarios")
         for each in SCENARIOS:
             print(f"{each.name:<14} {each.question}")
     elif scenario == REPORT:
@@ -62,11 +63,6 @@ def bench(
             command=shlex.join(["gradsync", *sys.argv[1:]]),
         )
         _run(plan, screen)
-
-
-def _check_alone(scenario: str | None, folder: Path | None) -> None:
-    if scenario is not None or folder is not None:
-        raise ConfigurationError("--list stands alone: it lists all scenarios")
 
 
 def _draw_again(path: Path | None, screen: "Screen") -> None:

@@ -1,6 +1,5 @@
 """``gradsync doctor``: the findings as a table, or as JSON, and a block for bug reports."""
 
-import dataclasses
 import json
 import os
 from typing import Annotated
@@ -11,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.accelerator.environment import read_environment
 from gradsync.doctor import Finding, Status, examine
+from gradsync.doctor.finding import place_of
 from gradsync.doctor.software import versions
-from gradsync.errors import ConfigurationError
 
 __all__ = ["doctor"]
 
@@ -30,7 +28,8 @@ def doctor(
     ] = 8.0,
 ) -> None:
     """Say whether this machine is fit for data-parallel training."""
-    if _another_rank_says_it():
+    # Of several ranks on a machine one is enough.
+    if place_of(os.environ).local_rank > 0:
         return
     console = Console(highlight=False)
     if as_json:
@@ -47,26 +46,14 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _another_rank_says_it() -> bool:
-    """Of several ranks on a machine one is enough."""
-    try:
-        return read_environment(os.environ).local_rank > 0
-    except ConfigurationError:
-        return False  # one of the findings
-
-
 def _fit(findings: list[Finding]) -> bool:
     return all(finding.status is not Status.FAIL for finding in findings)
 
 
 def _as_data(findings: list[Finding]) -> dict[str, object]:
     shown = ("name", "status", "detail", "fix")
-    as_dicts = [dataclasses.asdict(finding) for finding in findings]
-    return {
-        "fit": _fit(findings),
-        "versions": versions(),
-        "findings": [{key: finding[key] for key in shown} for finding in as_dicts],
-    }
+    told = [{key: getattr(finding, key) for key in shown} for finding in findings]
+    return {"fit": _fit(findings), "versions": versions(), "findings": told}
 
 
 def _show(console: Console, findings: list[Finding]) -> None:

@@ -30,17 +30,13 @@ def main() -> None:
     try:
         app(prog_name="gradsync")
     except GradsyncError as error:
-        if _debugging():
+        if os.environ.get(DEBUG, "") not in ("", "0"):
             raise
         print(f"gradsync: {_one_line(error)}", file=sys.stderr)
         sys.exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED)
     except KeyboardInterrupt:
         # Outside of typer, which does the same inside.
         sys.exit(INTERRUPTED)
-
-
-def _debugging() -> bool:
-    return os.environ.get(DEBUG, "") not in ("", "0")
 
 
 def _one_line(error: BaseException) -> str:

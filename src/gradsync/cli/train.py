@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -136,14 +136,8 @@ def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
         # A full disk, a folder that went away: no reason for a traceback.
         raise GradsyncError(str(error)) from error
     except (ConfigurationError, PeerFailedError) as error:
-        # Rank 0 says it once; what failed on another rank alone that rank says itself.
-        if rank > 0 and (isinstance(error, PeerFailedError) or _is_common(error)):
+        # Bad input is the same everywhere, and rank 0 says it once; what failed on another rank alone that rank says.
+        if rank > 0 and type(error) in (ConfigurationError, PeerFailedError):
             time.sleep(SECONDS_FOR_RANK_0)
             return 1
         raise
-
-
-def _is_common(error: GradsyncError) -> bool:
-    """Whether rank 0 runs into the same: bad input is the same everywhere."""
-    kind: Any = type(error)
-    return kind is ConfigurationError

@@ -36,7 +36,7 @@ def examine(
     """All checks, in the order of the table. ``timeout``: seconds for each measurement of the wire."""
     with ExitStack() as stack:
         # First of all, since the processes need seconds to import torch; the other checks fill that time.
-        wires = [stack.enter_context(Wire.of(*each, timeout)) for each in _wires()]
+        wires = [Wire(*each, timeout, stack) for each in _wires()]
         findings = [guarded(name, check) for name, check in _checks(variables).items()]
         for wire in wires:
             progress(f"measuring the {wire.name}")

@@ -1,13 +1,15 @@
 """What a check has found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["GIB", "MIB", "Finding", "Status", "guarded", "size"]
+from gradsync.accelerator.environment import ProcessEnvironment, read_environment
+from gradsync.errors import ConfigurationError
 
-MIB = 2**20
-GIB = 2**30
+__all__ = ["GIB", "KIB", "MIB", "Finding", "Status", "guarded", "place_of", "size"]
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 class Status(StrEnum):
@@ -42,13 +44,17 @@ def guarded(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:
-        return Finding(
-            name=name,
-            status=Status.FAIL,
-            detail=f"the check itself failed: {type(error).__name__}: {error}",
-            fix="please report this with the block below",
-            public=f"the check itself failed: {type(error).__name__}",
-        )
+        public = f"the check itself failed: {type(error).__name__}"
+        fix = "please report this with the block below"
+        return Finding(name=name, status=Status.FAIL, detail=f"{public}: {error}", fix=fix, public=public)
+
+
+def place_of(variables: Mapping[str, str]) -> ProcessEnvironment:
+    """Who this process is; alone, where the variables make no sense: the check of the launcher says what is wrong."""
+    try:
+        return read_environment(variables)
+    except ConfigurationError:
+        return ProcessEnvironment()
 
 
 def size(nbytes: float) -> str:
@@ -56,4 +62,4 @@ def size(nbytes: float) -> str:
     for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:.0f} {name}"
-    return f"{nbytes / 1024:.3g} KiB"
+    return f"{nbytes / KIB:.3g} KiB"

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gradsync.accelerator.environment import read_environment
-from gradsync.doctor.finding import GIB, Finding, Status, size
-from gradsync.errors import ConfigurationError
+from gradsync.doctor.finding import GIB, Finding, Status, place_of, size
 
 __all__ = ["check_cores", "check_memory", "check_open_files", "check_shared_memory"]
 
@@ -36,7 +34,7 @@ def check_cores(variables: Mapping[str, str]) -> Finding:
     if setting and not (setting.isdecimal() and int(setting) > 0):
         fix = "set OMP_NUM_THREADS to the threads of one rank: export OMP_NUM_THREADS=1"
         return Finding(name="cores", status=Status.WARN, detail=f"{detail}, which is no number of threads", fix=fix)
-    ranks = _ranks_here(variables)
+    ranks = place_of(variables).local_world_size
     # What torch takes without a setting is what it has taken here: a thread a core.
     threads = int(setting) if setting else torch.get_num_threads() if ranks > 1 else 1
     if ranks * threads > cores:
@@ -49,13 +47,6 @@ def check_cores(variables: Mapping[str, str]) -> Finding:
         fix = "two ranks on one core take turns; give this process more cores (taskset, docker --cpus, srun -c)"
         return Finding(name="cores", status=Status.WARN, detail=detail, fix=fix)
     return Finding(name="cores", status=Status.PASS, detail=detail)
-
-
-def _ranks_here(variables: Mapping[str, str]) -> int:
-    try:
-        return read_environment(variables).local_world_size
-    except ConfigurationError:
-        return 1  # the check of the launcher says what is wrong
 
 
 def _cpu_quota() -> float | None:

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradsync.accelerator.environment import DEFAULT_PORT, LOOPBACK, read_environment
-from gradsync.doctor.finding import Finding, Status
-from gradsync.errors import ConfigurationError
+from gradsync.accelerator.environment import DEFAULT_PORT, LOOPBACK
+from gradsync.doctor.finding import Finding, Status, place_of
 
 __all__ = ["Interface", "check_gloo_interface", "check_interfaces", "check_ports", "list_interfaces"]
 
@@ -43,15 +42,10 @@ class Interface:
 def list_interfaces() -> tuple[Interface, ...]:
     """Those that are up or have an address: the others are of no use to anybody."""
     six = _ipv6_addresses()
-    found = (
-        Interface(
-            name=name,
-            addresses=(*_ipv4_address(name), *six.get(name, ())),
-            up=_is_up(name),
-            megabits=_megabits(name),
-        )
-        for _, name in socket.if_nameindex()
-    )
+    found = []
+    for _, name in socket.if_nameindex():
+        addresses = (*_ipv4_address(name), *six.get(name, ()))
+        found.append(Interface(name=name, addresses=addresses, up=_is_up(name), megabits=_megabits(name)))
     return tuple(interface for interface in found if interface.up or interface.addresses)
 
 
@@ -100,11 +94,8 @@ def check_interfaces(interfaces: tuple[Interface, ...]) -> Finding:
 
 def _first_useful(interfaces: tuple[Interface, ...]) -> Interface | None:
     """Through which other machines may be reached: the fastest, and of equal ones the first."""
-    useful = [
-        each
-        for each in interfaces
-        if each.up and not each.is_loopback and any(not a.startswith(LINK_LOCAL) for a in each.addresses)
-    ]
+    outside = [each for each in interfaces if each.up and not each.is_loopback]
+    useful = [each for each in outside if any(not address.startswith(LINK_LOCAL) for address in each.addresses)]
     return max(useful, key=lambda each: each.megabits or 0, default=None)
 
 
@@ -148,19 +139,12 @@ def _only_loopback(
 ) -> Finding:
     better = _first_useful(interfaces)
     setting = f"export GLOO_SOCKET_IFNAME={better.name}" if better else "set GLOO_SOCKET_IFNAME to a wired interface"
-    if _several_nodes(variables):
+    place = place_of(variables)
+    if place.local_world_size < place.world_size:
         fix = f"ranks on other nodes cannot reach that: {setting}"
         return Finding(name="gloo", status=Status.FAIL, detail=detail, fix=fix, public=public)
     fix = f"nothing on one machine; for ranks on several: {setting}"
     return Finding(name="gloo", status=Status.WARN, detail=detail, fix=fix, public=public)
-
-
-def _several_nodes(variables: Mapping[str, str]) -> bool:
-    try:
-        place = read_environment(variables)
-    except ConfigurationError:
-        return False  # the check of the launcher says what is wrong
-    return place.local_world_size < place.world_size
 
 
 def _addresses_of(host: str) -> list[str]:
@@ -175,19 +159,13 @@ def check_ports() -> Finding:
         socket.create_server((LOOPBACK, 0)).close()
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "an unknown error")
-        return Finding(
-            name="ports",
-            status=Status.FAIL,
-            detail=f"no port can be opened on loopback: {code}",
-            fix="ranks meet at one: see that lo is up (ip link set lo up) and that a sandbox or firewall allows it",
-        )
+        detail = f"no port can be opened on loopback: {code}"
+        fix = "ranks meet at one: see that lo is up (ip link set lo up) and that a sandbox or firewall allows it"
+        return Finding(name="ports", status=Status.FAIL, detail=detail, fix=fix)
     if not (_is_free(socket.AF_INET, "0.0.0.0") and _is_free(socket.AF_INET6, "::")):
-        return Finding(
-            name="ports",
-            status=Status.WARN,
-            detail=f"loopback can be listened on; port {DEFAULT_PORT}, the default, is taken",
-            fix="another job? Use torchrun --standalone, or set MASTER_PORT to a free port for all ranks",
-        )
+        detail = f"loopback can be listened on; port {DEFAULT_PORT}, the default, is taken"
+        fix = "another job? Use torchrun --standalone, or set MASTER_PORT to a free port for all ranks"
+        return Finding(name="ports", status=Status.WARN, detail=detail, fix=fix)
     return Finding(name="ports", status=Status.PASS, detail=f"loopback can be listened on; {DEFAULT_PORT} is free")
 
 

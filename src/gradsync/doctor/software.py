@@ -5,6 +5,7 @@ import importlib.metadata
 import platform
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,25 +41,19 @@ def versions() -> dict[str, str]:
 
 
 def check_python() -> Finding:
-    good = sys.version_info[:2] >= LEAST_PYTHON
-    return Finding(
-        name="python",
-        status=Status.PASS if good else Status.FAIL,
-        detail=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        fix="" if good else "gradsync needs Python {}.{} or later".format(*LEAST_PYTHON),
-    )
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info[:2] >= LEAST_PYTHON:
+        return Finding(name="python", status=Status.PASS, detail=detail)
+    fix = "gradsync needs Python {}.{} or later".format(*LEAST_PYTHON)
+    return Finding(name="python", status=Status.FAIL, detail=detail, fix=fix)
 
 
 def check_torch() -> Finding:
-    version = torch.__version__
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    good = numbers >= LEAST_TORCH
-    return Finding(
-        name="torch",
-        status=Status.PASS if good else Status.FAIL,
-        detail=str(version),
-        fix="" if good else "pip install 'torch>={}.{}'".format(*LEAST_TORCH),
-    )
+    version = str(torch.__version__)
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= LEAST_TORCH:
+        return Finding(name="torch", status=Status.PASS, detail=version)
+    fix = "pip install 'torch>={}.{}'".format(*LEAST_TORCH)
+    return Finding(name="torch", status=Status.FAIL, detail=version, fix=fix)
 
 
 def check_backends() -> Finding:
@@ -66,15 +61,10 @@ def check_backends() -> Finding:
     if not dist.is_available():
         fix = "install a torch that has torch.distributed: those from pytorch.org and PyPI do"
         return Finding(name=name, status=Status.FAIL, detail="this torch is built without torch.distributed", fix=fix)
-    available = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-        "ucc": dist.is_ucc_available(),
-    }
-    listed = [", ".join(key for key, there in available.items() if there) or "none"]
-    lacking = ", ".join(key for key, there in available.items() if not there)
-    detail = "; ".join(listed + ([f"not in this torch: {lacking}"] if lacking else []))
+    available = {key: getattr(dist, f"is_{key}_available")() for key in ("gloo", "nccl", "mpi", "ucc")}
+    there = ", ".join(key for key, found in available.items() if found) or "none"
+    lacking = ", ".join(key for key, found in available.items() if not found)
+    detail = f"{there}; not in this torch: {lacking}" if lacking else there
     if not available["gloo"]:
         fix = "install a torch with Gloo, as those from pytorch.org and PyPI are: ranks on CPUs talk through it"
         return Finding(name=name, status=Status.FAIL, detail=detail, fix=fix)
@@ -85,33 +75,23 @@ def check_backends() -> Finding:
 
 
 def check_gpus() -> Finding:
-    driver_there = NVIDIA_DEVICE.exists()
     if torch.cuda.is_available():
         return _gpus_found()
-    if not driver_there:
+    if not NVIDIA_DEVICE.exists():
         return Finding(name="gpus", status=Status.PASS, detail="none; ranks compute on the CPU")
     if torch.version.cuda is None and torch.version.hip is None:
-        return Finding(
-            name="gpus",
-            status=Status.WARN,
-            detail="this machine has an NVIDIA driver, but this torch is built for CPUs only",
-            fix="install a torch with CUDA from https://pytorch.org, or go on with the CPU",
-        )
-    return Finding(
-        name="gpus",
-        status=Status.FAIL,
-        detail=f"there is an NVIDIA driver{_driver()}, but torch (CUDA {torch.version.cuda}) finds no GPU it can use",
-        fix="see whether nvidia-smi lists the GPU, whether CUDA_VISIBLE_DEVICES hides it, and whether the driver is "
-        "new enough for this CUDA",
-    )
+        detail = "this machine has an NVIDIA driver, but this torch is built for CPUs only"
+        fix = "install a torch with CUDA from https://pytorch.org, or go on with the CPU"
+        return Finding(name="gpus", status=Status.WARN, detail=detail, fix=fix)
+    detail = f"there is an NVIDIA driver{_driver()}, but torch (CUDA {torch.version.cuda}) finds no GPU it can use"
+    fix = "see whether nvidia-smi lists the GPU, whether CUDA_VISIBLE_DEVICES hides it, and whether the driver is new "
+    fix += "enough for this CUDA"
+    return Finding(name="gpus", status=Status.FAIL, detail=detail, fix=fix)
 
 
 def _gpus_found() -> Finding:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    kinds: dict[str, int] = {}
-    for gpu in properties:
-        kind = f"{gpu.name} ({size(gpu.total_memory)})"
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(f"{gpu.name} ({size(gpu.total_memory)})" for gpu in properties)
     names = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     detail = f"{names}; CUDA {torch.version.cuda}{_driver()}"
     if len(kinds) > 1:

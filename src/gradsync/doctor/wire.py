@@ -1,78 +1,74 @@
-"""A real all-reduce between processes of this machine, of several sizes, with its time and bandwidth."""
+"""A real all-reduce between processes of this machine, of several sizes, with its time and bandwidth.
+
+This file is also what the processes run: ``python wire.py BACKEND SECONDS``.
+"""
 
 import json
 import os
 import re
-import shutil
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gradsync.doctor.finding import MIB, Finding, Status, size
-from gradsync.doctor.wire_rank import READY
+import torch
+import torch.distributed as dist
 
-__all__ = ["Wire", "measured"]
+from gradsync.communicator import Communicator, choose_communicator, fit_communicator
+from gradsync.doctor.finding import KIB, MIB, Finding, Status, size
+from gradsync.launch import Failure, RankProcesses, become, standalone
+
+__all__ = ["Wire", "be_rank", "measured"]
+
+READY = "ready\n"
+# The numbers of repeats keep all of it well under a second on a wire of 1 GB/s.
+REPEATS = {4 * KIB: 20, 256 * KIB: 20, 4 * MIB: 8, 32 * MIB: 4}
+WARM_UP = 2
 
 # Loopback moves 4 KiB in a fraction of a millisecond and some GB/s. Far from that, something else has the cores.
 SLOW_SECONDS = 5e-3
 SLOW_BYTES_PER_SECOND = {"gloo": 0.2e9, "nccl": 1e9}
-# What would make the processes take themselves for ranks of an outer launch.
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-POLL_SECONDS = 0.02
-# Run as a script: it needs torch, and not the time that the rest of gradsync takes to import.
-RANK_SCRIPT = Path(__file__).with_name("wire_rank.py")
+RANK_SCRIPT = Path(__file__)
 
 
 class Wire:
-    """The ranks of one measurement. They start at once, and :meth:`finding` waits for what they have measured."""
+    """The ranks of one measurement. They start at once, and :meth:`finding` waits for what they have measured.
 
-    def __init__(self, backend: str, ranks: int, folder: Path, timeout: float) -> None:
+    ``stack`` ends them and closes their files.
+    """
+
+    def __init__(self, backend: str, ranks: int, timeout: float, stack: ExitStack) -> None:
         self.name = f"{backend} wire"
         self._backend, self._ranks, self._timeout = backend, ranks, timeout
-        self._deadline = time.monotonic() + timeout
-        self._outputs = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(ranks)]
-        self._processes = [self._start(rank, folder / "store") for rank in range(ranks)]
-        self._ready_at: float | None = None
-
-    def _start(self, rank: int, store: Path) -> "subprocess.Popen[bytes]":
-        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        numbers = (str(rank), str(self._ranks), str(store), str(self._timeout))
-        output, error = self._outputs[rank]
-        with output.open("wb") as stdout, error.open("wb") as stderr:
-            return subprocess.Popen(
-                [sys.executable, "-P", str(RANK_SCRIPT), self._backend, *numbers],
-                env=variables | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-            )
+        self._deadline = time.time() + timeout
+        # Without names, so that none is left behind.
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2 * ranks)]  # noqa: SIM115 (it closes them)
+        self._outputs, self._errors = files[:ranks], files[ranks:]
+        places = stack.enter_context(standalone(ranks))
+        self._processes = stack.enter_context(RankProcesses(grace=0))
+        command = [sys.executable, "-P", str(RANK_SCRIPT), backend, str(timeout)]
+        for place, output, error in zip(places, self._outputs, self._errors, strict=True):
+            self._processes.start(place, partial(become, sys.executable, command, output, error))
 
     def finding(self) -> Finding:
         """Waits until all have ended, one has failed or the time is over."""
-        while True:
-            codes = [process.poll() for process in self._processes]
-            if any(codes):
-                return self._failed(codes)
-            if all(code == 0 for code in codes):
-                return measured(self._backend, self._ranks, **self._result())
-            if self._ready_at is None and all(output.read_text().startswith(READY) for output, _ in self._outputs):
-                self._ready_at = time.monotonic()
-            if time.monotonic() > self._deadline:
-                return self._late()
-            time.sleep(POLL_SECONDS)
+        try:
+            failure = self._processes.wait(self._deadline - time.time())
+        except TimeoutError:
+            return self._late()
+        if failure is not None:
+            return self._failed(failure)
+        return measured(self._backend, self._ranks, **json.loads(_text(self._outputs[0]).removeprefix(READY)))
 
-    def _result(self) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads(self._outputs[0][0].read_text().removeprefix(READY))
-        return result
-
-    def _failed(self, codes: list[int | None]) -> Finding:
-        rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
-        lines = self._outputs[rank][1].read_text(errors="replace").strip().splitlines()
+    def _failed(self, failure: Failure) -> Finding:
+        rank, code = failure.place.rank, failure.code
+        lines = _text(self._errors[rank]).strip().splitlines()
         what = f"signal {-code}" if code < 0 else f"exit code {code}"
         # The last line of a traceback is the exception; where in torch's sources it was helps nobody here.
         reason = re.sub(r"\[enforce fail at [^\]]*\] ", "", lines[-1].strip()) if lines else what
@@ -83,38 +79,21 @@ class Wire:
 
     def _late(self) -> Finding:
         """Ranks that have had no time yet for the wire say nothing about it."""
-        if self._ready_at is None or self._deadline - self._ready_at < self._timeout / 2:
-            return Finding(
-                name=self.name,
-                status=Status.WARN,
-                detail=f"not measured: after {self._timeout:g} s the ranks had barely started",
-                fix="the machine is busy or slow: gradsync doctor --timeout 60",
-            )
-        return Finding(
-            name=self.name,
-            status=Status.FAIL,
-            detail=f"{self._ranks} ranks had not finished their all-reduces after {self._timeout:g} s",
-            fix="they may not reach each other: see interfaces, gloo and ports. Else: gradsync doctor --timeout 60",
-        )
+        # The ranks write that they are ready, and then nothing before they have finished.
+        ready_at = max(os.fstat(output.fileno()).st_mtime for output in self._outputs)
+        ready = all(_text(output).startswith(READY) for output in self._outputs)
+        if not ready or self._deadline - ready_at < self._timeout / 2:
+            detail = f"not measured: after {self._timeout:g} s the ranks had barely started"
+            fix = "the machine is busy or slow: gradsync doctor --timeout 60"
+            return Finding(name=self.name, status=Status.WARN, detail=detail, fix=fix)
+        detail = f"{self._ranks} ranks had not finished their all-reduces after {self._timeout:g} s"
+        fix = "they may not reach each other: see interfaces, gloo and ports. Else: gradsync doctor --timeout 60"
+        return Finding(name=self.name, status=Status.FAIL, detail=detail, fix=fix)
 
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
 
-    @classmethod
-    @contextmanager
-    def of(cls, backend: str, ranks: int, timeout: float) -> "Iterator[Wire]":
-        folder = Path(tempfile.mkdtemp(prefix="gradsync_doctor_"))
-        wire = None
-        try:
-            wire = cls(backend, ranks, folder, timeout)
-            yield wire
-        finally:
-            if wire is not None:
-                wire.close()
-            shutil.rmtree(folder, ignore_errors=True)
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def measured(
@@ -147,3 +126,57 @@ def _rows(times: Mapping[int, float]) -> list[str]:
     return [
         f"{size(nbytes):>7}  {value * 1e3:8.3f} ms  {nbytes / value / 1e9:7.3f} GB/s" for nbytes, value in times.items()
     ]
+
+
+# -- a rank -----------------------------------------------------------------------------------------------------------
+
+
+def be_rank() -> None:
+    """Measure as one rank, which has torchrun's environment. Rank 0 prints the median seconds by bytes as JSON.
+
+    Whatever goes wrong is an exception, whose last line the doctor shows.
+    """
+    backend, seconds = sys.argv[1:]
+    print(READY, end="", flush=True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=float(seconds)))
+    wire = choose_communicator()
+    result: dict[str, Any] = {"seconds": _median_seconds(wire, device)}
+    if backend == "gloo":
+        choice = fit_communicator(wire, device)
+        result |= {"choice": str(choice), "chosen": _median_seconds(choice.communicator, device)}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _median_seconds(wire: Communicator, device: torch.device) -> dict[int, float]:
+    """By bytes."""
+    medians, ranks = {}, wire.world_size
+    for nbytes, repeats in REPEATS.items():
+        readings = []
+        tensor = wire.allocate(nbytes // 4, torch.float32, device)
+        for _ in range(WARM_UP + repeats):
+            tensor.fill_(1.0)
+            dist.barrier()
+            _wait_for(device)
+            started = time.perf_counter()
+            wire.all_reduce(tensor).wait()
+            _wait_for(device)
+            readings.append(time.perf_counter() - started)
+            if not bool((tensor == ranks).all()):
+                raise ArithmeticError(f"an all-reduce of ones over {ranks} ranks gave {tensor.min()} to {tensor.max()}")
+        medians[nbytes] = statistics.median(readings[WARM_UP:])
+    return medians
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    be_rank()

@@ -17,7 +17,6 @@ time of the fill is part of the layer's time.
 
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,17 +82,8 @@ class _EmulatedLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
     def forward(self, signal: Tensor, value: float) -> Tensor:
-        parameters = tuple(self._parameters.values())
-        work = _Work(layer=self.layer, clock=self.clock, values=tuple(factor * value for factor in self.factors))
-        answer: Tensor = _Sleep.apply(work, signal, *parameters)
+        answer: Tensor = _Sleep.apply(self, value, signal, *self._parameters.values())
         return answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    layer: Layer
-    clock: "_Clock"
-    values: tuple[float, ...]
 
 
 class _Clock:
@@ -145,29 +135,29 @@ class _Sleep(torch.autograd.Function):
     """The work of one layer. The signal ties the layers together, so that backward takes them one after another."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, signal: Tensor, *parameters: Tensor) -> Tensor:
-        work.clock.begin()
-        ctx.work = work
+    def forward(ctx: Any, step: _EmulatedLayer, value: float, signal: Tensor, *parameters: Tensor) -> Tensor:
+        step.clock.begin()
+        ctx.step, ctx.value = step, value
         ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
         answer = signal.clone()
-        work.clock.finish(work.layer.forward_seconds)
+        step.clock.finish(step.layer.forward_seconds)
         return answer
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        work: _Work = ctx.work
-        work.clock.begin()
-        scale = float(gradient)
+        step: _EmulatedLayer = ctx.step
+        step.clock.begin()
+        scale = float(gradient) * ctx.value
         # Fresh tensors, which autograd makes the parameters' own without copying them.
         gradients = [
-            torch.full(shape, scale * value, dtype=dtype, device=device) if wanted else None
-            for value, (shape, dtype, device), wanted in zip(
-                work.values, ctx.like, ctx.needs_input_grad[2:], strict=True
+            torch.full(shape, scale * factor, dtype=dtype, device=device) if wanted else None
+            for factor, (shape, dtype, device), wanted in zip(
+                step.factors, ctx.like, ctx.needs_input_grad[3:], strict=True
             )
         ]
-        work.clock.finish(work.layer.backward_seconds)
-        return None, gradient, *gradients
+        step.clock.finish(step.layer.backward_seconds)
+        return None, None, gradient, *gradients
 
 
 def _place(root: nn.Module, path: str, module: nn.Module) -> None:

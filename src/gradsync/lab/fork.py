@@ -9,14 +9,16 @@ A rank has torchrun's environment and one thread for torch. It must make its pro
 have none, and must not have used a GPU, since neither survives a fork.
 """
 
-import sys
 from collections.abc import Callable
+
+import torch
 
 from gradsync.errors import ConfigurationError
 from gradsync.lab.errors import LabError
 from gradsync.lab.host import places_here, places_on
 from gradsync.lab.lab import Lab
-from gradsync.lab.ranks import RankProcesses, signals_raise
+from gradsync.lab.program import run_at
+from gradsync.launch import Place
 
 __all__ = ["fork_ranks"]
 
@@ -40,17 +42,11 @@ def fork_ranks(
         raise ConfigurationError("ranks= is for this machine; on the hosts of a lab say ranks_per_host=")
     else:
         places = places_on(lab.hosts, ranks_per_host)
-    with signals_raise(), RankProcesses() as processes:
-        for place in places:
-            processes.start(place, lambda: _call(function))
-        failure = processes.wait(timeout)
+
+    def work(place: Place) -> None:
+        torch.set_num_threads(1)  # the threads of the parent's pool were not forked; to wait for them would be forever
+        function()
+
+    failure = run_at(places, work, timeout)
     if failure is not None:
         raise LabError(f"{failure}. Its traceback is above, and the other ranks were ended")
-
-
-def _call(function: Callable[[], object]) -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        # The threads of the parent's pool were not forked; to wait for them would be forever.
-        torch.set_num_threads(1)
-    function()

@@ -1,19 +1,20 @@
 """A host of a lab, what its interface has counted, and the ranks that run on hosts."""
 
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from gradsync.accelerator.environment import LOOPBACK
 from gradsync.errors import ConfigurationError
-from gradsync.lab.kernel import inside
-from gradsync.lab.ranks import Place
+from gradsync.lab.kernel import enter_host, inside
+from gradsync.launch import Place
 
-__all__ = ["INTERFACE", "Counters", "Host", "places_here", "places_on", "read_counters"]
+__all__ = ["GLOO_INTERFACE", "INTERFACE", "Counters", "Host", "places_here", "places_on", "read_counters"]
 
 INTERFACE = "eth0"
-LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +55,12 @@ def places_on(hosts: Sequence[Host], ranks_per_host: int) -> list[Place]:
     addresses = {host.name: host.address for host in hosts}
     return [
         Place(
-            rank=host.index * ranks_per_host + local,
+            local=(local, ranks_per_host),
+            node=(host.index, len(hosts)),
+            master=(hosts[0].address, port),
             host=host.name,
-            namespace=host.namespace,
-            addresses=addresses,
-            variables=_variables(
-                (host.index, len(hosts)), (local, ranks_per_host), (hosts[0].address, port), host.interface
-            ),
+            more={GLOO_INTERFACE: host.interface},
+            enter=partial(enter_host, host.namespace, host.name, addresses),
         )
         for host in hosts
         for local in range(ranks_per_host)
@@ -71,40 +71,8 @@ def places_here(ranks: int) -> list[Place]:
     """The ranks of a program on this machine, which talk over loopback."""
     if ranks < 1:
         raise ConfigurationError(f"a program has at least 1 rank, got {ranks}")
-    port = _free_port(LOOPBACK)
-    return [
-        Place(
-            rank=rank,
-            host="this machine",
-            namespace=None,
-            variables=_variables((0, 1), (rank, ranks), (LOOPBACK, port), LOOPBACK_INTERFACE),
-        )
-        for rank in range(ranks)
-    ]
-
-
-def _variables(
-    host: tuple[int, int], local: tuple[int, int], master: tuple[str, int], interface: str
-) -> dict[str, str]:
-    """What torchrun sets, from (index, count) of the host and of the rank on it, and Gloo's interface."""
-    (group_rank, groups), (local_rank, local_size), (address, port) = host, local, master
-    rank, size = group_rank * local_size + local_rank, groups * local_size
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_size,
-        "GROUP_RANK": group_rank,
-        "GROUP_WORLD_SIZE": groups,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-        # Ranks share the cores: with as many threads as cores in each they fight over them.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": interface,
-    }
-    return {name: str(value) for name, value in variables.items()}
+    master, more = (LOOPBACK, _free_port(LOOPBACK)), {GLOO_INTERFACE: "lo"}
+    return [Place(local=(rank, ranks), master=master, host="this machine", more=more) for rank in range(ranks)]
 
 
 def _free_port(address: str = "") -> int:

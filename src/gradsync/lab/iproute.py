@@ -33,43 +33,37 @@ def check_fit() -> None:
 
 def ip(*arguments: str, namespace: str | None = None) -> str:
     """One ``ip`` command; its output."""
-    return _run(["ip", *_inside(namespace), *arguments])
+    return _run("ip", arguments, namespace)
 
 
 def ip_lines(namespace: str, lines: Iterable[str]) -> None:
     """Several ``ip`` commands in one process; the first that fails raises."""
-    _run(["ip", *_inside(namespace), "-batch", "-"], "\n".join(lines))
+    _run("ip", ("-batch", "-"), namespace, "\n".join(lines))
 
 
 def tc_lines(namespace: str, lines: Iterable[str]) -> None:
     """The same with ``tc``."""
-    _run(["tc", *_inside(namespace), "-batch", "-"], "\n".join(lines))
+    _run("tc", ("-batch", "-"), namespace, "\n".join(lines))
 
 
 def ip_json(*arguments: str, namespace: str | None = None) -> list[dict[str, Any]]:
     """What an ``ip … show`` tells, as data."""
-    return _data(_run(["ip", "-json", "-details", *_inside(namespace), *arguments]))
+    answer: list[dict[str, Any]] = json.loads(_run("ip", ("-json", "-details", *arguments), namespace) or "[]")
+    return answer
 
 
 def tc_json(*arguments: str, namespace: str) -> list[dict[str, Any]]:
     """What a ``tc … show`` tells, as data."""
-    return _data(_run(["tc", "-json", *_inside(namespace), *arguments]))
-
-
-def _inside(namespace: str | None) -> list[str]:
-    return [] if namespace is None else ["-netns", namespace]
-
-
-def _data(text: str) -> list[dict[str, Any]]:
-    answer: list[dict[str, Any]] = json.loads(text or "[]")
+    answer: list[dict[str, Any]] = json.loads(_run("tc", ("-json", *arguments), namespace) or "[]")
     return answer
 
 
-def _run(command: list[str], written: str = "") -> str:
-    program = shutil.which(command[0], path=SEARCHED) or command[0]
+def _run(program: str, arguments: Iterable[str], namespace: str | None, written: str = "") -> str:
+    command = [program, *([] if namespace is None else ["-netns", namespace]), *arguments]
+    path = shutil.which(program, path=SEARCHED) or program
     try:
         answer = subprocess.run(
-            [program, *command[1:]], input=written, capture_output=True, text=True, timeout=SECONDS, check=False
+            [path, *command[1:]], input=written, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LabError(f"{' '.join(command)} did not work: {error}") from error

@@ -1,17 +1,16 @@
-"""The system calls that Python 3.11 does not offer: entering a namespace, and dying with one's parent."""
+"""The system calls that Python 3.11 does not offer: entering a namespace, and mounts of one's own."""
 
 import ctypes
 import os
-import signal
 import socket
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from gradsync.lab.errors import LabError
 
-__all__ = ["NAMESPACES", "die_with_parent", "enter_host", "inside"]
+__all__ = ["NAMESPACES", "enter_host", "inside"]
 
 R = TypeVar("R")
 
@@ -21,7 +20,6 @@ NAMESPACES = Path("/run/netns")
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
 MNT_DETACH = 2
-PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,29 +48,13 @@ def enter_host(namespace: str, name: str, addresses: Mapping[str, str]) -> None:
 
 def inside(namespace: str, function: Callable[[], R]) -> R:
     """``function()`` in a thread of this process that has the network of a host; everything else is as here."""
-    results: list[R] = []
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            _enter_network(namespace)
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
+    def work() -> R:
+        _enter_network(namespace)
+        return function()
 
-    thread = threading.Thread(target=work, name=f"inside {namespace}")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process as soon as ``parent`` ends, however it ends."""
-    _call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(work).result()
 
 
 def _enter_network(namespace: str) -> None:
@@ -88,9 +70,7 @@ def _enter_network(namespace: str) -> None:
 
 def _call(name: str, *arguments: int | bytes | None) -> None:
     # Flags and pointers are as long as the machine's words; a bare int would be passed as 32 bits.
-    words = [
-        ctypes.c_ulong(value) if isinstance(value, int) and name in ("mount", "prctl") else value for value in arguments
-    ]
+    words = [ctypes.c_ulong(value) if isinstance(value, int) and name == "mount" else value for value in arguments]
     if getattr(_libc, name)(*words) != 0:
         number = ctypes.get_errno()
         raise LabError(f"{name} failed: {os.strerror(number)}. A lab needs root")

@@ -27,8 +27,8 @@ from gradsync.lab.inventory import BRIDGE, Owner, Record, alone, host_name, lab_
 from gradsync.lab.iproute import check_fit, ip, ip_json, ip_lines, tc_json, tc_lines
 from gradsync.lab.kernel import inside
 from gradsync.lab.program import run_program
-from gradsync.lab.ranks import signals_raise
 from gradsync.lab.rate import Rate
+from gradsync.launch import signals_raise
 
 __all__ = ["Lab", "LabPlan", "Link", "take_down"]
 

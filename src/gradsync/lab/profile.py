@@ -98,37 +98,22 @@ def transformer(*, parameters: int, layers: int, seconds: float, length: int = 1
     width = max(8, round(math.sqrt(0.9 * parameters / (12 * layers)) / 8) * 8)
     blocks = [layer for index in range(layers) for layer in _block(f"blocks.{index}", width, length)]
     rest = parameters - sum(layer.elements for layer in blocks) - 2 * width
-    embedding = _Cost("embedding", {"weight": (max(1, round(rest / width)), width)}, ELEMENT_COST * length * width)
+    embedding = _layer("embedding", {"weight": (max(1, round(rest / width)), width)}, ELEMENT_COST * length * width)
     return _spread("transformer", [embedding, *blocks, _norm("norm", width, length)], seconds)
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """A layer before the seconds are spread: its work in multiplications."""
-
-    name: str
-    shapes: Mapping[str, Shape]
-    work: float
-
-    @property
-    def elements(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-
-def _spread(name: str, costs: list[_Cost], seconds: float) -> Profile:
+def _spread(name: str, layers: list[Layer], seconds: float) -> Profile:
+    """The layers with so many seconds in all, in the proportion of their work."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigurationError(f"the seconds of a profile must be above 0, got {seconds}")
-    total = sum(cost.work for cost in costs)
-    layers = (
-        Layer(
-            name=cost.name,
-            shapes=cost.shapes,
-            forward_seconds=seconds * FORWARD_SHARE * cost.work / total,
-            backward_seconds=seconds * (1 - FORWARD_SHARE) * cost.work / total,
-        )
-        for cost in costs
-    )
-    return Profile(name=name, layers=tuple(layers))
+    profile = Profile(name=name, layers=tuple(layers))
+    return profile.scaled(seconds=seconds / (profile.forward_seconds + profile.backward_seconds))
+
+
+def _layer(name: str, shapes: Mapping[str, Shape], work: float) -> Layer:
+    """Before its seconds are known: its work in multiplications stands for them."""
+    forward = FORWARD_SHARE * work
+    return Layer(name=name, shapes=shapes, forward_seconds=forward, backward_seconds=work - forward)
 
 
 def _scaled_shape(shape: Shape, factor: float) -> Shape:
@@ -139,20 +124,20 @@ def _scaled_shape(shape: Shape, factor: float) -> Shape:
     return (max(1, round(math.prod(shape) * factor)),)
 
 
-def _linear(name: str, inputs: int, outputs: int, items: int) -> _Cost:
-    return _Cost(name, {"weight": (outputs, inputs), "bias": (outputs,)}, items * inputs * outputs)
+def _linear(name: str, inputs: int, outputs: int, items: int) -> Layer:
+    return _layer(name, {"weight": (outputs, inputs), "bias": (outputs,)}, items * inputs * outputs)
 
 
-def _norm(name: str, width: int, items: int) -> _Cost:
-    return _Cost(name, {"weight": (width,), "bias": (width,)}, ELEMENT_COST * items * width)
+def _norm(name: str, width: int, items: int) -> Layer:
+    return _layer(name, {"weight": (width,), "bias": (width,)}, ELEMENT_COST * items * width)
 
 
-def _scores(name: str, width: int, length: int) -> _Cost:
+def _scores(name: str, width: int, length: int) -> Layer:
     """The two products of attention, which have no parameters."""
-    return _Cost(name, {}, 2 * length * length * width)
+    return _layer(name, {}, 2 * length * length * width)
 
 
-def _block(name: str, width: int, length: int) -> Iterator[_Cost]:
+def _block(name: str, width: int, length: int) -> Iterator[Layer]:
     yield _norm(f"{name}.norm1", width, length)
     yield _linear(f"{name}.attention.qkv", width, 3 * width, length)
     yield _scores(f"{name}.attention.scores", width, length)
@@ -162,19 +147,19 @@ def _block(name: str, width: int, length: int) -> Iterator[_Cost]:
     yield _linear(f"{name}.mlp.down", 4 * width, width, length)
 
 
-def _bert_layers(length: int) -> list[_Cost]:
+def _bert_layers(length: int) -> list[Layer]:
     width, words = 768, 30522
     lookup = ELEMENT_COST * length * width
-    costs = [
-        _Cost("embeddings.word_embeddings", {"weight": (words, width)}, lookup),
-        _Cost("embeddings.position_embeddings", {"weight": (512, width)}, lookup),
-        _Cost("embeddings.token_type_embeddings", {"weight": (2, width)}, lookup),
+    layers = [
+        _layer("embeddings.word_embeddings", {"weight": (words, width)}, lookup),
+        _layer("embeddings.position_embeddings", {"weight": (512, width)}, lookup),
+        _layer("embeddings.token_type_embeddings", {"weight": (2, width)}, lookup),
         _norm("embeddings.LayerNorm", width, length),
     ]
     for index in range(12):
         name = f"encoder.layer.{index}"
-        costs += [_linear(f"{name}.attention.self.{part}", width, width, length) for part in ("query", "key", "value")]
-        costs += [
+        layers += [_linear(f"{name}.attention.self.{part}", width, width, length) for part in ("query", "key", "value")]
+        layers += [
             _scores(f"{name}.attention.self.scores", width, length),
             _linear(f"{name}.attention.output.dense", width, width, length),
             _norm(f"{name}.attention.output.LayerNorm", width, length),
@@ -182,28 +167,28 @@ def _bert_layers(length: int) -> list[_Cost]:
             _linear(f"{name}.output.dense", 4 * width, width, length),
             _norm(f"{name}.output.LayerNorm", width, length),
         ]
-    return [*costs, _linear("pooler.dense", width, width, 1)]
+    return [*layers, _linear("pooler.dense", width, width, 1)]
 
 
-def _resnet50_layers() -> list[_Cost]:
-    costs = list(_convolution("conv1", "bn1", (3, 64, 7), 112))
+def _resnet50_layers() -> list[Layer]:
+    layers = list(_convolution("conv1", "bn1", (3, 64, 7), 112))
     inputs = 64
     for stage, (blocks, width, pixels) in enumerate([(3, 64, 56), (4, 128, 28), (6, 256, 14), (3, 512, 7)], start=1):
         for index in range(blocks):
             name = f"layer{stage}.{index}"
             # The first block of a later stage halves the image in its 3×3 convolution.
             before = pixels * 2 if index == 0 and stage > 1 else pixels
-            costs += _convolution(f"{name}.conv1", f"{name}.bn1", (inputs, width, 1), before)
-            costs += _convolution(f"{name}.conv2", f"{name}.bn2", (width, width, 3), pixels)
-            costs += _convolution(f"{name}.conv3", f"{name}.bn3", (width, 4 * width, 1), pixels)
+            layers += _convolution(f"{name}.conv1", f"{name}.bn1", (inputs, width, 1), before)
+            layers += _convolution(f"{name}.conv2", f"{name}.bn2", (width, width, 3), pixels)
+            layers += _convolution(f"{name}.conv3", f"{name}.bn3", (width, 4 * width, 1), pixels)
             if index == 0:
-                costs += _convolution(f"{name}.downsample.0", f"{name}.downsample.1", (inputs, 4 * width, 1), pixels)
+                layers += _convolution(f"{name}.downsample.0", f"{name}.downsample.1", (inputs, 4 * width, 1), pixels)
             inputs = 4 * width
-    return [*costs, _linear("fc", inputs, 1000, 1)]
+    return [*layers, _linear("fc", inputs, 1000, 1)]
 
 
-def _convolution(name: str, norm: str, sizes: tuple[int, int, int], pixels: int) -> Iterator[_Cost]:
+def _convolution(name: str, norm: str, sizes: tuple[int, int, int], pixels: int) -> Iterator[Layer]:
     inputs, outputs, side = sizes
     shape = (outputs, inputs, side, side)
-    yield _Cost(name, {"weight": shape}, math.prod(shape) * pixels**2)
+    yield _layer(name, {"weight": shape}, math.prod(shape) * pixels**2)
     yield _norm(norm, outputs, pixels**2)

@@ -22,16 +22,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
+from gradsync.files import PARTIAL, whole_file
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
 
 CONFIG, METRICS, SUMMARY, EVENTS = "config.json", "metrics.jsonl", "summary.json", "tensorboard"
 KINDS = ("step", "validation", "timeline", "note")
-PARTIAL = ".partial"
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -56,7 +55,7 @@ class RunFolder:
             self._refuse_what_is_not_ours(resume=resume)
             # Unbuffered: a line that was appended is with the operating system, whatever becomes of this process.
             self._metrics = (self.path / METRICS).open("ab", buffering=0)
-            _cut_half_line(self.path / METRICS)
+            os.truncate(self.path / METRICS, sum(map(len, _whole_lines(self.path / METRICS))))
 
     def _refuse_what_is_not_ours(self, *, resume: bool) -> None:
         # A run that failed before its first step leaves empty files and folders; they are nobody's work.
@@ -147,12 +146,12 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         try:
             self.close()
         except GradsyncError:
             # What went wrong first is the better message.
-            if error is None:
+            if kind is None:
                 raise
 
     def _write_line(self, line: bytes) -> None:
@@ -195,11 +194,8 @@ class Run:
     def stride(self) -> int:
         """How many steps a record stands for, usually."""
         numbers = [int(record["step"]) for record in self.steps]
-        return (
-            int(statistics.median(after - before for before, after in itertools.pairwise(numbers)))
-            if numbers[1:]
-            else 1
-        )
+        gaps = [after - before for before, after in itertools.pairwise(numbers)]
+        return int(statistics.median(gaps)) if gaps else 1
 
     @property
     def count(self) -> int:
@@ -258,18 +254,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file that is either complete or not there: under another name first, then renamed."""
-    partial = path.with_name(path.name + PARTIAL)
-    with _said_clearly(path):
-        try:
-            with partial.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+    """Writes a file that is either complete or not there."""
+    with _said_clearly(path), whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def _holds_something(entry: Path) -> bool:
@@ -282,12 +269,6 @@ def _whole_lines(path: Path) -> list[bytes]:
     lines = path.read_bytes().splitlines(keepends=True)
     # What does not end in a newline was being written when the process ended, or is being written now.
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
-
-
-def _cut_half_line(path: Path) -> None:
-    whole = sum(map(len, _whole_lines(path)))
-    if whole < path.stat().st_size:
-        os.truncate(path, whole)
 
 
 def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:

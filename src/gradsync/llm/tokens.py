@@ -11,12 +11,10 @@ The end of the file is written last and states its size: a file that was cut sho
 come first because a mapping begins at the start of a page.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import struct
-import uuid
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gradsync.errors import ConfigurationError
+from gradsync.files import whole_file
 from gradsync.llm.text_sources import TextSource, import_extra, open_source, stamp_of
 
 __all__ = ["BYTES", "TokenFile", "default_cache_folder", "prepare_tokens"]
@@ -173,24 +172,16 @@ def _pieces(document: bytes) -> Iterator[bytes]:
 
 
 def _build(path: Path, source: TextSource, codec: ByteCodec | TokenizerCodec) -> None:
-    """Write under a name nobody else has, then rename. See [Note: one file]."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    """See [Note: one file]."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with whole_file(path) as file:
             _write(file, source, codec)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         # A source says itself what it cannot read, so this is about the cache.
         raise ConfigurationError(
             f"cannot write {path} into the cache: {error.strerror}. Choose another folder with cache_folder"
         ) from error
-    finally:
-        # Renamed, it is not there any more.
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _write(file: BinaryIO, source: TextSource, codec: ByteCodec | TokenizerCodec) -> None:

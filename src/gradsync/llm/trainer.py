@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs
-from gradsync.engine import Synchronizer, SyncPolicy
+from gradsync.engine import SyncPolicy
 from gradsync.llm.batches import Batches, BatchPlan, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
 from gradsync.llm.interruption import Interruption
@@ -113,14 +113,9 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(settings.warmup, self.total_steps))
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
-        self.step = self.saving.restore(self)
+        self.step = self.saving.restore()
         self.phases = Phases(accelerator.device, self.timeline)
         self._heartbeat = Heartbeat(accelerator.world.communicator)
-
-    @property
-    def engine(self) -> Synchronizer:
-        """What averages the gradients."""
-        return self.accelerator.models.handle_of(self.model).synchronizer
 
     @property
     def wire(self) -> str:
@@ -212,7 +207,7 @@ class Trainer:
         return validation_loss
 
     def _save(self, heard: Listener | None) -> None:
-        self.saving.save(self)
+        self.saving.save(self.step, self.plan)
         if heard is not None:
             heard.saved(self.step)
 

@@ -1,0 +1,34 @@
+"""How a file is written that must survive: it gets its name when it is complete and on the disk, or never."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["PARTIAL", "whole_file"]
+
+PARTIAL = ".partial"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which becomes ``path`` when the block ends; if that raises, what was there stays.
+
+    Several processes may write the same file at once: each has a name of its own until then, and the last one stays.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            # A full disk does not say which file it was.
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

@@ -1,0 +1,342 @@
+"""Ranks as processes: started with torchrun's environment, waited for, ended; a failure names its rank.
+
+A rank is forked from this process and dies with it, also if it is killed; it may then :func:`become` another program.
+It is the leader of a process group of its own, so that what it started can be ended with it.
+"""
+
+import ctypes
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+import torch.distributed as dist
+
+from gradsync.accelerator.environment import LOOPBACK
+
+__all__ = ["PASSED_ON", "Failure", "Place", "RankProcesses", "become", "signals_raise", "standalone"]
+
+# Those that fail because of a first failure may be seen before it.
+SETTLE_SECONDS = 0.1
+GRACE_SECONDS = 5.0
+# What a rank has started may need a moment to be gone after it was killed; not all systems tidy up after it.
+ORPHAN_SECONDS = 1.0
+# How soon a signal that was only noted is seen.
+TICK_SECONDS = 0.05
+STOPPING = (signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (signal.SIGINT, *STOPPING)
+SHELL_SIGNAL_BASE = 128
+# Of a launcher above this process: the ranks meet at a place of their own.
+NOT_INHERITED = "TORCHELASTIC_"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of a rank: ``local`` is its number on its host and how many run there, ``node`` the same of the host.
+
+    ``more`` are variables beside torchrun's. ``enter`` is called in the new process, to move it to its host; without it
+    the rank runs on this machine as it is.
+    """
+
+    local: tuple[int, int]
+    node: tuple[int, int] = (0, 1)
+    master: tuple[str, int]
+    host: str = ""
+    more: Mapping[str, str] = field(default_factory=dict, repr=False)
+    enter: Callable[[], None] | None = field(default=None, repr=False)
+
+    @property
+    def rank(self) -> int:
+        return self.node[0] * self.local[1] + self.local[0]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What torchrun sets, and ``more``."""
+        size = self.node[1] * self.local[1]
+        variables = {
+            "RANK": self.rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": self.local[0],
+            "LOCAL_WORLD_SIZE": self.local[1],
+            "GROUP_RANK": self.node[0],
+            "GROUP_WORLD_SIZE": self.node[1],
+            "ROLE_RANK": self.rank,
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": self.master[0],
+            "MASTER_PORT": self.master[1],
+            # Ranks share the cores: with as many threads as cores in each they fight over them.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        return {name: str(value) for name, value in variables.items()} | dict(self.more)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that did not end with 0; a negative code is the signal that ended it."""
+
+    place: Place
+    code: int
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell tells it: 128 + n stands for signal n."""
+        return SHELL_SIGNAL_BASE - self.code if self.code < 0 else self.code
+
+    def obeys(self, number: signal.Signals) -> bool:
+        """Whether it only says that the signal was obeyed."""
+        return self.exit_code == SHELL_SIGNAL_BASE + number
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"{self.place} failed with exit code {self.code}"
+        name = ""
+        with suppress(ValueError):  # a real-time signal
+            name = f" ({signal.Signals(-self.code).name})"
+        return f"{self.place} was ended by signal {-self.code}{name}"
+
+
+@contextmanager
+def standalone(ranks: int) -> Iterator[list[Place]]:
+    """The places of so many ranks on this machine, as ``torchrun --standalone`` makes them.
+
+    They meet at a store that is open to this machine only. This process holds it meanwhile, so it outlives every rank.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    more = {
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    yield [Place(local=(rank, ranks), master=(LOOPBACK, port), more=more) for rank in range(ranks)]
+    del store  # held until here
+
+
+@dataclass(kw_only=True)
+class _Process:
+    place: Place
+    pid: int
+    pidfd: int
+    code: int | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To its group; to itself while it has not got as far as making one."""
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class RankProcesses:
+    """The processes of one program. Leaving the context ends those that still run, and all that they started.
+
+    ``grace``: seconds that a rank may take to end by itself once it was asked to.
+    """
+
+    def __init__(self, grace: float = GRACE_SECONDS) -> None:
+        self._grace = grace
+        self._tick = math.inf
+        self._processes: list[_Process] = []
+        self.signals: list[signal.Signals] = []
+
+    def __enter__(self) -> "RankProcesses":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        for process in self._processes:
+            os.waitpid(process.pid, 0)
+            os.close(process.pidfd)
+            with suppress(ProcessLookupError):
+                while time.monotonic() < deadline:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.001)
+        self._processes.clear()
+
+    def start(self, place: Place, action: Callable[[], object]) -> None:
+        """``action()`` in a new process at ``place``. It ends with 0 when ``action`` returns."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        parent = os.getpid()
+        # A handler that raises here would unroll the parent's own stack in the child, or lose the child's number.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        try:
+            with warnings.catch_warnings():
+                # Python warns of forks beside other threads. A rank uses none of the parent's.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                _be_rank(place, parent, action)
+            self._processes.append(_Process(place=place, pid=pid, pidfd=os.pidfd_open(pid)))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def wait(self, timeout: float = math.inf) -> Failure | None:
+        """Until all have ended with 0, one has failed, or a signal was noted. The one that failed is returned."""
+        deadline = time.monotonic() + timeout
+        while self._running() and not self.signals:
+            self._await_ends(min(deadline - time.monotonic(), self._tick))
+            if any(process.code for process in self._processes):
+                self._await_all(SETTLE_SECONDS)
+                break
+            if time.monotonic() >= deadline and (running := self._running()):
+                names = ", ".join(str(process.place) for process in running)
+                raise TimeoutError(f"after {timeout:g} s there still ran {names}")
+        return self.failure()
+
+    def failure(self) -> Failure | None:
+        """The rank to blame of those that have failed; one that obeys a signal only if there is no other."""
+        failures = [Failure(place=process.place, code=process.code) for process in self._processes if process.code]
+        # A rank that a signal ended leaves the others with broken connections, and they fail within the same moment.
+        return min(failures, key=lambda each: (any(map(each.obeys, self.signals)), each.code > 0), default=None)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask all ranks that still run to end, and kill what is left after the grace, also of those that have ended."""
+        for process in self._running():
+            process.signal(number)
+        self._await_all(self._grace)
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        self._await_all(math.inf)
+
+    @contextmanager
+    def noting_signals(self) -> Iterator[None]:
+        """SIGINT, SIGTERM and SIGHUP are kept in ``signals`` meanwhile, and end :meth:`wait`, instead of being raised.
+
+        One that comes while ranks are being stopped kills them at once. For the main thread, the only one that hears of
+        signals.
+        """
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.signals.append(signal.Signals(number))
+            if len(self.signals) > 1 or self.failure() is not None:
+                for process in self._processes:
+                    process.signal(signal.SIGKILL)
+
+        before: dict[signal.Signals, Any] = {number: signal.signal(number, note) for number in PASSED_ON}
+        self._tick = TICK_SECONDS
+        try:
+            yield
+        finally:
+            self._tick = math.inf
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _running(self) -> list[_Process]:
+        return [process for process in self._processes if process.code is None]
+
+    def _await_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running() and self._await_ends(deadline - time.monotonic()):
+            pass
+
+    def _await_ends(self, seconds: float) -> bool:
+        """Note the codes of those that end; whether one did within ``seconds``."""
+        running = self._running()
+        ended = connection.wait([process.pidfd for process in running], None if seconds == math.inf else seconds)
+        for process in (process for process in running if process.pidfd in ended):
+            # Not reaped yet: its number stays taken until its process group is ended.
+            result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+            assert result is not None
+            killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            process.code = -result.si_status if killed else result.si_status
+        return bool(ended)
+
+
+def _be_rank(place: Place, parent: int, action: Callable[[], object]) -> NoReturn:
+    code = 1
+    try:
+        # However the parent ends, also before this line.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent:
+            os._exit(SHELL_SIGNAL_BASE + signal.SIGKILL)
+        os.setsid()
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        if place.enter is not None:
+            place.enter()
+        for name in [name for name in os.environ if name.startswith(NOT_INHERITED)]:
+            del os.environ[name]
+        os.environ.update(place.variables)
+        action()
+        code = 0
+    except SystemExit as error:
+        code = _code_of(error)
+    except KeyboardInterrupt:
+        code = SHELL_SIGNAL_BASE + signal.SIGINT
+    except BaseException:
+        print(f"gradsync: {place} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _code_of(error: SystemExit) -> int:
+    """What Python itself makes of ``sys.exit(…)``."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def become(path: str, command: list[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> NoReturn:
+    """Turn this process, a rank, into a program that has nothing to read, and writes here unless there are files."""
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number, file in ((1, stdout), (2, stderr)):
+        if file is not None:
+            os.dup2(file.fileno(), number)
+    # Python ignores it, other programs do not expect that.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execv(path, command)
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process by SystemExit meanwhile, so that what it made is removed."""
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in STOPPING:
+            # Only the main thread may, and a handler that somebody has set knows better.
+            with suppress(ValueError):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    before[number] = signal.signal(number, _raise_once)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise_once(number: int, frame: FrameType | None) -> None:
+    # A second one would tear the removal that this one begins.
+    for other in STOPPING:
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(SHELL_SIGNAL_BASE + number)
