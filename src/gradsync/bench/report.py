@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from gradsync.bench.plots import save
 from gradsync.bench.record import CellRecord, ResultFolder
 from gradsync.bench.scenario import Scenario, Table
+from gradsync.charts.canvas import style
+from gradsync.charts.page import page_svg, render, svg_file
 
 __all__ = ["REPORT", "Section", "build_report"]
 
-REPORT, TEMPLATE = "report.html", "report.html"
+REPORT = "report.html"
 
 METHOD = (
     "All variants of a cell run in the same processes, in turns: every round runs each of them once, in an order that "
@@ -66,9 +65,16 @@ def build_report(folder: ResultFolder, scenarios: Sequence[Scenario]) -> list[Se
     """Draws the pictures, writes the results and the page, and returns what is on it."""
     config = folder.config
     asked = config.get("scenarios", [])
-    sections = [_section(folder, scenario) for scenario in scenarios if scenario.name in asked]
-    unknown = sorted(set(asked) - {scenario.name for scenario in scenarios})
-    page = _page(config, sections, unknown)
+    with style():
+        sections = [_section(folder, scenario) for scenario in scenarios if scenario.name in asked]
+    page = render(
+        Path(__file__).parent / "templates" / "report.html",
+        config=config,
+        sections=sections,
+        unknown=sorted(set(asked) - {scenario.name for scenario in scenarios}),
+        method=METHOD,
+        facts=_facts(config),
+    )
     (folder.path / REPORT).write_text(page)
     return sections
 
@@ -95,8 +101,11 @@ def _present(section: Section, scenario: Scenario, records: Sequence[CellRecord]
     section.reading = scenario.reading(records)
     for picture in scenario.pictures(records):
         slug = f"{scenario.name}-{picture.slug}"
-        svg = save(picture.figure, folder.figures, slug)
-        section.drawings.append(Drawing(slug=slug, title=picture.title, svg=svg, reading=picture.reading))
+        svg = svg_file(picture.figure, slug)
+        (folder.figures / f"{slug}.svg").write_text(svg)
+        picture.figure.savefig(folder.figures / f"{slug}.png")
+        part = page_svg(svg, slug=slug, title=picture.title)
+        section.drawings.append(Drawing(slug=slug, title=picture.title, svg=part, reading=picture.reading))
 
 
 def _note(record: CellRecord) -> str:
@@ -109,16 +118,9 @@ def _note(record: CellRecord) -> str:
 
 
 def _result(section: Section, records: Sequence[CellRecord]) -> dict[str, Any]:
-    return {
-        "scenario": section.name,
-        "title": section.title,
-        "question": section.question,
-        "source": section.source,
-        "reading": section.reading,
-        "notes": section.notes,
-        "tables": [dataclasses.asdict(table) for table in section.tables],
-        "cells": [_cell_result(record) for record in records],
-    }
+    told = {key: getattr(section, key) for key in ("title", "question", "source", "reading", "notes")}
+    tables = [dataclasses.asdict(table) for table in section.tables]
+    return {"scenario": section.name, **told, "tables": tables, "cells": [_cell_result(record) for record in records]}
 
 
 def _cell_result(record: CellRecord) -> dict[str, Any]:
@@ -137,23 +139,6 @@ def _cell_result(record: CellRecord) -> dict[str, Any]:
             for variant in record.samples
         },
     }
-
-
-def _page(config: Mapping[str, Any], sections: Sequence[Section], unknown: Sequence[str]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
-        config=config,
-        sections=sections,
-        unknown=unknown,
-        method=METHOD,
-        facts=_facts(config),
-    )
 
 
 def _facts(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

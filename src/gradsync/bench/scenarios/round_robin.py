@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.measure import Rounds
 from gradsync.bench.peers import Gradsync, MakeOptimizer, NoWrapper, Peer, Wrapped
-from gradsync.bench.plots import Series, canvas, draw_bars
 from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.scenario import ALONE, Picture, Table, times_of, timing_table
 from gradsync.bench.statistics import percent
-from gradsync.bench.windows import Pattern, window_step
+from gradsync.bench.windows import plain_step
 from gradsync.bench.workload import Workload
+from gradsync.charts.canvas import canvas, colour, legend
+from gradsync.charts.kinds import draw_bars
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.lab.profile import transformer
@@ -26,14 +27,14 @@ __all__ = ["InTurn", "RoundRobin"]
 
 MIB = 2**20
 GROUPS = (1, 3, 5)
-ALONE, OWN = "no wrapper", "gradsync, its own wire"
+OWN = "gradsync, its own wire"
 # Where only latency counts, times are those of threads that are woken, and need many rounds; so the steps are short.
 MODELS = {
     "many small buckets": {"parameters": 250_000, "layers": 8, "seconds": 0.018, "buckets": 25, "times": 3},
     "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4, "times": 1},
 }
 # Blues from light to dark: they are all gradsync.
-SHADES = {1: "#9ecae1", 3: "#4a98c9", 5: "#0072B2"}
+SHADES = {1: "light-blue", 3: "mid-blue", 5: "blue"}
 
 
 def variant_name(groups: int) -> str:
@@ -102,11 +103,7 @@ class RoundRobin:
         peers: dict[str, Peer] = {ALONE: NoWrapper()}
         peers |= {variant_name(count): InTurn(groups=count, bucket_mb=size) for count in GROUPS}
         peers[OWN] = Gradsync(bucket_mb=size)
-        variants: dict[str, Step] = {
-            name: window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
-            for name, peer in peers.items()
-        }
-        rounds.run(variants)
+        rounds.run({name: plain_step(workload, peer) for name, peer in peers.items()})
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         return [timing_table(record, baseline=variant_name(1), note=_sizes(record)) for record in records]
@@ -114,26 +111,18 @@ class RoundRobin:
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         title = _message(records)
         figure, (axes,) = canvas(title, height=4.0)
-        bars = {variant_name(count): SHADES[count] for count in GROUPS} | {OWN: "#009E73"}
-        series = [_series(records, name, colour) for name, colour in bars.items()]
+        shades = {variant_name(count): colour(SHADES[count]) for count in GROUPS} | {OWN: colour("green")}
+        series = [
+            times_of(name, [(record, name) for record in records], colour=shade) for name, shade in shades.items()
+        ]
         draw_bars(axes, [record.cell.name for record in records], series, form="{:.0f}")
         axes.set_xticks(range(len(records)), [record.cell.name for record in records], fontsize=10)
         axes.set_ylabel("ms a step (median, p5–p95)")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=len(bars), frameon=False)
+        legend([axes])
         return [Picture(slug="groups", title=title, figure=figure, reading=self.reading(records))]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         return " ".join(_sentence(record) for record in records)
-
-
-def _series(records: Sequence[CellRecord], name: str, colour: str) -> Series:
-    known = [record.summary(name) if name in record.samples else None for record in records]
-    return Series(
-        label=name,
-        values=[None if summary is None else summary.median * 1e3 for summary in known],
-        spans=[None if summary is None else (summary.p5 * 1e3, summary.p95 * 1e3) for summary in known],
-        colour=colour,
-    )
 
 
 def _sizes(record: CellRecord) -> str:

@@ -32,6 +32,7 @@ from gradsync.bench.scenarios.wire_shown import (
     time_table,
     variant_name,
 )
+from gradsync.bench.windows import repeated
 from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
@@ -109,7 +110,7 @@ class Wire:
         variants: dict[str, Step] = {}
         for size in rounds.cell.options["sizes"]:
             for wire, call in wires.calls(size).items():
-                variants[variant_name(wire, size)] = _repeated(call, calls_of(rounds.cell, wire, size))
+                variants[variant_name(wire, size)] = repeated(call, calls_of(rounds.cell, wire, size))
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
@@ -207,11 +208,3 @@ def _copying(tensor: torch.Tensor) -> Call:
         target.copy_(tensor)
 
     return call
-
-
-def _repeated(call: Call, times: int) -> Step:
-    def repeated() -> None:
-        for _ in range(times):
-            call()
-
-    return repeated
