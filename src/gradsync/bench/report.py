@@ -5,7 +5,7 @@ what was measured until then, and says so.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,6 @@ from gradsync.charts.page import page_svg, render, svg_file
 __all__ = ["REPORT", "Section", "build_report"]
 
 REPORT = "report.html"
-
-METHOD = (
-    "All variants of a cell run in the same processes, in turns: every round runs each of them once, in an order that "
-    "is shuffled anew each round. Rounds before the measured ones warm up.",
-    "A step lasts from the moment all ranks have met until the slowest rank is done. Times are medians over the rounds "
-    "with the 5th and 95th percentile.",
-    "A ratio is the median of the ratios within each round, with the 95 % interval of that median when the rounds are "
-    "resampled (1,000 times, seeded).",
-    "The limit is what no step can beat: the larger of its computation and its bytes on the wire over the rate of the "
-    "link.",
-    "Bytes are read from the counters of the network interface around each step. Headers, and the meeting of the ranks "
-    "after the step, are in them; nothing is subtracted. On loopback they are those of all ranks "
-    "together; what ranks of one host exchange through shared memory passes no interface, and counts as nothing.",
-    "Hosts are network namespaces of one machine, whose links are shaped to the stated rate. Emulated computation "
-    "sleeps, as a CPU does whose GPU computes; gradients are real and travel really.",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +56,6 @@ def build_report(folder: ResultFolder, scenarios: Sequence[Scenario]) -> list[Se
         config=config,
         sections=sections,
         unknown=sorted(set(asked) - {scenario.name for scenario in scenarios}),
-        method=METHOD,
-        facts=_facts(config),
     )
     (folder.path / REPORT).write_text(page)
     return sections
@@ -139,9 +121,3 @@ def _cell_result(record: CellRecord) -> dict[str, Any]:
             for variant in record.samples
         },
     }
-
-
-def _facts(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    run = {key: config[key] for key in ("command", "commit", "started", "quick", "seeds") if key in config}
-    groups = [("Run", run), ("Machine", config.get("machine", {})), ("Versions", config.get("versions", {}))]
-    return [(name, values) for name, values in groups if values]

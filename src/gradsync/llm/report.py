@@ -39,11 +39,7 @@ __all__ = ["write_report"]
 # The widths charts are drawn for: the whole column, and half of it, which is also a telephone's.
 FULL, HALF = 928, 448
 COLUMNS = 120
-# What the figures and charts say already, and what has a table of its own.
-SAID = {"seconds", "peak_memory_bytes", "replicas_equal", "shares", "step", "signal"}
-SAID |= {"tokens_per_second", "first_loss", "final_loss", "validation_loss"}
 WORDS = {"None": "–", "True": "yes", "False": "no"}
-FACTS = ("versions", "torch", "python", "cuda", "machine", "device", "devices", "host")
 FILTERS: dict[str, Callable[..., Any]] = {
     "compact": compact,
     "count": count,
@@ -52,6 +48,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "exp": math.exp,
     "finite": math.isfinite,
     "median": statistics.median,
+    "plain": lambda value: f"{value:,}" if type(value) is int else WORDS.get(str(value), str(value)),
     "share": lambda value, decimals: f"{value:.{decimals}%}",
     "short": lambda value: compact(float(f"{value:.3g}")),
     "size": size,
@@ -105,7 +102,6 @@ def write_report(run_folder: Path) -> Path:
         colours={phase: NAMES[PARTS[phase]] for phase in PHASES},
         charts=charts,
         drawn=_draw(charts),
-        tables=list(_tables(run)),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     path = Path(run_folder) / "report.html"
@@ -355,23 +351,3 @@ def _covered(bars: Sequence[Bar], until: float) -> float:
         total += max(0.0, end - begin)
         reached = max(reached, end)
     return total
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _tables(run: Run) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    both = {**run.config, **run.summary}
-    yield "Configuration", list(_rows({key: value for key, value in run.config.items() if key not in FACTS}))
-    yield "Versions and machine", list(_rows({key: both[key] for key in FACTS if key in both}))
-    yield "Summary", list(_rows({key: value for key, value in run.summary.items() if key not in SAID.union(FACTS)}))
-
-
-def _rows(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _rows(value, f"{prefix}{key}.")
-        else:
-            plain = isinstance(value, int) and not isinstance(value, bool)
-            words = f"{value:,}" if plain else WORDS.get(str(value), str(value))
-            yield f"{prefix}{key}".replace("_", " "), words

@@ -330,12 +330,19 @@ def _message(record: CellRecord) -> str:
     )
 
 
+def _seconds(record: CellRecord) -> dict[int, tuple[float, float]]:
+    """By batch: what the whole run takes if every iteration averages, and if every last one does."""
+    both = {batch: (_iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)) for batch in RATES}
+    whole = ITERATIONS * record.rounds
+    return {
+        batch: (first * whole, last * whole)
+        for batch, (first, last) in both.items()
+        if first is not None and last is not None
+    }
+
+
 def _time_message(record: CellRecord) -> str:
-    parts = []
-    for batch in RATES:
-        first, last = _iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)
-        if first is not None and last is not None:
-            parts.append(f"{(first - last) * ITERATIONS * record.rounds:.1f} s at batch {batch}")
+    parts = [f"{first - last:.1f} s at batch {batch}" for batch, (first, last) in _seconds(record).items()]
     return f"every {ITERATIONS}th saves {' and '.join(parts)}" if parts else "no comparison"
 
 
@@ -361,15 +368,9 @@ def _noise(record: CellRecord, batch: int) -> float:
 
 
 def _saving(record: CellRecord) -> str:
-    parts = []
-    for batch in RATES:
-        first, last = _iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)
-        if first is not None and last is not None:
-            whole = ITERATIONS * record.rounds
-            share = 1 - last / first
-            parts.append(
-                f"{(first - last) * whole:.1f} s of {first * whole:.1f} s at batch {batch} ({share * 100:.0f} %)"
-            )
-    if not parts:
-        return ""
-    return f"{record.cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
+    parts = [
+        f"{first - last:.1f} s of {first:.1f} s at batch {batch} ({(1 - last / first) * 100:.0f} %)"
+        for batch, (first, last) in _seconds(record).items()
+    ]
+    saves = f"{record.cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
+    return saves if parts else ""

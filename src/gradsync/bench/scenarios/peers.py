@@ -108,10 +108,7 @@ def _real(*, quick: bool) -> list[Cell]:
             options=options,
         )
         # Short steps are less regular.
-        for options, count, seconds in (
-            (heavy, rounds, 0.6 if quick else 2.0),
-            (light, round(rounds * MORE), 0.35),
-        )
+        for options, count, seconds in ((heavy, rounds, 0.6 if quick else 2.0), (light, round(rounds * MORE), 0.35))
     ]
 
 

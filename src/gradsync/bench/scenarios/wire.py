@@ -5,15 +5,14 @@ at least, so that it can be held against the link whatever N is. Small messages 
 among the wires: its ranks must be started by mpirun.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from gradsync.bench.measure import Rounds, Step
-from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table
+from gradsync.bench.record import Cell
 from gradsync.bench.scenarios.wire_shown import (
     COPY,
     EXCHANGE,
@@ -23,13 +22,10 @@ from gradsync.bench.scenarios.wire_shown import (
     SHARED,
     TURNS,
     WIRES,
-    bandwidth_table,
     calls_of,
-    fit_table,
-    picture,
-    places_of,
-    sentence,
-    time_table,
+    read,
+    show_pictures,
+    show_tables,
     variant_name,
 )
 from gradsync.bench.windows import repeated
@@ -113,17 +109,9 @@ class Wire:
                 variants[variant_name(wire, size)] = repeated(call, calls_of(rounds.cell, wire, size))
         rounds.run(variants)
 
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        places = places_of(records)
-        return [fit_table(places)] + [
-            table for place in places for table in (time_table(place), bandwidth_table(place))
-        ]
-
-    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        return [picture(place, number) for number, place in enumerate(places_of(records))]
-
-    def reading(self, records: Sequence[CellRecord]) -> str:
-        return " ".join(sentence(place) for place in places_of(records))
+    tables = staticmethod(show_tables)
+    pictures = staticmethod(show_pictures)
+    reading = staticmethod(read)
 
 
 class _Wires:

@@ -1,6 +1,6 @@
 """What the wire scenario shows: times and bandwidths of each place, lines fitted to them, log-log pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,12 @@ __all__ = [
     "SHARED",
     "TURNS",
     "WIRES",
-    "bandwidth_table",
     "calls_of",
     "fit_line",
-    "fit_table",
-    "picture",
     "places_of",
-    "sentence",
-    "time_table",
+    "read",
+    "show_pictures",
+    "show_tables",
     "variant_name",
 ]
 
@@ -125,39 +123,48 @@ def _place(name: str, records: Sequence[CellRecord]) -> PlaceTimes:
     return PlaceTimes(name=name, ranks=cell.ranks, rate=rate, seconds=seconds, absent=absent)
 
 
-def time_table(place: PlaceTimes) -> Table:
-    rows = []
-    for size in place.sizes:
-        row = [size_words(size)]
-        for wire, times in place.seconds.items():
-            faster = place.over_gloo(wire, size)
-            against = f" ({faster:.1f}×)" if faster is not None and wire != GLOO else ""
-            row.append(f"{times[size] * 1e3:.3g}{against}" if size in times else MISSING)
-        rows.append(row)
+def show_tables(records: Sequence[CellRecord]) -> list[Table]:
+    places = places_of(records)
+    return [_fit_table(places), *(table for place in places for table in _size_tables(place))]
+
+
+def show_pictures(records: Sequence[CellRecord]) -> list[Picture]:
+    return [_picture(place, number) for number, place in enumerate(places_of(records))]
+
+
+def read(records: Sequence[CellRecord]) -> str:
+    return " ".join(_sentence(place) for place in places_of(records))
+
+
+def _size_tables(place: PlaceTimes) -> Iterator[Table]:
+    """Times and bandwidths of the wires, by the size of the message."""
+
+    def milliseconds(wire: str, size: int) -> str:
+        faster = place.over_gloo(wire, size)
+        against = f" ({faster:.1f}×)" if faster is not None and wire != GLOO else ""
+        return f"{place.seconds[wire][size] * 1e3:.3g}{against}"
+
+    def bandwidths(wire: str, size: int) -> str:
+        return f"{size / place.seconds[wire][size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}"
+
     note = "In brackets: how many times as fast as the Gloo group. The round-robin gets the message in three parts. "
     missing = "; ".join(f"{wire}: {reason}" for wire, reason in place.absent.items())
-    return Table(
-        title=f"{place.name}: ms",
-        columns=["message", *place.seconds],
-        rows=rows,
-        note=note + (f"Not here: {missing}." if missing else ""),
-    )
+    link = "" if place.rate is None else f"The link carries {place.rate / 1e6:.0f} MB/s in each direction."
+    for unit, words, remark in (
+        ("ms", milliseconds, note + (f"Not here: {missing}." if missing else "")),
+        ("algorithm / bus bandwidth, MB/s", bandwidths, link),
+    ):
+        rows = [
+            [
+                size_words(size),
+                *(words(wire, size) if size in known else MISSING for wire, known in place.seconds.items()),
+            ]
+            for size in place.sizes
+        ]
+        yield Table(title=f"{place.name}: {unit}", columns=["message", *place.seconds], rows=rows, note=remark)
 
 
-def bandwidth_table(place: PlaceTimes) -> Table:
-    rows = []
-    for size in place.sizes:
-        row = [size_words(size)]
-        for wire, times in place.seconds.items():
-            known = size in times
-            row.append(f"{size / times[size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}" if known else MISSING)
-        rows.append(row)
-    link = "" if place.rate is None else f" The link carries {place.rate / 1e6:.0f} MB/s in each direction."
-    columns = ["message", *place.seconds]
-    return Table(title=f"{place.name}: algorithm / bus bandwidth, MB/s", columns=columns, rows=rows, note=link.strip())
-
-
-def fit_table(places: Sequence[PlaceTimes]) -> Table:
+def _fit_table(places: Sequence[PlaceTimes]) -> Table:
     rows = []
     for place in places:
         for wire, times in place.seconds.items():
@@ -174,7 +181,7 @@ def fit_table(places: Sequence[PlaceTimes]) -> Table:
     )
 
 
-def picture(place: PlaceTimes, number: int) -> Picture:
+def _picture(place: PlaceTimes, number: int) -> Picture:
     title = _message(place)
     figure, axes = canvas(title, panels=["time of a collective", "bus bandwidth"], height=4.6, shared=False)
     for wire, times in place.seconds.items():
@@ -189,7 +196,7 @@ def picture(place: PlaceTimes, number: int) -> Picture:
     if place.rate is not None:
         limit_line(axes[1], place.rate / 1e6, f"link\n{place.rate / 1e6:.0f} MB/s")
     legend(axes, columns=4)
-    return Picture(slug=f"place-{number}", title=title, figure=figure, reading=sentence(place))
+    return Picture(slug=f"place-{number}", title=title, figure=figure, reading=_sentence(place))
 
 
 def _log_axes(axes: "Axes", sizes: Sequence[int], label: str) -> None:
@@ -212,7 +219,7 @@ def _message(place: PlaceTimes) -> str:
     return f"{place.name}: {best} is {gains[best]:.1f}× as fast as Gloo at {size_words(largest)}"
 
 
-def sentence(place: PlaceTimes) -> str:
+def _sentence(place: PlaceTimes) -> str:
     largest = place.sizes[-1]
     parts = []
     for wire in (HALVES, SHARED, LAYERS):
