@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.bench.record import CellRecord, ResultFolder
-from gradsync.bench.scenario import Scenario, Table
+from gradsync.bench.scenario import Picture, Scenario, Table
 from gradsync.charts.canvas import style
 from gradsync.charts.page import page_svg, render, svg_file
 
 __all__ = ["REPORT", "Section", "build_report"]
 
 REPORT = "report.html"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """A picture on the page."""
-
-    slug: str
-    title: str
-    svg: str
-    reading: str
 
 
 @dataclass(kw_only=True)
@@ -39,7 +29,7 @@ class Section:
     source: str
     question: str
     reading: str = ""
-    drawings: list[Drawing] = field(default_factory=list)
+    drawings: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: bool = False
@@ -87,7 +77,7 @@ def _present(section: Section, scenario: Scenario, records: Sequence[CellRecord]
         (folder.figures / f"{slug}.svg").write_text(svg)
         picture.figure.savefig(folder.figures / f"{slug}.png")
         part = page_svg(svg, slug=slug, title=picture.title)
-        section.drawings.append(Drawing(slug=slug, title=picture.title, svg=part, reading=picture.reading))
+        section.drawings.append(dataclasses.replace(picture, slug=slug, svg=part))
 
 
 def _note(record: CellRecord) -> str:

@@ -61,12 +61,13 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure and the sentence to read it by. The ``slug`` names its files."""
+    """A figure and the sentence to read it by. The ``slug`` names its files, ``svg`` is what a page shows of it."""
 
     slug: str
     title: str
     figure: "Figure" = field(repr=False)
     reading: str
+    svg: str = field(default="", repr=False)
 
 
 class Scenario(Protocol):

@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.errors import ConfigurationError
@@ -61,6 +62,7 @@ PARTS = {
     "update": colour("light-green"),
     "optimizer": colour("light-green"),
 }
+LOOK = Path(__file__).parent / "templates" / "look.mplstyle"
 WIDTH, CHARACTERS = 9.4, 82
 POINTS = 72
 
@@ -80,41 +82,7 @@ def style(size: float = 11) -> AbstractContextManager[None]:
     require("matplotlib")
     import matplotlib
 
-    settings: dict[Any, Any] = {
-        "font.size": size,
-        "font.sans-serif": ["DejaVu Sans"],
-        "text.color": INK,
-        # Words are words: a $ in them begins no formula.
-        "text.parse_math": False,
-        "axes.titlesize": size,
-        "axes.titlelocation": "left",
-        "axes.titlepad": 9,
-        "axes.titlecolor": SOFT,
-        "axes.labelcolor": SOFT,
-        "axes.edgecolor": SOFT,
-        "axes.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "xtick.color": SOFT,
-        "ytick.color": SOFT,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "grid.color": colour("rule"),
-        "grid.linewidth": 0.8,
-        "legend.frameon": False,
-        "legend.labelcolor": SOFT,
-        "legend.borderpad": 0.1,
-        "legend.borderaxespad": 0.5,
-        "legend.handlelength": 1.3,
-        # As many as an inch has points, so that the sizes of a drawing are those of its SVG.
-        "figure.dpi": POINTS,
-        "savefig.dpi": 160,
-        "savefig.facecolor": colour("card"),
-        # Letters stay letters: they can be searched, and a page shows them in its own font.
-        "svg.fonttype": "none",
-    }
-    return matplotlib.rc_context(settings)
+    return matplotlib.rc_context({"font.size": size}, LOOK)
 
 
 def canvas(

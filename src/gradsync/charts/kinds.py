@@ -6,7 +6,7 @@ Values stand beside what they belong to, and what is left out says so. A value t
 import itertools
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,10 +126,7 @@ def draw_rows(
         text = form.format(value) + (" →" if value > end else "")
         weight = "bold" if name == bold else "normal"
         _value(axes, (min(value, end), place), text, (4, 0), va="center", fontsize=9, fontweight=weight)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, end * 1.22 or 1.0)
-    _plain(axes, "x")
+    _downward(axes, rows, end * 1.22 or 1.0)
 
 
 def draw_stacks(axes: "Axes", rows: Sequence[str], parts: Mapping[str, Sequence[float]], totals: Sequence[str]) -> None:
@@ -144,9 +141,13 @@ def draw_stacks(axes: "Axes", rows: Sequence[str], parts: Mapping[str, Sequence[
         left = [start + value for start, value in zip(left, values, strict=True)]
     for place, (end, total) in enumerate(zip(left, totals, strict=True)):
         _value(axes, (end, place), total, (5, 0), ha="left", va="center", fontsize=9)
+    _downward(axes, rows, largest * 1.16)
+
+
+def _downward(axes: "Axes", rows: Collection[str], end: float) -> None:
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, largest * 1.16)
+    axes.set_xlim(0, end)
     _plain(axes, "x")
 
 

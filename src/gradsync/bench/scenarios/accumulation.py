@@ -107,23 +107,23 @@ class Accumulation:
         return _saving(records[-1])
 
 
+def _faster(record: CellRecord, peer: str, pattern: Pattern) -> float | None:
+    """How many times as fast as synchronizing every micro-batch."""
+    return record.times(variant_name(peer, Pattern.EVERY), variant_name(peer, pattern))
+
+
 def _message(record: CellRecord) -> str:
     """The title: who gains how much from no_sync that is misplaced."""
-    gains = []
-    for peer in PEERS:
-        baseline, improper = variant_name(peer, Pattern.EVERY), variant_name(peer, Pattern.IMPROPER)
-        if baseline in record.samples and improper in record.samples:
-            gains.append(f"{peer} {record.ratio(baseline, improper).median:.1f}×")
-    return f"Speedup from no_sync around backward alone: {', '.join(gains)}"
+    gains = {peer: _faster(record, peer, Pattern.IMPROPER) for peer in PEERS}
+    words = [f"{peer} {gain:.1f}×" for peer, gain in gains.items() if gain is not None]
+    return f"Speedup from no_sync around backward alone: {', '.join(words)}"
 
 
 def _saving(record: CellRecord) -> str:
     """How much faster than the baseline each library is, with no_sync in the right place and in the wrong one."""
     parts = []
     for peer in PEERS:
-        names = [variant_name(peer, pattern) for pattern in (Pattern.EVERY, Pattern.NO_SYNC, Pattern.IMPROPER)]
-        if all(name in record.samples for name in names):
-            baseline, proper, improper = names
-            faster = record.ratio(baseline, proper).median, record.ratio(baseline, improper).median
-            parts.append(f"{peer} {faster[0]:.2f}× faster with no_sync, {faster[1]:.2f}× when it is misplaced")
+        proper, improper = (_faster(record, peer, pattern) for pattern in (Pattern.NO_SYNC, Pattern.IMPROPER))
+        if proper is not None and improper is not None:
+            parts.append(f"{peer} {proper:.2f}× faster with no_sync, {improper:.2f}× when it is misplaced")
     return f"{record.cell.name}, against synchronizing every micro-batch: {'; '.join(parts)}."

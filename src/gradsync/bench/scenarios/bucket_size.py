@@ -28,6 +28,7 @@ __all__ = ["BucketSize"]
 MIB = 2**20
 RATES = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
 AUTO = "gradsync auto"
+AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
 SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
 WIRE_SECONDS = 0.035
 LAYERS = 6
@@ -95,13 +96,7 @@ class BucketSize:
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         chosen = Table(
             title="Where the automatic choice landed",
-            columns=[
-                "link",
-                "best fixed size",
-                "auto: largest bucket",
-                "auto / best fixed",
-                "auto / DDP tuned at best",
-            ],
+            columns=["link", "best fixed size", "auto: largest bucket", *AGAINST.values()],
             rows=[_landing(record) for record in records],
             note="Buckets of auto are smaller towards the end where three sizes are given. " + _tuner_words(),
         )
@@ -136,15 +131,13 @@ def _best(record: CellRecord, peer: str) -> float | None:
 
 def _over_best(record: CellRecord, peer: str) -> float | None:
     best = _best(record, peer)
-    if best is None or AUTO not in record.samples:
-        return None
-    return record.ratio(AUTO, variant_name(peer, best)).median
+    return None if best is None else record.times(AUTO, variant_name(peer, best))
 
 
 def _landing(record: CellRecord) -> list[str]:
     best, caps = _best(record, OURS), record.facts.get("auto", {}).get("caps", [])
     ratios = []
-    for peer in (OURS, TUNED):
+    for peer in AGAINST:
         fixed = _best(record, peer)
         known = fixed is not None and AUTO in record.samples
         ratios.append(str(record.ratio(AUTO, variant_name(peer, fixed))) if known and fixed is not None else MISSING)

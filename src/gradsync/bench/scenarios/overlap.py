@@ -150,18 +150,14 @@ def _breakdown(record: CellRecord) -> Table:
 def _message(records: Sequence[CellRecord]) -> str:
     """The title: what overlap alone saves."""
     gains = [
-        f"{percent(1 - record.ratio(OURS, BUCKETED).median)} of a step of {record.cell.options['model']}"
+        f"{percent(1 - times)} of a step of {record.cell.options['model']}"
         for record in records
-        if OURS in record.samples and BUCKETED in record.samples
+        if (times := record.times(OURS, BUCKETED)) is not None
     ]
     return f"Overlapping communication with backward saves {' and '.join(gains)}" if gains else "Parts of a step"
 
 
 def _saving(record: CellRecord) -> str:
-    known = record.samples
-    parts = [
-        f"{name} {record.ratio(name, BUCKETED).median:.2f}"
-        for name in (NAIVE, TUNED, OURS)
-        if name in known and BUCKETED in known
-    ]
+    against = {name: record.times(name, BUCKETED) for name in (NAIVE, TUNED, OURS)}
+    parts = [f"{name} {times:.2f}" for name, times in against.items() if times is not None]
     return f"{record.cell.name}, time of a step against buckets sent after backward: {', '.join(parts)}."

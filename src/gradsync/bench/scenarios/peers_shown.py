@@ -231,7 +231,7 @@ def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
 
 
 def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
-    shares = [percent(_share_sent(record)) for record in records if _comparable(record)]
+    shares = [percent(_share_sent(record)) for record in records if {OURS, STOCK} <= record.samples.keys()]
     title = f"Bytes of gradsync against stock DDP{_in_order(shares)}" if shares else "Bytes that a host sends"
     figure, axes = canvas(title, panels=[record.cell.name for record in records], height=3.7)
     for panel, record in zip(axes, records, strict=True):
@@ -270,16 +270,8 @@ def _memory_message(settled: dict[str, float]) -> str:
 
 def _time_message(records: Sequence[CellRecord]) -> str:
     # Not stock: where its one bucket holds a scaled model whole, it is easily beaten.
-    gains = [
-        f"{record.ratio(TUNED, OURS).median:.2f}×"
-        for record in records
-        if OURS in record.samples and TUNED in record.samples
-    ]
+    gains = [f"{times:.2f}×" for record in records if (times := record.times(TUNED, OURS)) is not None]
     return f"Speed of gradsync against tuned DDP{_in_order(gains)}" if gains else "Time of a step"
-
-
-def _comparable(record: CellRecord) -> bool:
-    return OURS in record.samples and STOCK in record.samples
 
 
 def _in_order(values: Sequence[str]) -> str:

@@ -130,33 +130,28 @@ def _sizes(record: CellRecord) -> str:
     return "" if size is None else f"Buckets of {size:.2f} MiB; all but {ALONE} are gradsync, with the same buckets."
 
 
-def _gain(record: CellRecord, groups: int) -> float | None:
-    one, several = variant_name(1), variant_name(groups)
-    if one not in record.samples or several not in record.samples:
-        return None
-    return 1 - record.ratio(several, one).median
-
-
 def _message(records: Sequence[CellRecord]) -> str:
     gains = [
-        f"{_change(gain)} with {record.cell.options['model']}"
+        f"{_change(times)} with {record.cell.options['model']}"
         for record in records
-        if (gain := _gain(record, 3)) is not None
+        if (times := record.times(variant_name(3), variant_name(1))) is not None
     ]
     return f"Three groups in turn: a step takes {', '.join(gains)}" if gains else "Several groups in turn"
 
 
-def _change(gain: float) -> str:
-    if abs(gain) < 0.005:
+def _change(times: float) -> str:
+    if abs(1 - times) < 0.005:
         return "as long"
-    return f"{percent(abs(gain))} {'less' if gain > 0 else 'more'}"
+    return f"{percent(abs(1 - times))} {'less' if times < 1 else 'more'}"
 
 
 def _sentence(record: CellRecord) -> str:
+    one = variant_name(1)
     gains = [
-        f"{_change(gain)} with {count} groups" for count in GROUPS[1:] if (gain := _gain(record, count)) is not None
+        f"{_change(times)} with {count} groups"
+        for count in GROUPS[1:]
+        if (times := record.times(variant_name(count), one)) is not None
     ]
-    own = ""
-    if OWN in record.samples and variant_name(1) in record.samples:
-        own = f"; {_change(1 - record.ratio(OWN, variant_name(1)).median)} on the wire that gradsync takes by itself"
+    alone = record.times(OWN, one)
+    own = "" if alone is None else f"; {_change(alone)} on the wire that gradsync takes by itself"
     return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."

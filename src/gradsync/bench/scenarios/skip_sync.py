@@ -93,19 +93,13 @@ def _message(record: CellRecord) -> str:
 
 
 def _gains(record: CellRecord) -> list[str]:
-    gains = []
-    for peer in PEERS:
-        first, last = variant_name(peer, PERIODS[0]), variant_name(peer, PERIODS[-1])
-        if first in record.samples and last in record.samples:
-            gains.append(f"{peer} {percent(1 - record.ratio(last, first).median)}")
-    return gains
+    left = {peer: record.times(variant_name(peer, PERIODS[-1]), variant_name(peer, PERIODS[0])) for peer in PEERS}
+    return [f"{peer} {percent(1 - share)}" for peer, share in left.items() if share is not None]
 
 
 def _compared(record: CellRecord) -> str:
-    theirs, ours = (variant_name(peer, PERIODS[0]) for peer in PEERS)
-    if theirs not in record.samples or ours not in record.samples:
-        return ""
-    return f"; at n = 1 {PEERS[1]} takes {record.ratio(ours, theirs).median:.2f} of {PEERS[0]}'s time"
+    share = record.times(variant_name(OURS, PERIODS[0]), variant_name(TUNED, PERIODS[0]))
+    return "" if share is None else f"; at n = 1 {OURS} takes {share:.2f} of {TUNED}'s time"
 
 
 def _saving(record: CellRecord) -> str:
