@@ -1,6 +1,7 @@
 """The report of a run: its charts in numbers, its page as text, and what a browser makes of it."""
 
 import contextlib
+import io
 import itertools
 import math
 import os
@@ -13,17 +14,21 @@ import sys
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gradsync.charts.canvas import PALETTE, PARTS, canvas, colour, style
 from gradsync.charts.kinds import Bar, Point, Series, draw_steps, draw_timeline, thin
 from gradsync.charts.page import page_svg, svg_file
 from gradsync.charts.words import compact, duration, size, tick_labels
 from gradsync.errors import ConfigurationError
+from gradsync.llm.recording import Recording
 from gradsync.llm.report import write_report
 from gradsync.llm.run_folder import RunFolder
+from gradsync.llm.screen import Screen
 
 pytest.importorskip("jinja2", reason="the report needs the extra gradsync[train]")
 pytest.importorskip("matplotlib", reason="the report needs the extra gradsync[train]")
@@ -490,6 +495,17 @@ def test_a_chart_that_fails_costs_only_charts(tmp_path: Path, monkeypatch: pytes
     page = page_of(make_run(tmp_path / "run", steps=30))
     assert "Not all charts could be drawn: RuntimeError: no ink" in page.text
     assert "loss-928-title" in page.images
+
+
+def test_a_training_ends_well_without_the_packages_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    console = Console(file=io.StringIO(), width=200)
+    proof = SimpleNamespace(equal=True, digests=["9f2c4b"])
+    outcome: Any = SimpleNamespace(step=0, signal=0, proof=proof, validation_loss=None)
+    Recording(RunFolder(tmp_path / "run", resume=False), Screen(console)).close(outcome)
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert "report" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "pip install 'gradsync[train]'" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 IMPORTS = """

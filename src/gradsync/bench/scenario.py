@@ -45,7 +45,7 @@ COLOURS = {
     "FSDP2 replicate": "sky",
     "naive": "dark-grey",
     "bucketed": "light-grey",
-    ALONE: "pale",
+    ALONE: "grey",
 }
 
 

@@ -175,7 +175,7 @@ def name_ends(axes: "Axes", ticks: Sequence[str], series: Sequence[Series], *, f
     for y, one in zip(heights, known, strict=True):
         x, value = one.points[-1]
         text = f"{one.label} {form.format(value)}"
-        axes.text(x + 0.08, y, text, color=one.colour, va="center", ha="left", fontsize=9.5, fontweight="bold")
+        _value(axes, (x, y), text, (7, 0), color=one.colour, va="center", fontsize=9.5, fontweight="bold")
     axes.set_xticks(range(len(ticks)), list(ticks))
     axes.set_xlim(-0.15, len(ticks) - 1 + room)
     axes.set_ylim(0, top * 1.08)
