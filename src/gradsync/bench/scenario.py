@@ -73,17 +73,10 @@ class Picture:
 class Scenario(Protocol):
     """One question about the cost of synchronization."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def question(self) -> str: ...
+    name: str
+    title: str
+    source: str
+    question: str
 
     def cells(self, *, quick: bool) -> Sequence[Cell]: ...
 

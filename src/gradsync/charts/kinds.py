@@ -45,7 +45,7 @@ CHARACTER, LINE = 8, 16
 LOOKS: dict[str, dict[str, Any]] = {
     "line": {"solid_capstyle": "round"},
     "dashed": {"linestyle": "--"},
-    "faint": {"linestyle": "none", "marker": "o", "markersize": 2.6, "markeredgewidth": 0, "alpha": 0.35},
+    "faint": {"linestyle": "none", "marker": "o", "markersize": 3, "markeredgewidth": 0, "alpha": 0.45},
     "band": {"linewidth": 0.8, "alpha": 0.35},
     "dots": {"linestyle": "none", "marker": "o", "markersize": 7, "markeredgecolor": colour("card"), "zorder": 3},
 }
