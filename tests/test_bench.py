@@ -1,5 +1,6 @@
 """Benchmarks: laws of the statistics, what a folder keeps, and real ranks that run a scenario to its report."""
 
+import io
 import json
 import os
 import random
@@ -19,20 +20,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 
 from gradsync.bench.machine import commit, describe_machine, versions
 from gradsync.bench.measure import Rounds
 from gradsync.bench.peers import PEERS
-from gradsync.bench.plots import canvas, colour_of
 from gradsync.bench.record import EVERY, LIMITS, Cell, CellRecord, ResultFolder, read_records
 from gradsync.bench.report import REPORT, build_report
 from gradsync.bench.runner import Outcome, RunPlan, run
-from gradsync.bench.scenario import Picture, Scenario, Table, timing_table
+from gradsync.bench.scenario import Picture, Scenario, Table, colour_of, timing_table
 from gradsync.bench.scenarios import SCENARIOS, find_scenarios
-from gradsync.bench.screen import Screen, duration
+from gradsync.bench.screen import CellProgress, Screen
 from gradsync.bench.statistics import percentile, ratio, ring_bytes, summarize, wire_seconds
 from gradsync.bench.windows import Pattern, window_step
+from gradsync.charts.canvas import canvas
 from gradsync.cli import main
 from gradsync.errors import ConfigurationError
 
@@ -232,11 +234,18 @@ def test_a_scenario_that_cannot_be_drawn_leaves_the_others_alone(tmp_path: Path)
     assert not whole.failed
 
 
+def test_time_left_is_told_in_whole_seconds() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    for later in (4.4, 59.6, 200.0):
+        CellProgress(console, "cell", later).advance(1, 1)
+    shown = re.findall(r"· ([^·]*) left", console.file.getvalue())  # type: ignore[attr-defined]
+    assert shown == ["4 s", "1 min 00 s", "3 min 20 s"]
+
+
 def test_a_table_shows_who_is_missing(tmp_path: Path) -> None:
     record = CellRecord(cell=Cell(name="cell"), absent={"Accelerate": "not installed"})
     table = timing_table(record, baseline="DDP")
     assert table.rows == [["Accelerate", "not installed", "–", "–", "–"]]
-    assert [duration(value) for value in (4.4, 59.6, 200)] == ["4 s", "1 min 00 s", "3 min 20 s"]
     assert colour_of("gradsync · every 2") == colour_of("gradsync") != colour_of("DDP tuned")
 
 

@@ -1,6 +1,7 @@
 """The report of a run: its charts in numbers, its page as text, and what a browser makes of it."""
 
 import contextlib
+import io
 import itertools
 import math
 import os
@@ -13,16 +14,24 @@ import sys
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from gradsync.charts.canvas import PALETTE, PARTS, canvas, colour, style
+from gradsync.charts.kinds import Bar, Point, Series, draw_steps, draw_timeline, thin
+from gradsync.charts.page import page_svg, svg_file
+from gradsync.charts.words import compact, duration, size, tick_labels
 from gradsync.errors import ConfigurationError
-from gradsync.llm.charts import Bar, Line, compact, duration, line_chart, size, thin, ticks, timeline_chart, y_axis
+from gradsync.llm.recording import Recording
 from gradsync.llm.report import write_report
 from gradsync.llm.run_folder import RunFolder
+from gradsync.llm.screen import Screen
 
 pytest.importorskip("jinja2", reason="the report needs the extra gradsync[train]")
+pytest.importorskip("matplotlib", reason="the report needs the extra gradsync[train]")
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
@@ -115,35 +124,46 @@ def make_run(path: Path, *, steps: int = 600, validations: bool = True, timeline
 # -- the numbers of charts ---------------------------------------------------------------------------------------------
 
 
+def drawn(*lines: list[Point], width: float = 6.0) -> Any:
+    """The axes of a chart of lines, laid out as it is shown."""
+    with style(size=12):
+        figure, (axes,) = canvas(width=width, height=3)
+        draw_steps(axes, [Series(label="", points=points, colour=colour("blue")) for points in lines])
+        figure.draw_without_rendering()
+    return axes
+
+
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
         (0, 10, [0, 2, 4, 6, 8, 10]),
-        (0.13, 0.87, [0.2, 0.4, 0.6, 0.8]),
+        (0.13, 0.87, [0, 0.2, 0.4, 0.6, 0.8, 1]),
         (0, 3e-4, [0, 1e-4, 2e-4, 3e-4]),
         (-1, 1, [-1, -0.5, 0, 0.5, 1]),
-        (98_000, 143_000, [100_000, 110_000, 120_000, 130_000, 140_000]),
-        (7, 7, [7]),
+        (98_000, 143_000, [90_000, 100_000, 110_000, 120_000, 130_000, 140_000, 150_000]),
     ],
 )
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == expected
+def test_ticks_are_round_and_frame_the_values(low: float, high: float, expected: list[float]) -> None:
+    axes = drawn([(1, low), (2, high)])
+    assert list(axes.get_yticks()) == pytest.approx(expected)
+    assert axes.get_ylim() == pytest.approx((expected[0], expected[-1]))
 
 
 def test_ticks_of_steps_are_whole() -> None:
-    assert ticks(1, 3, count=10, whole=True) == [1, 2, 3]
-    assert ticks(0.5, 1.5, whole=True) == [1]
-    assert ticks(math.nan, 1) == []
-    assert ticks(0, math.inf) == [0]
+    assert [tick for tick in drawn([(1, 0.0), (3, 1.0)]).get_xticks() if 1 <= tick <= 3] == [1, 2, 3]
+    assert [tick for tick in drawn([(1, 0.0)]).get_xticks() if 0.5 <= tick <= 1.5] == [1]
+    assert len(drawn([(1, math.nan)]).get_yticks()) > 1
 
 
 @pytest.mark.parametrize("power", range(-8, 9))
 @pytest.mark.parametrize("low", [0.0, 0.37, -2.9])
-def test_ticks_are_few_and_inside(power: int, low: float) -> None:
+def test_ticks_are_few_and_have_labels_of_their_own(power: int, low: float) -> None:
     scale = 10.0**power
-    found = ticks(low * scale, 7.3 * scale)
-    assert 2 <= len(found) <= 7
-    assert all(low * scale - 1e-9 * scale <= tick <= (7.3 + 1e-9) * scale for tick in found)
+    found = [float(tick) for tick in drawn([(1, low * scale), (2, 7.3 * scale)]).get_yticks()]
+    assert 2 <= len(found) <= 8
+    assert found[0] <= low * scale * (1 + 1e-9)
+    assert found[-1] >= 7.3 * scale * (1 - 1e-9)
+    assert len(set(tick_labels(found))) == len(found)
 
 
 def test_thinning_keeps_what_stands_out() -> None:
@@ -164,19 +184,10 @@ def test_thinning_leaves_few_points_alone() -> None:
 
 
 def test_one_wild_value_does_not_flatten_the_rest() -> None:
-    usual = [(float(x), 2 + x / 100) for x in range(100)]
-    (low, high), _ = y_axis([Line(name="", points=[*usual, (101, 1e6)], color="")], zero=False)
-    assert (low, high) == (2.0, 3.0)
-    drawn = line_chart(
-        slug="s",
-        title="",
-        description="",
-        lines=[Line(name="", points=[*usual, (101, 1e6)], color="loss")],
-        y_label="",
-        width=400,
-        height=200,
-    )
-    assert drawn.count('class="beyond"') == 1
+    axes = drawn([*((float(x), 2 + x / 100) for x in range(100)), (101.0, 1e6)])
+    assert axes.get_ylim() == (2.0, 3.0)
+    (beyond,) = [line for line in axes.lines if line.get_marker() == "^"]
+    assert list(beyond.get_xdata()) == [101.0]
 
 
 @pytest.mark.parametrize(
@@ -200,30 +211,47 @@ def test_units() -> None:
 
 
 def test_labels_of_an_axis_do_not_touch() -> None:
-    """Measured with a wide character; the step is far from the origin, where labels are long."""
-    points = [(float(x), 1.0) for x in range(1_000_000, 1_002_000, 50)]
-    drawn = line_chart(
-        slug="s",
-        title="",
-        description="",
-        lines=[Line(name="", points=points, color="c")],
-        y_label="",
-        width=448,
-        height=200,
-    )
-    labels = [(float(x), words) for x, words in re.findall(r'<text x="([\d.]+)" y="178.0"[^>]*>([\d,]+)<', drawn)]
-    assert len(labels) >= 2
-    for (x, words), (following, next_words) in itertools.pairwise(labels):
-        assert following - x > (len(words) + len(next_words)) / 2 * 7.5
-    assert labels[-1][0] + len(labels[-1][1]) * 3.75 < 448 + 4
+    """The step is far from the origin, where labels are long."""
+    axes = drawn([(float(x), 1.0) for x in range(1_000_000, 1_002_000, 50)], width=448 / 72)
+    inside = [text for text, tick in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True) if tick <= 1_001_950]
+    boxes = [text.get_window_extent() for text in inside]
+    assert len(boxes) >= 2
+    for box, following in itertools.pairwise(boxes):
+        assert following.x0 - box.x1 > 10
+    assert boxes[-1].x1 < 448 + 4
 
 
 def test_the_exposed_part_of_a_bucket_has_its_own_colour() -> None:
     bars = [Bar(name="0", ready=0.1, start=0.2, finish=0.5), Bar(name="1", ready=0.6, start=0.9, finish=1.3)]
-    drawn = timeline_chart(slug="t", title="", description="", bars=bars, backward=(0.0, 1.0), width=900)
-    rows = drawn[drawn.index(">0</text>") :]
-    assert rows.count('fill="var(--hidden)"') == 2
-    assert rows.count('fill="var(--synchronization)"') == 1
+    with style():
+        _, (axes,) = canvas()
+        draw_timeline(axes, bars, (0.0, 1.0))
+    assert [patch.get_facecolor() for patch in axes.patches].count(rgba(colour("green"))) == 2 + 1, "and the legend's"
+    assert [patch.get_facecolor() for patch in axes.patches].count(rgba(PARTS["synchronization"])) == 1 + 1
+
+
+def rgba(shade: str) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgba
+
+    return to_rgba(shade)
+
+
+def test_the_same_numbers_give_the_same_text() -> None:
+    def draw() -> str:
+        with style():
+            figure, (axes,) = canvas("A title & more $")
+            draw_steps(axes, [Series(label="x", points=[(1, 2.0), (2, 3.0)], colour=colour("blue"))])
+            return svg_file(figure, "slug")
+
+    svg = draw()
+    assert svg == draw()
+    assert "date" not in svg
+    part = page_svg(svg, slug="slug", title="<&>")
+    assert "A title &amp; more $" in part, "letters are letters"
+    assert "var(--blue)" in part
+    assert not re.search("#[0-9a-f]{6}", part), "every colour has a name"
+    lights = [light for light, _ in PALETTE.values()]
+    assert len(set(lights)) == len(lights)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -238,6 +266,7 @@ class Page(HTMLParser):
         self.words: list[str] = []
         self.ids: list[str] = []
         self.images: list[str] = []
+        self.references: set[str] = set()
         self.scripts = 0
         self.feed(text)
         self.close()
@@ -253,6 +282,12 @@ class Page(HTMLParser):
         if tag == "svg":
             assert found["role"] == "img"
             self.images.append(str(found["aria-labelledby"]))
+        # One mark is drawn in many places, and cut at its frame: what is meant stands on the same page.
+        reference = str(found.pop("href", "")) if tag == "use" else ""
+        reference += str(found.pop("clip-path", "")).removeprefix("url(").removesuffix(")")
+        if reference:
+            assert reference.startswith("#"), reference
+            self.references.add(reference[1:])
         for name, value in found.items():
             assert name not in ("src", "href", "action", "srcset", "xlink:href"), f"{tag} {name}={value}"
             assert not name.startswith("on"), f"{tag} {name}={value}"
@@ -277,11 +312,12 @@ class Page(HTMLParser):
 
 def page_of(path: Path) -> Page:
     text = write_report(path).read_text(encoding="utf-8")
-    assert not re.search(r"https?:|url\(|@import|//[a-z]+\.", text)
+    assert not re.search(r"https?:|url\((?!#)|@import|//[a-z]+\.", text)
     assert not re.search(r' (?:d|x|y|cx|cy|width|height)="[^"]*(?:nan|inf)', text)
     page = Page(text)
     assert len(page.ids) == len(set(page.ids)), "an id is used twice"
     assert all(image in page.ids for image in page.images)
+    assert page.references <= set(page.ids)
     return page
 
 
@@ -294,8 +330,8 @@ def test_the_reader_of_pages_can_say_no() -> None:
 def test_the_page_of_a_run(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "demo"))
     assert set(CHARTS) <= set(page.ids)
-    # Loss, throughput, the bar, the columns and the timeline for two widths; norm and rate for one.
-    assert len(page.images) == 12
+    # Loss, throughput, the columns and the timeline for two widths; norm and rate for one.
+    assert len(page.images) == 10
     for words in (
         "gpt2-124m on stdlib",
         "4 ranks × 4 micro-batches a step · 124.4M parameters · run demo",
@@ -371,8 +407,8 @@ def test_losses_that_are_not_finite(tmp_path: Path, bad: float) -> None:
     assert "The loss was not finite in 5 records, first at step 40" in page.text
     assert "validation loss not finite" in page.text
     assert "norm" not in page.ids
-    drawn = (tmp_path / "report.html").read_text()
-    smooth = re.search(r'class="line" stroke="var\(--loss\)" d="([^"]*)"', drawn)
+    text = (tmp_path / "report.html").read_text()
+    smooth = re.search(r'd="([^"]*)" style="fill: none; stroke: var\(--blue\); stroke-width: 1.8', text)
     assert smooth is not None
     assert smooth[1].count("M") == 2, "the line has a gap"
 
@@ -439,6 +475,55 @@ def test_no_run_and_no_jinja(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         write_report(path)
 
 
+def test_without_matplotlib_the_page_has_its_words_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = page_of(make_run(tmp_path / "run", steps=30))
+    assert page.images == []
+    assert "There are no charts on this page: pictures and pages need matplotlib" in page.text
+    assert "pip install 'gradsync[train]'" in page.text
+    assert "The training loss went from" in page.text
+    assert re.search(r"synchronization \d\.\d% · \d+(\.\d)? ms", page.text)
+
+
+def test_a_chart_that_fails_costs_only_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr("gradsync.llm.report.draw_columns", fail)
+    page = page_of(make_run(tmp_path / "run", steps=30))
+    assert "Not all charts could be drawn: RuntimeError: no ink" in page.text
+    assert "loss-928-title" in page.images
+
+
+def test_a_training_ends_well_without_the_packages_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    console = Console(file=io.StringIO(), width=200)
+    proof = SimpleNamespace(equal=True, digests=["9f2c4b"])
+    outcome: Any = SimpleNamespace(step=0, signal=0, proof=proof, validation_loss=None)
+    Recording(RunFolder(tmp_path / "run", resume=False), Screen(console)).close(outcome)
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert "report" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "pip install 'gradsync[train]'" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+IMPORTS = """
+import sys
+import gradsync.llm.report
+assert not {"matplotlib", "jinja2"} & set(sys.modules)
+gradsync.llm.report.write_report(sys.argv[1])
+assert "matplotlib.figure" in sys.modules
+assert "matplotlib.pyplot" not in sys.modules
+"""
+
+
+def test_packages_are_imported_when_something_is_drawn(tmp_path: Path) -> None:
+    """A training that never draws does not pay for it, and one that does keeps its own figures and settings."""
+    run = make_run(tmp_path / "run", steps=3)
+    subprocess.run([sys.executable, "-c", IMPORTS, str(run)], check=True, timeout=100)
+
+
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 FLAGS = (
@@ -494,7 +579,7 @@ def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path) -> Non
     page = write_report(make_run(tmp_path / "run", steps=200))
     dom, console = browse(page, tmp_path, "--dump-dom")
     assert console == []
-    assert dom.count("<svg") == 12
+    assert dom.count("<svg") == 10
     # The script has run: it lays a pane over each chart that reads out values, all but bars and timelines.
     assert dom.count('fill="transparent"') == 8
     assert 'id="readout"' in dom

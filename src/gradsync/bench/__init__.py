@@ -1,7 +1,7 @@
 """What synchronization costs: measured on real processes over real links, beside the wrappers people use today.
 
 ``measure`` takes variants in turns inside the ranks, ``record`` keeps every line, ``statistics`` says what they mean,
-``plots`` and ``report`` show it. One file of ``scenarios`` answers one question; ``runner`` runs them.
+``report`` shows it. One file of ``scenarios`` answers one question; ``runner`` runs them.
 """
 
 __all__: list[str] = []

@@ -107,6 +107,11 @@ class CellRecord:
     def ratio(self, variant: str, baseline: str) -> Ratio:
         return ratio(self.seconds(variant), self.seconds(baseline))
 
+    def times(self, variant: str, baseline: str) -> float | None:
+        """How many times as long as the baseline it takes; None where one of them did not run."""
+        known = variant in self.samples and baseline in self.samples
+        return self.ratio(variant, baseline).median if known else None
+
     def sent(self, variant: str) -> float:
         """Median of the bytes a step sent."""
         return statistics.median(sample.sent for sample in self.samples[variant].values())

@@ -5,46 +5,19 @@ what was measured until then, and says so.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from gradsync.bench.plots import save
 from gradsync.bench.record import CellRecord, ResultFolder
-from gradsync.bench.scenario import Scenario, Table
+from gradsync.bench.scenario import Picture, Scenario, Table
+from gradsync.charts.canvas import style
+from gradsync.charts.page import page_svg, render, svg_file
 
 __all__ = ["REPORT", "Section", "build_report"]
 
-REPORT, TEMPLATE = "report.html", "report.html"
-
-METHOD = (
-    "All variants of a cell run in the same processes, in turns: every round runs each of them once, in an order that "
-    "is shuffled anew each round. Rounds before the measured ones warm up.",
-    "A step lasts from the moment all ranks have met until the slowest rank is done. Times are medians over the rounds "
-    "with the 5th and 95th percentile.",
-    "A ratio is the median of the ratios within each round, with the 95 % interval of that median when the rounds are "
-    "resampled (1,000 times, seeded).",
-    "The limit is what no step can beat: the larger of its computation and its bytes on the wire over the rate of the "
-    "link.",
-    "Bytes are read from the counters of the network interface around each step. Headers, and the meeting of the ranks "
-    "after the step, are in them; nothing is subtracted. On loopback they are those of all ranks "
-    "together; what ranks of one host exchange through shared memory passes no interface, and counts as nothing.",
-    "Hosts are network namespaces of one machine, whose links are shaped to the stated rate. Emulated computation "
-    "sleeps, as a CPU does whose GPU computes; gradients are real and travel really.",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """A picture on the page."""
-
-    slug: str
-    title: str
-    svg: str
-    reading: str
+REPORT = "report.html"
 
 
 @dataclass(kw_only=True)
@@ -56,7 +29,7 @@ class Section:
     source: str
     question: str
     reading: str = ""
-    drawings: list[Drawing] = field(default_factory=list)
+    drawings: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: bool = False
@@ -66,9 +39,14 @@ def build_report(folder: ResultFolder, scenarios: Sequence[Scenario]) -> list[Se
     """Draws the pictures, writes the results and the page, and returns what is on it."""
     config = folder.config
     asked = config.get("scenarios", [])
-    sections = [_section(folder, scenario) for scenario in scenarios if scenario.name in asked]
-    unknown = sorted(set(asked) - {scenario.name for scenario in scenarios})
-    page = _page(config, sections, unknown)
+    with style():
+        sections = [_section(folder, scenario) for scenario in scenarios if scenario.name in asked]
+    page = render(
+        Path(__file__).parent / "templates" / "report.html",
+        config=config,
+        sections=sections,
+        unknown=sorted(set(asked) - {scenario.name for scenario in scenarios}),
+    )
     (folder.path / REPORT).write_text(page)
     return sections
 
@@ -95,8 +73,11 @@ def _present(section: Section, scenario: Scenario, records: Sequence[CellRecord]
     section.reading = scenario.reading(records)
     for picture in scenario.pictures(records):
         slug = f"{scenario.name}-{picture.slug}"
-        svg = save(picture.figure, folder.figures, slug)
-        section.drawings.append(Drawing(slug=slug, title=picture.title, svg=svg, reading=picture.reading))
+        svg = svg_file(picture.figure, slug)
+        (folder.figures / f"{slug}.svg").write_text(svg)
+        picture.figure.savefig(folder.figures / f"{slug}.png")
+        part = page_svg(svg, slug=slug, title=picture.title)
+        section.drawings.append(dataclasses.replace(picture, slug=slug, svg=part))
 
 
 def _note(record: CellRecord) -> str:
@@ -109,16 +90,9 @@ def _note(record: CellRecord) -> str:
 
 
 def _result(section: Section, records: Sequence[CellRecord]) -> dict[str, Any]:
-    return {
-        "scenario": section.name,
-        "title": section.title,
-        "question": section.question,
-        "source": section.source,
-        "reading": section.reading,
-        "notes": section.notes,
-        "tables": [dataclasses.asdict(table) for table in section.tables],
-        "cells": [_cell_result(record) for record in records],
-    }
+    told = {key: getattr(section, key) for key in ("title", "question", "source", "reading", "notes")}
+    tables = [dataclasses.asdict(table) for table in section.tables]
+    return {"scenario": section.name, **told, "tables": tables, "cells": [_cell_result(record) for record in records]}
 
 
 def _cell_result(record: CellRecord) -> dict[str, Any]:
@@ -137,26 +111,3 @@ def _cell_result(record: CellRecord) -> dict[str, Any]:
             for variant in record.samples
         },
     }
-
-
-def _page(config: Mapping[str, Any], sections: Sequence[Section], unknown: Sequence[str]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
-        config=config,
-        sections=sections,
-        unknown=unknown,
-        method=METHOD,
-        facts=_facts(config),
-    )
-
-
-def _facts(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    run = {key: config[key] for key in ("command", "commit", "started", "quick", "seeds") if key in config}
-    groups = [("Run", run), ("Machine", config.get("machine", {})), ("Versions", config.get("versions", {}))]
-    return [(name, values) for name, values in groups if values]

@@ -26,6 +26,7 @@ from gradsync.bench.record import Cell, ResultFolder, RowFile
 from gradsync.bench.report import Section, build_report
 from gradsync.bench.scenario import Scenario
 from gradsync.bench.screen import Screen
+from gradsync.charts.canvas import require
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate, read_counters
 from gradsync.lab.fork import fork_ranks
@@ -91,6 +92,8 @@ class Outcome:
 
 def run(plan: RunPlan, screen: Screen) -> Outcome:
     """All cells of all scenarios, one after the other, then the report."""
+    # Nobody wants to hear after an hour that it cannot be shown.
+    require("jinja2", "matplotlib")
     folder = ResultFolder.create(plan.out)
     folder.write_config(_config(plan))
     left = [(scenario, cell) for scenario in plan.scenarios for cell in plan.cells(scenario)]

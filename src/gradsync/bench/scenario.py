@@ -18,18 +18,35 @@ inside every rank of a cell, on a process group that is there already::
 ``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must bear that some variants are missing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gradsync.bench.measure import Rounds
 from gradsync.bench.record import LIMITS, Cell, CellRecord
+from gradsync.charts.canvas import SOFT, colour
+from gradsync.charts.kinds import Series
 
-__all__ = ["Picture", "Scenario", "Table", "timing_table"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["ALONE", "MISSING", "OURS", "TUNED", "Picture", "Scenario", "Table", "colour_of", "times_of", "timing_table"]
 
 MISSING = "–"
+ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
+# A peer has the same colour in every picture, and gradsync is always the blue.
+COLOURS = {
+    OURS: "blue",
+    "DDP stock": "orange",
+    TUNED: "vermillion",
+    "DDP": "orange",
+    "Accelerate": "green",
+    "Lightning Fabric": "pink",
+    "FSDP2 replicate": "sky",
+    "naive": "dark-grey",
+    "bucketed": "light-grey",
+    ALONE: "grey",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +61,22 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure and the sentence to read it by. The ``slug`` names its files."""
+    """A figure and the sentence to read it by. The ``slug`` names its files, ``svg`` is what a page shows of it."""
 
     slug: str
     title: str
-    figure: Figure = field(repr=False)
+    figure: "Figure" = field(repr=False)
     reading: str
+    svg: str = field(default="", repr=False)
 
 
 class Scenario(Protocol):
     """One question about the cost of synchronization."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def question(self) -> str: ...
+    name: str
+    title: str
+    source: str
+    question: str
 
     def cells(self, *, quick: bool) -> Sequence[Cell]: ...
 
@@ -78,26 +89,52 @@ class Scenario(Protocol):
     def reading(self, records: Sequence[CellRecord]) -> str: ...
 
 
-def timing_table(record: CellRecord, *, baseline: str, note: str = "") -> Table:
-    """Every variant of a cell: its time and spread, its ratio to the baseline, its bytes, its distance to the limit."""
+def colour_of(name: str) -> str:
+    """A peer's own colour, also where a setting is added to its name."""
+    known = [key for key in COLOURS if name == key or name.startswith(f"{key} ")]
+    return colour(COLOURS[max(known, key=len)]) if known else SOFT
+
+
+def times_of(
+    label: str,
+    taken: Sequence[tuple[CellRecord, str]],
+    *,
+    places: Sequence[float] = (),
+    each: float = 1e3,
+    **looks: Any,
+) -> Series:
+    """Medians and p5–p95 of variants side by side, or at ``places``, times ``each``; what did not run is left out."""
+    known = {
+        place: record.summary(name)
+        for place, (record, name) in zip(places or range(len(taken)), taken, strict=True)
+        if name in record.samples
+    }
+    return Series(
+        label=label,
+        points=[(place, summary.median * each) for place, summary in known.items()],
+        spans=[(summary.p5 * each, summary.p95 * each) for summary in known.values()],
+        **{"colour": colour_of(label), **looks},
+    )
+
+
+def timing_table(
+    record: CellRecord, *, baseline: str, note: str = "", more: Mapping[str, Callable[[str], str]] | None = None
+) -> Table:
+    """Every variant of a cell: its time and spread, its ratio to the baseline, its bytes, its distance to the limit.
+
+    ``more`` are further columns, by their headings.
+    """
+    more = more or {}
     notes = [f"The baseline is {baseline}.", *([note] if note else [])]
     limited = LIMITS in record.facts
-    columns = ["variant", "median ms", "p5–p95 ms", "time / baseline", "sent MB"]
+    columns = ["variant", "median ms", "p5–p95 ms", "time / baseline", *more, "sent MB", *["time / limit"] * limited]
     rows = []
     for variant in record.samples:
-        summary = record.summary(variant)
+        summary, limit = record.summary(variant), record.limit(variant)
         compared = str(record.ratio(variant, baseline)) if baseline in record.samples else MISSING
-        row = [
-            variant,
-            f"{summary.median * 1e3:.1f}",
-            f"{summary.p5 * 1e3:.1f}–{summary.p95 * 1e3:.1f}",
-            compared,
-            f"{record.sent(variant) / 1e6:.2f}",
-        ]
-        if limited:
-            limit = record.limit(variant)
-            row.append(MISSING if limit is None else f"{summary.median / limit:.2f}")
-        rows.append(row)
-    columns += ["time / limit"] * limited
+        row = [variant, f"{summary.median * 1e3:.1f}", f"{summary.p5 * 1e3:.1f}–{summary.p95 * 1e3:.1f}", compared]
+        row += [words(variant) for words in more.values()]
+        row.append(f"{record.sent(variant) / 1e6:.2f}")
+        rows.append([*row, *[MISSING if limit is None else f"{summary.median / limit:.2f}"] * limited])
     rows += [[variant, reason, *[MISSING] * (len(columns) - 2)] for variant, reason in record.absent.items()]
     return Table(title=f"{record.cell.name} ({record.rounds} rounds)", columns=columns, rows=rows, note=" ".join(notes))

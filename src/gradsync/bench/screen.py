@@ -11,15 +11,9 @@ from rich.text import Text
 from gradsync.bench.record import Cell
 from gradsync.bench.report import Section
 from gradsync.bench.scenario import Scenario
+from gradsync.charts.words import duration
 
-__all__ = ["CellProgress", "Screen", "duration"]
-
-
-def duration(seconds: float) -> str:
-    """In words: ``45 s``, ``3 min 20 s``."""
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
-
+__all__ = ["CellProgress", "Screen"]
 
 FILE_COLUMNS = 160
 
@@ -37,7 +31,7 @@ class CellProgress:
         if not self._console.is_terminal:
             return
         left = (time.monotonic() - self._began) / done * (total - done) + self._later
-        text = f"{self._label} · round {done} of {total} · {duration(left)} left"
+        text = f"{self._label} · round {done} of {total} · {duration(round(left))} left"
         self._line(text)
 
     def finish(self) -> None:
@@ -60,7 +54,9 @@ class Screen:
             self.console.width = FILE_COLUMNS
 
     def scenario(self, scenario: Scenario, seconds: float) -> None:
-        self.console.print(Text(f"{scenario.name}: {scenario.question} (about {duration(seconds)})", style="bold"))
+        self.console.print(
+            Text(f"{scenario.name}: {scenario.question} (about {duration(round(seconds))})", style="bold")
+        )
 
     def cell(self, scenario: Scenario, cell: Cell, later: float) -> CellProgress:
         if not self.console.is_terminal:

@@ -8,11 +8,13 @@ from enum import StrEnum
 import torch
 
 from gradsync.bench.measure import Parts, Step
-from gradsync.bench.peers import Wrapped
+from gradsync.bench.peers import Peer, Wrapped
+from gradsync.bench.real_workload import RealWorkload
+from gradsync.bench.workload import Workload
 from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Forward", "Pattern", "optimizer_step", "settle", "timed_step", "window_step"]
+__all__ = ["Forward", "Pattern", "optimizer_step", "plain_step", "repeated", "settle", "timed_step", "window_step"]
 
 # One forward of the wrapped model, with whatever inputs it needs, to the loss.
 Forward = Callable[[torch.nn.Module], torch.Tensor]
@@ -47,6 +49,19 @@ def window_step(wrapped: Wrapped, forward: Forward, *, count: int, pattern: Patt
         optimizer_step(wrapped)
 
     return step
+
+
+def plain_step(workload: Workload | RealWorkload, peer: Peer) -> Step:
+    """One micro-batch, synchronized, and an update, under this peer."""
+    return window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
+
+
+def repeated(step: Callable[[], object], times: int) -> Step:
+    def repeat() -> None:
+        for _ in range(times):
+            step()
+
+    return repeat
 
 
 def _every(wrapped: Wrapped, forward: Forward, last: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gradsync.errors import ConfigurationError
 from gradsync.llm.report import write_report
 from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
@@ -66,8 +67,12 @@ class Recording:
             self._folder.note(outcome.step, f"stopped by signal {outcome.signal}")
         self._folder.write_summary(self._summary(outcome))
         self._folder.close()
-        report = write_report(self._folder.path)
-        self._screen.summarize(outcome, str(report))
+        try:
+            report = str(write_report(self._folder.path))
+        except ConfigurationError as error:
+            # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.
+            report = f"none: {error}"
+        self._screen.summarize(outcome, report)
 
     def _summary(self, outcome: Outcome) -> dict[str, Any]:
         screen = self._screen

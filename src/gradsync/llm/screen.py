@@ -115,6 +115,8 @@ class Screen:
         self.console.print(table, highlight=False)
 
     def _rows(self, outcome: Outcome, report: str | None) -> list[tuple[str, str]]:
+        from rich.markup import escape
+
         rows = [("steps", f"{outcome.step} in {self.elapsed:.0f} s")]
         if self.first_loss is not None and self.last_loss is not None:
             rows.append(("training loss", f"{self.first_loss:.4f} → {self.last_loss:.4f}"))
@@ -127,7 +129,7 @@ class Screen:
         style = "green" if outcome.proof.equal else "bold red"
         rows.append(("replicas", f"[{style}]{outcome.proof}[/{style}]"))
         if report is not None:
-            rows.append(("report", report))
+            rows.append(("report", escape(report)))
         return rows
 
 

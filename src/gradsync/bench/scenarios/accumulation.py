@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.peers import DDP, Accelerate, Gradsync, NoWrapper, Peer
-from gradsync.bench.plots import Series, canvas, draw_bars, limit_line
 from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.scenario import ALONE, MISSING, Picture, Table, times_of, timing_table
 from gradsync.bench.tuning import best_bucket_mb
 from gradsync.bench.windows import Pattern, settle, window_step
 from gradsync.bench.workload import Workload
+from gradsync.charts.canvas import canvas, legend, limit_line
+from gradsync.charts.kinds import draw_bars
 from gradsync.lab.profile import transformer
 
 __all__ = ["Accumulation"]
 
 COUNT = 4
-ALONE = "no wrapper"
 PEERS = ("DDP", "Accelerate", "gradsync")
 NO_SUCH = "does not exist"
 
@@ -84,61 +84,46 @@ class Accumulation:
             for peer in PEERS:
                 name = variant_name(peer, pattern)
                 known = name in record.samples
-                row.append(f"{record.summary(name).median * 1e3:.0f} ms" if known else record.absent.get(name, "–"))
+                row.append(f"{record.summary(name).median * 1e3:.0f} ms" if known else record.absent.get(name, MISSING))
             rows.append(row)
-        return Table(
-            title=f"{record.cell.name}: a window of {COUNT} micro-batches",
-            columns=["", *PEERS],
-            rows=rows,
-        )
+        title = f"{record.cell.name}: a window of {COUNT} micro-batches"
+        return Table(title=title, columns=["", *PEERS], rows=rows)
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         title = _message(records[-1])
         figure, axes = canvas(title, panels=[record.cell.name for record in records], height=4.6, shared=False)
         for panel, record in zip(axes, records, strict=True):
-            draw_bars(panel, list(Pattern), [_series(record, peer) for peer in PEERS], form="{:.0f}")
+            bars = [times_of(peer, [(record, variant_name(peer, each)) for each in Pattern]) for peer in PEERS]
+            draw_bars(panel, list(Pattern), bars, form="{:.0f}")
             limit = record.limit("")
             if limit is not None:
                 limit_line(panel, limit * 1e3, "limit")
         axes[0].set_ylabel("ms a window (median, p5–p95)")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(PEERS), frameon=False)
-        return [Picture(slug="windows", title=title, figure=figure, reading=self._caption(records))]
-
-    def _caption(self, records: Sequence[CellRecord]) -> str:
-        return " ".join(_saving(record) for record in records)
+        legend(axes)
+        reading = " ".join(_saving(record) for record in records)
+        return [Picture(slug="windows", title=title, figure=figure, reading=reading)]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         return _saving(records[-1])
 
 
-def _series(record: CellRecord, peer: str) -> Series:
-    values: list[float | None] = []
-    spans: list[tuple[float, float] | None] = []
-    for pattern in Pattern:
-        name = variant_name(peer, pattern)
-        summary = record.summary(name) if name in record.samples else None
-        values.append(None if summary is None else summary.median * 1e3)
-        spans.append(None if summary is None else (summary.p5 * 1e3, summary.p95 * 1e3))
-    return Series(label=peer, values=values, spans=spans)
+def _faster(record: CellRecord, peer: str, pattern: Pattern) -> float | None:
+    """How many times as fast as synchronizing every micro-batch."""
+    return record.times(variant_name(peer, Pattern.EVERY), variant_name(peer, pattern))
 
 
 def _message(record: CellRecord) -> str:
     """The title: who gains how much from no_sync that is misplaced."""
-    gains = []
-    for peer in PEERS:
-        baseline, improper = variant_name(peer, Pattern.EVERY), variant_name(peer, Pattern.IMPROPER)
-        if baseline in record.samples and improper in record.samples:
-            gains.append(f"{peer} {record.ratio(baseline, improper).median:.1f}×")
-    return f"Speedup from no_sync around backward alone: {', '.join(gains)}"
+    gains = {peer: _faster(record, peer, Pattern.IMPROPER) for peer in PEERS}
+    words = [f"{peer} {gain:.1f}×" for peer, gain in gains.items() if gain is not None]
+    return f"Speedup from no_sync around backward alone: {', '.join(words)}"
 
 
 def _saving(record: CellRecord) -> str:
     """How much faster than the baseline each library is, with no_sync in the right place and in the wrong one."""
     parts = []
     for peer in PEERS:
-        names = [variant_name(peer, pattern) for pattern in (Pattern.EVERY, Pattern.NO_SYNC, Pattern.IMPROPER)]
-        if all(name in record.samples for name in names):
-            baseline, proper, improper = names
-            faster = record.ratio(baseline, proper).median, record.ratio(baseline, improper).median
-            parts.append(f"{peer} {faster[0]:.2f}× faster with no_sync, {faster[1]:.2f}× when it is misplaced")
+        proper, improper = (_faster(record, peer, pattern) for pattern in (Pattern.NO_SYNC, Pattern.IMPROPER))
+        if proper is not None and improper is not None:
+            parts.append(f"{peer} {proper:.2f}× faster with no_sync, {improper:.2f}× when it is misplaced")
     return f"{record.cell.name}, against synchronizing every micro-batch: {'; '.join(parts)}."

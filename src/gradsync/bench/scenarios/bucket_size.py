@@ -5,28 +5,30 @@ all gradients, since a good size grows with the link. gradsync's own choice is m
 """
 
 from collections.abc import Sequence
-from typing import Any
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING
 
 from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.peers import DDP, Gradsync, NoWrapper
-from gradsync.bench.plots import INK, canvas, colour_of
 from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table, timing_table
-from gradsync.bench.windows import Pattern, window_step
+from gradsync.bench.scenario import ALONE, MISSING, OURS, TUNED, Picture, Table, colour_of, times_of, timing_table
+from gradsync.bench.windows import Pattern, plain_step, window_step
 from gradsync.bench.workload import FLOAT_BYTES, Workload
 from gradsync.bucket.tuner import TUNED_AFTER
+from gradsync.charts.canvas import canvas, colour, legend, limit_line
+from gradsync.charts.kinds import draw_curves
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.lab.profile import transformer
 from gradsync.lab.rate import Rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["BucketSize"]
 
 MIB = 2**20
 RATES = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
-ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
 AUTO = "gradsync auto"
+AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
 SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
 WIRE_SECONDS = 0.035
 LAYERS = 6
@@ -75,15 +77,16 @@ class BucketSize:
         rounds.fact("sizes in MiB", sizes)
         rounds.limits(compute=ALONE, wire={EVERY: workload.wire_seconds(rounds.cell)})
         auto = workload.wrap(Gradsync(name=AUTO))
-        variants: dict[str, Step] = {ALONE: _step(workload, NoWrapper()), AUTO: _one_window(auto, workload)}
+        automatic = window_step(auto, workload.forward, count=1, pattern=Pattern.EVERY)
+        variants: dict[str, Step] = {ALONE: plain_step(workload, NoWrapper()), AUTO: automatic}
         for size in sizes:
-            variants[variant_name(OURS, size)] = _step(workload, Gradsync(bucket_mb=size))
-            variants[variant_name(TUNED, size)] = _step(workload, DDP(name=TUNED, tuned=True, bucket_mb=size))
+            variants[variant_name(OURS, size)] = plain_step(workload, Gradsync(bucket_mb=size))
+            variants[variant_name(TUNED, size)] = plain_step(workload, DDP(name=TUNED, tuned=True, bucket_mb=size))
         wrapper = auto.model
         assert isinstance(wrapper, DistributedDataParallel)
         before = wrapper.synchronizer.caps
         for _ in range(TUNING_WINDOWS):
-            variants[AUTO]()
+            automatic()
         after = wrapper.synchronizer.caps
         rounds.fact("auto before tuning", {"caps": list(before.caps), "from the end": before.from_the_end})
         rounds.fact("auto", {"caps": list(after.caps), "from the end": after.from_the_end})
@@ -93,13 +96,7 @@ class BucketSize:
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         chosen = Table(
             title="Where the automatic choice landed",
-            columns=[
-                "link",
-                "best fixed size",
-                "auto: largest bucket",
-                "auto / best fixed",
-                "auto / DDP tuned at best",
-            ],
+            columns=["link", "best fixed size", "auto: largest bucket", *AGAINST.values()],
             rows=[_landing(record) for record in records],
             note="Buckets of auto are smaller towards the end where three sizes are given. " + _tuner_words(),
         )
@@ -111,28 +108,15 @@ class BucketSize:
         for panel, record in zip(axes, records, strict=True):
             _draw(panel, record)
         axes[0].set_ylabel("ms a step (median, p5–p95)")
-        handles = {
-            label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(list(handles.values()), list(handles), loc="outside lower left", ncols=5, frameon=False)
+        legend(axes)
         return [Picture(slug="sizes", title=title, figure=figure, reading=self.reading(records))]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         return " ".join(_sentence(record) for record in records)
 
 
-def _step(workload: Workload, peer: Any) -> Step:
-    return _one_window(workload.wrap(peer), workload)
-
-
-def _one_window(wrapped: Any, workload: Workload) -> Step:
-    return window_step(wrapped, workload.forward, count=1, pattern=Pattern.EVERY)
-
-
 def _tuner_words() -> str:
-    return (
-        f"The tuner looks after {', '.join(str(count) for count in TUNED_AFTER)} windows; all of them were run before."
-    )
+    return f"The tuner looks after {', '.join(map(str, TUNED_AFTER))} windows; all of them were run before."
 
 
 def _sizes(record: CellRecord, peer: str) -> list[float]:
@@ -147,53 +131,47 @@ def _best(record: CellRecord, peer: str) -> float | None:
 
 def _over_best(record: CellRecord, peer: str) -> float | None:
     best = _best(record, peer)
-    if best is None or AUTO not in record.samples:
-        return None
-    return record.ratio(AUTO, variant_name(peer, best)).median
+    return None if best is None else record.times(AUTO, variant_name(peer, best))
 
 
 def _landing(record: CellRecord) -> list[str]:
     best, caps = _best(record, OURS), record.facts.get("auto", {}).get("caps", [])
     ratios = []
-    for peer in (OURS, TUNED):
+    for peer in AGAINST:
         fixed = _best(record, peer)
         known = fixed is not None and AUTO in record.samples
-        ratios.append(str(record.ratio(AUTO, variant_name(peer, fixed))) if known and fixed is not None else "–")
+        ratios.append(str(record.ratio(AUTO, variant_name(peer, fixed))) if known and fixed is not None else MISSING)
     largest = " / ".join(f"{cap / MIB:.2f}" for cap in caps)
-    return [record.cell.name, "–" if best is None else f"{best:.2f} MiB", f"{largest} MiB" if caps else "–", *ratios]
+    size = MISSING if best is None else f"{best:.2f} MiB"
+    return [record.cell.name, size, f"{largest} MiB" if caps else MISSING, *ratios]
 
 
-def _draw(axes: Axes, record: CellRecord) -> None:
+def _draw(axes: "Axes", record: CellRecord) -> None:
     for peer in (TUNED, OURS):
         sizes = _sizes(record, peer)
-        summaries = [record.summary(variant_name(peer, size)) for size in sizes]
-        colour = colour_of(peer)
-        medians = [summary.median * 1e3 for summary in summaries]
-        lows, highs = [summary.p5 * 1e3 for summary in summaries], [summary.p95 * 1e3 for summary in summaries]
-        axes.plot(sizes, medians, color=colour, linewidth=2, marker="o", markersize=4.5, label=f"{peer}, fixed size")
-        axes.fill_between(sizes, lows, highs, color=colour, alpha=0.15, linewidth=0)
+        taken = [(record, variant_name(peer, size)) for size in sizes]
+        fixed = times_of(f"{peer}, fixed size", taken, places=sizes, colour=colour_of(peer))
+        draw_curves(axes, [fixed], marker="o", markersize=4.5)
     best = _best(record, OURS)
     if best is not None:
         height = record.summary(variant_name(OURS, best)).median * 1e3
-        axes.plot([best], [height], "o", color="white", markeredgecolor=colour_of(OURS), markersize=10, zorder=2.5)
-        axes.plot([best], [height], "o", color=colour_of(OURS), markersize=4.5, zorder=3)
+        axes.plot(best, height, "o", color=colour("card"), markeredgecolor=colour_of(OURS), markersize=10, zorder=2.5)
+        axes.plot(best, height, "o", color=colour_of(OURS), markersize=4.5, zorder=3)
     _draw_auto(axes, record)
     # Below the curves, where nothing else is.
     axes.text(0.03, 0.04, _values(record), transform=axes.transAxes, fontsize=9, va="bottom")
     limit = record.limit(AUTO)
     if limit is not None:
-        axes.axhline(limit * 1e3, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="limit")
+        limit_line(axes, limit * 1e3, label="limit")
     sizes = record.facts.get("sizes in MiB", [1.0])
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
     axes.set_xticks(sizes, [_short(size) for size in sizes], fontsize=8.5)
     axes.set_xlabel("bucket size, MiB (the last: all in one)")
     axes.set_ylim(0)
-    axes.grid(axis="y")
-    axes.spines["left"].set_visible(False)
 
 
-def _draw_auto(axes: Axes, record: CellRecord) -> None:
+def _draw_auto(axes: "Axes", record: CellRecord) -> None:
     if AUTO not in record.samples:
         return
     height = record.summary(AUTO).median * 1e3

@@ -14,21 +14,25 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.peers import Gradsync
-from gradsync.bench.plots import INK, canvas
 from gradsync.bench.record import Cell, CellRecord
 from gradsync.bench.scenario import MISSING, Picture, Table
 from gradsync.bench.windows import Pattern, window_step
+from gradsync.charts.canvas import INK, canvas, colour, legend
+from gradsync.charts.kinds import Series, draw_curves
 from gradsync.errors import ConfigurationError
 from gradsync.llm.text_sources import open_source
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Convergence"]
 
@@ -37,7 +41,7 @@ ITERATIONS = max(PERIODS)
 # Learning rates by samples an iteration, over all ranks. The paper has 0.02 and 0.06; this network bears more.
 RATES = {8: 0.02, 256: 0.2}
 SMALL, LARGE = RATES
-COLOURS = {1: INK, 2: "#56B4E9", 4: "#009E73", 8: "#D55E00"}
+COLOURS = {1: INK, 2: colour("sky"), 4: colour("green"), 8: colour("vermillion")}
 
 CONTEXT, SYMBOLS, WIDTH = 8, 128, 128
 TEXT_BYTES, HELD_OUT, HELD_OUT_SAMPLES = 1_000_000, 0.1, 1024
@@ -260,16 +264,12 @@ def _table(record: CellRecord) -> Table:
 
 
 def _loss_picture(record: CellRecord) -> Picture:
-    title = _message(record)
+    title, seeds = _message(record), len(_seeds(record))
     figure, axes = canvas(title, panels=_panels(), height=4.4)
     for panel, batch in zip(axes, RATES, strict=True):
-        for period in PERIODS:
-            curves = _curves(record, batch, period)
-            places = [(number + 1) * ITERATIONS for number in range(len(curves[0]) if curves else 0)]
-            _draw(panel, period, places, curves)
+        draw_curves(panel, [_curve(record, batch, period, 1.0) for period in PERIODS])
         panel.set_xlabel("iterations")
     _frame(axes, record)
-    seeds = len(_seeds(record))
     band = f" Lines are means of {seeds} seeds, bands reach from the lowest to the highest." if seeds > 1 else ""
     return Picture(slug="loss", title=title, figure=figure, reading=_harm(record) + band)
 
@@ -278,11 +278,9 @@ def _time_picture(record: CellRecord, place: int) -> Picture:
     title = f"Loss over time, {record.cell.name}: {_time_message(record)}"
     figure, axes = canvas(title, panels=_panels(), height=4.4)
     for panel, batch in zip(axes, RATES, strict=True):
-        for period in PERIODS:
-            curves, taken = _curves(record, batch, period), _iteration(record, batch, period)
-            if taken is not None:
-                seconds = [(number + 1) * ITERATIONS * taken for number in range(len(curves[0]))]
-                _draw(panel, period, seconds, curves)
+        taken = {period: _iteration(record, batch, period) for period in PERIODS}
+        known = [_curve(record, batch, period, each) for period, each in taken.items() if each is not None]
+        draw_curves(panel, known)
         panel.set_xlabel("seconds of training")
         panel.set_xlim(left=0)
     _frame(axes, record)
@@ -293,19 +291,21 @@ def _panels() -> list[str]:
     return [f"batch {batch}, learning rate {rate}" for batch, rate in RATES.items()]
 
 
-def _draw(panel: Axes, period: int, places: Sequence[float], curves: Sequence[Sequence[float]]) -> None:
-    points = list(zip(*curves, strict=True))
-    label = "averaged every iteration" if period == 1 else f"every {period}"
-    means = [statistics.fmean(point) for point in points]
-    # Curves that lie on each other still show that there are several.
-    width = 1.5 + 3.0 * (len(PERIODS) - 1 - PERIODS.index(period)) / len(PERIODS)
-    panel.plot(places, means, color=COLOURS[period], linewidth=width, label=label)
-    if len(curves) > 1:
-        lows, highs = [min(point) for point in points], [max(point) for point in points]
-        panel.fill_between(places, lows, highs, color=COLOURS[period], alpha=0.15, linewidth=0)
+def _curve(record: CellRecord, batch: int, period: int, each: float) -> Series:
+    """The mean of all seeds, and their range; an iteration is ``each`` long on the axis."""
+    rounds = list(zip(*_curves(record, batch, period), strict=True))
+    places = [(number + 1) * ITERATIONS * each for number in range(len(rounds))]
+    return Series(
+        label="averaged every iteration" if period == 1 else f"every {period}",
+        points=[(place, statistics.fmean(losses)) for place, losses in zip(places, rounds, strict=True)],
+        spans=[(min(losses), max(losses)) for losses in rounds if len(losses) > 1],
+        colour=COLOURS[period],
+        # Curves that lie on each other still show that there are several.
+        width=1.5 + 3.0 * (len(PERIODS) - 1 - PERIODS.index(period)) / len(PERIODS),
+    )
 
 
-def _frame(axes: Sequence[Axes], record: CellRecord) -> None:
+def _frame(axes: "Sequence[Axes]", record: CellRecord) -> None:
     """The range of the curves that every iteration averages: what leaves it at the top has diverged."""
     whole = [loss for batch in RATES for curve in _curves(record, batch, 1) for loss in curve]
     every = [
@@ -315,15 +315,8 @@ def _frame(axes: Sequence[Axes], record: CellRecord) -> None:
     margin = (high - low) * 0.06 or 0.1
     for panel in axes:
         panel.set_ylim(low - margin, high + margin * 4)
-        panel.grid(axis="y")
-        panel.spines["left"].set_visible(False)
     axes[0].set_ylabel("loss on held-out text")
-    figure = axes[0].get_figure()
-    if figure is not None:
-        handles = {
-            label: handle for each in axes for handle, label in zip(*each.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=len(PERIODS), frameon=False)
+    legend(axes)
 
 
 def _message(record: CellRecord) -> str:
@@ -337,12 +330,19 @@ def _message(record: CellRecord) -> str:
     )
 
 
+def _seconds(record: CellRecord) -> dict[int, tuple[float, float]]:
+    """By batch: what the whole run takes if every iteration averages, and if every last one does."""
+    both = {batch: (_iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)) for batch in RATES}
+    whole = ITERATIONS * record.rounds
+    return {
+        batch: (first * whole, last * whole)
+        for batch, (first, last) in both.items()
+        if first is not None and last is not None
+    }
+
+
 def _time_message(record: CellRecord) -> str:
-    parts = []
-    for batch in RATES:
-        first, last = _iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)
-        if first is not None and last is not None:
-            parts.append(f"{(first - last) * ITERATIONS * record.rounds:.1f} s at batch {batch}")
+    parts = [f"{first - last:.1f} s at batch {batch}" for batch, (first, last) in _seconds(record).items()]
     return f"every {ITERATIONS}th saves {' and '.join(parts)}" if parts else "no comparison"
 
 
@@ -368,15 +368,9 @@ def _noise(record: CellRecord, batch: int) -> float:
 
 
 def _saving(record: CellRecord) -> str:
-    parts = []
-    for batch in RATES:
-        first, last = _iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)
-        if first is not None and last is not None:
-            whole = ITERATIONS * record.rounds
-            share = 1 - last / first
-            parts.append(
-                f"{(first - last) * whole:.1f} s of {first * whole:.1f} s at batch {batch} ({share * 100:.0f} %)"
-            )
-    if not parts:
-        return ""
-    return f"{record.cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
+    parts = [
+        f"{first - last:.1f} s of {first:.1f} s at batch {batch} ({(1 - last / first) * 100:.0f} %)"
+        for batch, (first, last) in _seconds(record).items()
+    ]
+    saves = f"{record.cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
+    return saves if parts else ""

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.peers import DDP, Gradsync, NoWrapper
-from gradsync.bench.plots import canvas, draw_stacks
 from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.scenario import ALONE, MISSING, OURS, TUNED, Picture, Table, timing_table
 from gradsync.bench.statistics import percent
 from gradsync.bench.tuning import best_bucket_mb
 from gradsync.bench.windows import settle, timed_step
 from gradsync.bench.workload import Workload
+from gradsync.charts.canvas import canvas, legend
+from gradsync.charts.kinds import draw_stacks
 from gradsync.engine.policy import Schedule
 from gradsync.lab.profile import bert_base, resnet50
 from gradsync.timeline import Timeline
@@ -24,7 +25,7 @@ from gradsync.timeline import Timeline
 __all__ = ["Overlap"]
 
 PROFILES = {"ResNet-50": resnet50, "BERT-base": bert_base}
-ALONE, NAIVE, BUCKETED, TUNED, OURS = "no wrapper", "naive", "bucketed", "DDP tuned", "gradsync"
+NAIVE, BUCKETED = "naive", "bucketed"
 SHOWN = (NAIVE, BUCKETED, TUNED, OURS)
 SCHEDULES: dict[str, Schedule] = {NAIVE: "naive", BUCKETED: "bucketed", OURS: "overlapped"}
 PARTS = ("forward", "backward", "exposed", "optimizer")
@@ -93,7 +94,7 @@ class Overlap:
             totals = [f"{record.summary(name).median * 1e3:.0f} ms" for name in shown]
             draw_stacks(panel, shown, stacks, totals)
             panel.set_xlabel(f"1 = a step of {unit}, without overlap")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(PARTS), frameon=False)
+        legend(axes)
         return [Picture(slug="breakdown", title=title, figure=figure, reading=self.reading(records))]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
@@ -141,29 +142,22 @@ def _breakdown(record: CellRecord) -> Table:
             parts = _parts(record, variant)
             seen = record.part(variant, "exposed")
             shown = [f"{parts[part] * 1e3:.1f}" for part in PARTS]
-            rows.append([variant, *shown, f"{seen * 1e3:.1f}" if variant in (NAIVE, BUCKETED, OURS) else "–"])
-    return Table(
-        title=f"{record.cell.name}: parts of a step, median ms",
-        columns=["variant", *PARTS, "exposed by Timeline"],
-        rows=rows,
-    )
+            rows.append([variant, *shown, f"{seen * 1e3:.1f}" if variant in (NAIVE, BUCKETED, OURS) else MISSING])
+    title, columns = f"{record.cell.name}: parts of a step, median ms", ["variant", *PARTS, "exposed by Timeline"]
+    return Table(title=title, columns=columns, rows=rows)
 
 
 def _message(records: Sequence[CellRecord]) -> str:
     """The title: what overlap alone saves."""
     gains = [
-        f"{percent(1 - record.ratio(OURS, BUCKETED).median)} of a step of {record.cell.options['model']}"
+        f"{percent(1 - times)} of a step of {record.cell.options['model']}"
         for record in records
-        if OURS in record.samples and BUCKETED in record.samples
+        if (times := record.times(OURS, BUCKETED)) is not None
     ]
     return f"Overlapping communication with backward saves {' and '.join(gains)}" if gains else "Parts of a step"
 
 
 def _saving(record: CellRecord) -> str:
-    known = record.samples
-    parts = [
-        f"{name} {record.ratio(name, BUCKETED).median:.2f}"
-        for name in (NAIVE, TUNED, OURS)
-        if name in known and BUCKETED in known
-    ]
+    against = {name: record.times(name, BUCKETED) for name in (NAIVE, TUNED, OURS)}
+    parts = [f"{name} {times:.2f}" for name, times in against.items() if times is not None]
     return f"{record.cell.name}, time of a step against buckets sent after backward: {', '.join(parts)}."

@@ -9,7 +9,6 @@ the real one (see :mod:`gradsync.bench.memory`).
 """
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,19 +18,18 @@ from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.memory import PeakMemory, memory_unreadable
 from gradsync.bench.peers import DDP, PEERS, Peer
 from gradsync.bench.real_workload import RealWorkload
-from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table
-from gradsync.bench.scenarios.peers_shown import ALONE, MEMORY, OURS, PEAK, read, show_pictures, show_tables
+from gradsync.bench.record import EVERY, Cell
+from gradsync.bench.scenario import ALONE, OURS, TUNED
+from gradsync.bench.scenarios.peers_shown import MEMORY, PEAK, read, show_pictures, show_tables
 from gradsync.bench.statistics import wire_seconds
-from gradsync.bench.tuning import MIB, SHARES
-from gradsync.bench.windows import Pattern, settle, window_step
+from gradsync.bench.tuning import best_bucket_mb
+from gradsync.bench.windows import plain_step, settle
 from gradsync.bench.workload import Workload
 from gradsync.lab.profile import transformer
 from gradsync.lab.rate import Rate
 
 __all__ = ["Peers"]
 
-TUNED = "DDP tuned"
 # Rounds of a cell whose times spread, against those of the others.
 MORE = 1.5
 # Model and computation of the emulated cells; what is sent takes about as long as what is computed.
@@ -67,14 +65,9 @@ class Peers:
         else:
             _measure_time(rounds, RealWorkload(**options))
 
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        return show_tables(records)
-
-    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        return show_pictures(records)
-
-    def reading(self, records: Sequence[CellRecord]) -> str:
-        return read(records)
+    tables = staticmethod(show_tables)
+    pictures = staticmethod(show_pictures)
+    reading = staticmethod(read)
 
 
 def _memory_cell(name: str, repeat: int) -> Cell:
@@ -92,12 +85,7 @@ def _emulated(*, quick: bool) -> list[Cell]:
     rounds, larger = (30, 1) if quick else (100, 4)
     slow = {**SMALL, "parameters": SLOW_PARAMETERS * larger, "seconds": SMALL["seconds"] * larger}
     fast = {**slow, "parameters": FAST_PARAMETERS * larger}
-    one = Cell(
-        name="1 host, 2 ranks",
-        rounds=rounds,
-        seconds=(rounds + 15) * 0.4 * larger,
-        options=fast,
-    )
+    one = Cell(name="1 host, 2 ranks", rounds=rounds, seconds=(rounds + 15) * 0.4 * larger, options=fast)
     two = replace(one, name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", options=slow)
     faster = replace(two, name="2 hosts, 1 Gbit/s", rate="1gbit", options=fast)
     # Four ranks on a machine with fewer cores are less regular.
@@ -120,31 +108,24 @@ def _real(*, quick: bool) -> list[Cell]:
             options=options,
         )
         # Short steps are less regular.
-        for options, count, seconds in (
-            (heavy, rounds, 0.6 if quick else 2.0),
-            (light, round(rounds * MORE), 0.35),
-        )
+        for options, count, seconds in ((heavy, rounds, 0.6 if quick else 2.0), (light, round(rounds * MORE), 0.35))
     ]
 
 
 def _measure_time(rounds: Rounds, workload: Workload | RealWorkload) -> None:
     rounds.fact("gradient bytes", workload.nbytes)
     rounds.limits(compute=ALONE, wire={EVERY: _least_wire(rounds.cell, workload.nbytes)})
-    peers = {**PEERS, TUNED: DDP(name=TUNED, tuned=True, bucket_mb=_best_bucket(rounds, workload))}
+    peers = {**PEERS, TUNED: DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload))}
     variants: dict[str, Step] = {}
     for name, peer in peers.items():
         reason = peer.absent()
         if reason is not None:
             rounds.absent(name, reason)
             continue
-        variants[name] = _step(workload, peer)
+        variants[name] = plain_step(workload, peer)
     # DDP tuned had its trials; this is where gradsync makes its own choice of buckets.
     settle(variants[OURS])
     rounds.run(variants)
-
-
-def _step(workload: Workload | RealWorkload, peer: Peer) -> Step:
-    return window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
 
 
 def _least_wire(cell: Cell, nbytes: int) -> float:
@@ -153,27 +134,17 @@ def _least_wire(cell: Cell, nbytes: int) -> float:
     return wire_seconds(nbytes, cell.hosts or 1, rate)
 
 
-def _best_bucket(rounds: Rounds, workload: Workload | RealWorkload) -> float:
-    """As :func:`gradsync.bench.tuning.best_bucket_mb`, and the default of DDP among the candidates."""
-    sizes = {min(25.0, round(workload.nbytes / share / MIB, 3)) for share in SHARES}
-    candidates = {f"{size:g}": size for size in sorted(sizes)}
-    steps = {text: _step(workload, DDP(tuned=True, bucket_mb=size)) for text, size in candidates.items()}
-    best = rounds.best(steps, warmup=3, rounds=5)
-    rounds.fact("DDP bucket MiB", f"{best}, the best of {', '.join(candidates)}")
-    return candidates[best]
-
-
 def _measure_memory(rounds: Rounds, peer: Peer, workload: RealWorkload) -> None:
     reason = peer.absent() or memory_unreadable()
     if reason is not None:
         rounds.absent(peer.name, reason)
         return
     rounds.fact("gradient bytes", workload.nbytes)
-    _step(TINY, peer)()
+    plain_step(TINY, peer)()
     gc.collect()
     dist.barrier()
     with PeakMemory() as memory:
-        train = _step(workload, peer)
+        train = plain_step(workload, peer)
 
         def step() -> Parts:
             train()

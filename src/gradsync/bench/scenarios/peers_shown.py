@@ -6,18 +6,22 @@ which hardly vary, if it sends 2 % more, in memory if it needs 2 % more in its b
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from matplotlib import patheffects
-from matplotlib.axes import Axes
-
-from gradsync.bench.plots import INK, SOFT, canvas, colour_of
 from gradsync.bench.record import LIMITS, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Table
+from gradsync.bench.scenario import ALONE, MISSING, OURS, TUNED, Picture, Table, colour_of, timing_table
 from gradsync.bench.statistics import percent
+from gradsync.charts.canvas import canvas, colour, limit_line
+from gradsync.charts.kinds import draw_rows
+from gradsync.charts.words import count
 
-__all__ = ["ALONE", "MEMORY", "OURS", "PEAK", "read", "show_pictures", "show_tables"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-ALONE, OURS, STOCK, TUNED = "no wrapper", "gradsync", "DDP stock", "DDP tuned"
+__all__ = ["MEMORY", "PEAK", "read", "show_pictures", "show_tables"]
+
+STOCK = "DDP stock"
 # From the top down.
 SHOWN = (OURS, TUNED, STOCK, "Accelerate", "Lightning Fabric", "FSDP2 replicate", "naive")
 # A cell with this option measures memory; its samples have this part.
@@ -26,9 +30,6 @@ MEMORY, PEAK = "memory", "peak bytes"
 LAST_STEPS = 3
 # Bytes and memory within this share of each other are the same.
 SAME = 0.02
-# The bars of a panel end here, as a multiple of the longest but one; a longer one is cut and marked.
-LONGEST = 1.5
-COMPUTE = "#dfe2e7"
 
 
 def show_tables(records: Sequence[CellRecord]) -> list[Table]:
@@ -145,41 +146,22 @@ def _heavier(records: Sequence[CellRecord]) -> list[str]:
         for name in SHOWN:
             if OURS in known and name in known and min(known[OURS]) > (1 + SAME) * max(known[name]):
                 more = statistics.median(known[OURS]) / statistics.median(known[name])
-                words.append(f"{when} memory, {more:.2f} of {name} ({_runs(len(known[name]))})")
+                words.append(f"{when} memory, {more:.2f} of {name} ({count(len(known[name]), 'run')})")
     return words
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _table(record: CellRecord) -> Table:
-    columns = ["variant", "median ms", "p5–p95 ms", "time / gradsync", "exposed ms", "sent MB", "time / limit"]
-    rows = []
-    for name in record.samples:
-        summary, exposed, limit = record.summary(name), _exposed(record, name), record.limit(name)
-        rows.append(
-            [
-                name,
-                f"{summary.median * 1e3:.1f}",
-                f"{summary.p5 * 1e3:.1f}–{summary.p95 * 1e3:.1f}",
-                str(record.ratio(name, OURS)) if OURS in record.samples else MISSING,
-                MISSING if exposed is None or name == ALONE else f"{exposed * 1e3:.1f}",
-                f"{record.sent(name) / 1e6:.2f}",
-                MISSING if limit is None else f"{summary.median / limit:.2f}",
-            ]
-        )
-    rows += [[name, reason, *[MISSING] * (len(columns) - 2)] for name, reason in record.absent.items()]
+    def exposed(name: str) -> str:
+        waited = _exposed(record, name)
+        return MISSING if waited is None or name == ALONE else f"{waited * 1e3:.1f}"
+
+    table = timing_table(record, baseline=OURS, note=_bucket_note(record), more={"exposed ms": exposed})
     kind = "emulated computation" if record.cell.emulated else "real computation"
-    return Table(
-        title=f"{record.cell.name}: {_size(record)} of gradients, {kind} ({record.rounds} rounds)",
-        columns=columns,
-        rows=rows,
-        note=_bucket_note(record),
-    )
+    title = f"{record.cell.name}: {_size(record)} of gradients, {kind} ({record.rounds} rounds)"
+    return replace(table, title=title)
 
 
 def _size(record: CellRecord) -> str:
@@ -207,8 +189,8 @@ def _memory_table(records: Sequence[CellRecord]) -> Table:
         rows.append([name, _megabytes(peaks[name]), _megabytes(settled[name]), more])
     absent = {name: reason for record in cells for name, reason in record.absent.items()}
     rows += [[name, reason, MISSING, MISSING] for name, reason in absent.items()]
-    count = max(map(len, peaks.values()))
-    spread = "median, lowest and highest" if count > 1 else "so its noise is not known"
+    most = max(map(len, peaks.values()))
+    spread = "median, lowest and highest" if most > 1 else "so its noise is not known"
     return Table(
         title=f"Memory of a rank, 1 host, 2 ranks, {gradients / 1e6:.0f} MB of gradients",
         columns=["variant", "peak MB", "settled MB", "settled above no wrapper, in sizes of the gradients"],
@@ -216,7 +198,7 @@ def _memory_table(records: Sequence[CellRecord]) -> Table:
         note=(
             "Model, gradients, activations and everything the wrapper adds, in processes of its own; memory that ranks "
             "share is counted once, half for each. The peak includes wrapping and the first steps, in which buckets "
-            f"are made anew; settled is what the last steps need. {_runs(count)} a peer: {spread}."
+            f"are made anew; settled is what the last steps need. {count(most, 'run')} a peer: {spread}."
         ),
     )
 
@@ -237,11 +219,11 @@ def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
         if ALONE in record.samples:
             # What is left of colour is the cost of synchronization.
             alone = record.summary(ALONE).median * 1e3
-            known = [place for place, name in enumerate(reversed(SHOWN)) if name in record.samples]
-            panel.barh(known, [alone] * len(known), 0.7, color=COMPUTE)
+            known = [place for place, name in enumerate(SHOWN) if name in record.samples]
+            panel.barh(known, [alone] * len(known), 0.7, color=colour("palest"))
         limit = record.limit(OURS)
         if limit is not None and LIMITS in record.facts:
-            panel.axvline(limit * 1e3, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+            limit_line(panel, limit * 1e3, across=False)
         panel.set_xlabel("ms a step")
     words = " ".join(sentence for record in records if (sentence := _lead(record)))
     legend = "Grey is the computation without a wrapper, the dashed line the limit."
@@ -249,7 +231,7 @@ def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
 
 
 def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
-    shares = [percent(_share_sent(record)) for record in records if _comparable(record)]
+    shares = [percent(_share_sent(record)) for record in records if {OURS, STOCK} <= record.samples.keys()]
     title = f"Bytes of gradsync against stock DDP{_in_order(shares)}" if shares else "Bytes that a host sends"
     figure, axes = canvas(title, panels=[record.cell.name for record in records], height=3.7)
     for panel, record in zip(axes, records, strict=True):
@@ -271,7 +253,7 @@ def _memory_picture(records: Sequence[CellRecord]) -> Picture:
     for panel, values in zip(axes, known.values(), strict=True):
         _bars(panel, absent, {name: value / 1e6 for name, value in values.items()}, "{:.0f}")
         if ALONE in values:
-            panel.axvline(values[ALONE] / 1e6, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+            limit_line(panel, values[ALONE] / 1e6, across=False)
         panel.set_xlabel(f"MB a rank, {_size(cells[0])} of gradients")
     reading = "The dashed line is the model without a wrapper. Memory that ranks share is counted once."
     return Picture(slug="memory", title=title, figure=figure, reading=reading)
@@ -288,16 +270,8 @@ def _memory_message(settled: dict[str, float]) -> str:
 
 def _time_message(records: Sequence[CellRecord]) -> str:
     # Not stock: where its one bucket holds a scaled model whole, it is easily beaten.
-    gains = [
-        f"{record.ratio(TUNED, OURS).median:.2f}×"
-        for record in records
-        if OURS in record.samples and TUNED in record.samples
-    ]
+    gains = [f"{times:.2f}×" for record in records if (times := record.times(TUNED, OURS)) is not None]
     return f"Speed of gradsync against tuned DDP{_in_order(gains)}" if gains else "Time of a step"
-
-
-def _comparable(record: CellRecord) -> bool:
-    return OURS in record.samples and STOCK in record.samples
 
 
 def _in_order(values: Sequence[str]) -> str:
@@ -305,24 +279,7 @@ def _in_order(values: Sequence[str]) -> str:
     return f"{', from left to right' if len(values) > 1 else ''}: {', '.join(values)}"
 
 
-def _bars(panel: Axes, absent: Mapping[str, str], known: Mapping[str, float], form: str) -> None:
-    """One bar a peer, from the top down, its value at its end; or why it has none."""
-    values = {name: known[name] for name in SHOWN if name in known}
-    ordered = sorted(values.values())
-    # One that is many times as long as the others would make them unreadable.
-    end = min(ordered[-1], LONGEST * ordered[-2]) if len(ordered) > 1 else max(ordered, default=1.0)
-    for place, name in enumerate(reversed(SHOWN)):
-        value = values.get(name)
-        if value is None:
-            panel.text(0, place, f" {absent.get(name, MISSING)}", va="center", fontsize=8.5, color=SOFT)
-            continue
-        panel.barh(place, min(value, end), 0.7, color=colour_of(name))
-        text = form.format(value) + (" →" if value > end else "")
-        weight = "bold" if name == OURS else "normal"
-        label = panel.text(min(value, end) + end * 0.02, place, text, va="center", fontsize=9, fontweight=weight)
-        # Lines pass behind the number.
-        label.set_path_effects([patheffects.withStroke(linewidth=3, foreground="white")])
-    panel.set_yticks(range(len(SHOWN)), list(reversed(SHOWN)))
-    panel.set_xlim(0, end * 1.22 or 1.0)
-    panel.grid(axis="x")
-    panel.spines["bottom"].set_visible(False)
+def _bars(panel: "Axes", absent: Mapping[str, str], known: Mapping[str, float], form: str) -> None:
+    """One bar a peer, from the top down; or why it has none."""
+    rows = {name: known.get(name, absent.get(name, MISSING)) for name in SHOWN}
+    draw_rows(panel, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.measure import Rounds
 from gradsync.bench.peers import Gradsync, MakeOptimizer, NoWrapper, Peer, Wrapped
-from gradsync.bench.plots import Series, canvas, draw_bars
 from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.scenario import ALONE, Picture, Table, times_of, timing_table
 from gradsync.bench.statistics import percent
-from gradsync.bench.windows import Pattern, window_step
+from gradsync.bench.windows import plain_step
 from gradsync.bench.workload import Workload
+from gradsync.charts.canvas import canvas, colour, legend
+from gradsync.charts.kinds import draw_bars
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.lab.profile import transformer
@@ -26,14 +27,14 @@ __all__ = ["InTurn", "RoundRobin"]
 
 MIB = 2**20
 GROUPS = (1, 3, 5)
-ALONE, OWN = "no wrapper", "gradsync, its own wire"
+OWN = "gradsync, its own wire"
 # Where only latency counts, times are those of threads that are woken, and need many rounds; so the steps are short.
 MODELS = {
     "many small buckets": {"parameters": 250_000, "layers": 8, "seconds": 0.018, "buckets": 25, "times": 3},
     "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4, "times": 1},
 }
 # Blues from light to dark: they are all gradsync.
-SHADES = {1: "#9ecae1", 3: "#4a98c9", 5: "#0072B2"}
+SHADES = {1: "light-blue", 3: "mid-blue", 5: "blue"}
 
 
 def variant_name(groups: int) -> str:
@@ -102,11 +103,7 @@ class RoundRobin:
         peers: dict[str, Peer] = {ALONE: NoWrapper()}
         peers |= {variant_name(count): InTurn(groups=count, bucket_mb=size) for count in GROUPS}
         peers[OWN] = Gradsync(bucket_mb=size)
-        variants: dict[str, Step] = {
-            name: window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
-            for name, peer in peers.items()
-        }
-        rounds.run(variants)
+        rounds.run({name: plain_step(workload, peer) for name, peer in peers.items()})
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         return [timing_table(record, baseline=variant_name(1), note=_sizes(record)) for record in records]
@@ -114,26 +111,18 @@ class RoundRobin:
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         title = _message(records)
         figure, (axes,) = canvas(title, height=4.0)
-        bars = {variant_name(count): SHADES[count] for count in GROUPS} | {OWN: "#009E73"}
-        series = [_series(records, name, colour) for name, colour in bars.items()]
+        shades = {variant_name(count): colour(SHADES[count]) for count in GROUPS} | {OWN: colour("green")}
+        series = [
+            times_of(name, [(record, name) for record in records], colour=shade) for name, shade in shades.items()
+        ]
         draw_bars(axes, [record.cell.name for record in records], series, form="{:.0f}")
         axes.set_xticks(range(len(records)), [record.cell.name for record in records], fontsize=10)
         axes.set_ylabel("ms a step (median, p5–p95)")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=len(bars), frameon=False)
+        legend([axes])
         return [Picture(slug="groups", title=title, figure=figure, reading=self.reading(records))]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         return " ".join(_sentence(record) for record in records)
-
-
-def _series(records: Sequence[CellRecord], name: str, colour: str) -> Series:
-    known = [record.summary(name) if name in record.samples else None for record in records]
-    return Series(
-        label=name,
-        values=[None if summary is None else summary.median * 1e3 for summary in known],
-        spans=[None if summary is None else (summary.p5 * 1e3, summary.p95 * 1e3) for summary in known],
-        colour=colour,
-    )
 
 
 def _sizes(record: CellRecord) -> str:
@@ -141,33 +130,28 @@ def _sizes(record: CellRecord) -> str:
     return "" if size is None else f"Buckets of {size:.2f} MiB; all but {ALONE} are gradsync, with the same buckets."
 
 
-def _gain(record: CellRecord, groups: int) -> float | None:
-    one, several = variant_name(1), variant_name(groups)
-    if one not in record.samples or several not in record.samples:
-        return None
-    return 1 - record.ratio(several, one).median
-
-
 def _message(records: Sequence[CellRecord]) -> str:
     gains = [
-        f"{_change(gain)} with {record.cell.options['model']}"
+        f"{_change(times)} with {record.cell.options['model']}"
         for record in records
-        if (gain := _gain(record, 3)) is not None
+        if (times := record.times(variant_name(3), variant_name(1))) is not None
     ]
     return f"Three groups in turn: a step takes {', '.join(gains)}" if gains else "Several groups in turn"
 
 
-def _change(gain: float) -> str:
-    if abs(gain) < 0.005:
+def _change(times: float) -> str:
+    if abs(1 - times) < 0.005:
         return "as long"
-    return f"{percent(abs(gain))} {'less' if gain > 0 else 'more'}"
+    return f"{percent(abs(1 - times))} {'less' if times < 1 else 'more'}"
 
 
 def _sentence(record: CellRecord) -> str:
+    one = variant_name(1)
     gains = [
-        f"{_change(gain)} with {count} groups" for count in GROUPS[1:] if (gain := _gain(record, count)) is not None
+        f"{_change(times)} with {count} groups"
+        for count in GROUPS[1:]
+        if (times := record.times(variant_name(count), one)) is not None
     ]
-    own = ""
-    if OWN in record.samples and variant_name(1) in record.samples:
-        own = f"; {_change(1 - record.ratio(OWN, variant_name(1)).median)} on the wire that gradsync takes by itself"
+    alone = record.times(OWN, one)
+    own = "" if alone is None else f"; {_change(alone)} on the wire that gradsync takes by itself"
     return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."

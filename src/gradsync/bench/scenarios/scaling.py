@@ -11,21 +11,23 @@ from collections.abc import Sequence
 
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.peers import DDP, Gradsync, NoWrapper, Peer
-from gradsync.bench.plots import Series, canvas, draw_lines
 from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.scenario import ALONE, MISSING, OURS, TUNED, Picture, Table, colour_of, times_of, timing_table
 from gradsync.bench.statistics import percent
-from gradsync.bench.windows import Pattern, settle, window_step
+from gradsync.bench.tuning import best_bucket_mb
+from gradsync.bench.windows import plain_step, settle
 from gradsync.bench.workload import Workload
+from gradsync.charts.canvas import canvas
+from gradsync.charts.kinds import Series, name_ends
 from gradsync.lab.profile import transformer
 
 __all__ = ["Scaling"]
 
-MIB = 2**20
 RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
-ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
+SHOWN = (ALONE, TUNED, OURS)
 MODEL = {"parameters": 160_000, "layers": 2, "seconds": 0.05}
-# Of all gradients: the bucket sizes from which torch's DDP gets its best.
+# Of all gradients: the bucket sizes from which torch's DDP gets its best. Fewer than elsewhere, and after a shorter
+# warm-up: every rank more costs time here.
 SHARES = (1, 4)
 HOST = "host work"
 
@@ -63,7 +65,7 @@ class Scaling:
         rounds.fact("gradient bytes", workload.nbytes)
         rounds.fact("cores", len(os.sched_getaffinity(0)))
         rounds.limits(compute=ALONE, wire={EVERY: workload.wire_seconds(rounds.cell)})
-        tuned = DDP(name=TUNED, tuned=True, bucket_mb=_best_bucket_mb(rounds, workload))
+        tuned = DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload, shares=SHARES, warmup=2))
         peers: tuple[Peer, ...] = (NoWrapper(), tuned, Gradsync())
         variants = {peer.name: _step(workload, peer) for peer in peers}
         settle(variants[OURS])
@@ -71,7 +73,7 @@ class Scaling:
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         note = "Efficiency: one process without a wrapper over this. Host work: the share of all cores that the "
-        rows = [_row(record, records, peer) for record in records for peer in (ALONE, TUNED, OURS)]
+        rows = [_row(record, records, peer) for record in records for peer in SHOWN]
         summary = Table(
             title="Weak scaling",
             columns=["ranks and link", "variant", "median ms", "efficiency", "host work of a step"],
@@ -84,24 +86,18 @@ class Scaling:
         links = [words for words in RATES.values() if _of_link(records, words)]
         if not links:
             return []
-        title = _message(records)
-        figure, axes = canvas(title, panels=links, height=4.2)
-        for panel, words in zip(axes, links, strict=True):
+        title, time_title = _message(records), "Time of a step over the number of hosts"
+        figure, axes = canvas(title, panels=links)
+        times, panels = canvas(time_title, panels=links)
+        for words, share, time_taken in zip(links, axes, panels, strict=True):
             shown = _of_link(records, words)
-            series = [_efficiency_series(shown, records, peer) for peer in (ALONE, TUNED, OURS)]
-            draw_lines(panel, [str(record.cell.ranks) for record in shown], series, form="{:.0f} %")
-            panel.set_xlabel("ranks, each on a host of its own")
-            panel.set_xlim(right=len(shown) - 1 + 1.5)
-            panel.set_ylim(0, 108)
+            ranks = [str(record.cell.ranks) for record in shown]
+            name_ends(share, ranks, [_efficiencies(shown, records, peer) for peer in SHOWN], form="{:.0f} %", room=1.5)
+            share.set_ylim(0, 108)
+            name_ends(time_taken, ranks, [_times(shown, peer) for peer in SHOWN], form="{:.0f} ms", room=1.6)
+            for panel in (share, time_taken):
+                panel.set_xlabel("ranks, each on a host of its own")
         axes[0].set_ylabel("efficiency, %")
-        time_title = "Time of a step over the number of hosts"
-        times, panels = canvas(time_title, panels=links, height=4.2)
-        for panel, words in zip(panels, links, strict=True):
-            shown = _of_link(records, words)
-            series = [_time_series(shown, peer) for peer in (ALONE, TUNED, OURS)]
-            draw_lines(panel, [str(record.cell.ranks) for record in shown], series, form="{:.0f} ms")
-            panel.set_xlabel("ranks, each on a host of its own")
-            panel.set_xlim(right=len(shown) - 1 + 1.6)
         panels[0].set_ylabel("ms a step (median, p5–p95)")
         return [
             Picture(slug="efficiency", title=title, figure=figure, reading=self.reading(records)),
@@ -124,7 +120,7 @@ class Scaling:
 
 
 def _step(workload: Workload, peer: Peer) -> Step:
-    window = window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
+    window = plain_step(workload, peer)
 
     def step() -> Parts:
         began = time.process_time()
@@ -132,15 +128,6 @@ def _step(workload: Workload, peer: Peer) -> Step:
         return {HOST: time.process_time() - began}
 
     return step
-
-
-def _best_bucket_mb(rounds: Rounds, workload: Workload) -> float:
-    """Of fewer sizes and rounds than in other scenarios: every rank more costs time here."""
-    sizes = [f"{workload.nbytes / share / MIB:.3f}" for share in SHARES]
-    steps = {size: _step(workload, DDP(tuned=True, bucket_mb=float(size))) for size in sizes}
-    best = rounds.best(steps, warmup=2, rounds=5)
-    rounds.fact("DDP bucket MiB", f"{best}, the best of {', '.join(sizes)}")
-    return float(best)
 
 
 def _of_link(records: Sequence[CellRecord], words: str) -> list[CellRecord]:
@@ -158,19 +145,14 @@ def _efficiency(record: CellRecord, records: Sequence[CellRecord], peer: str) ->
     return single.summary(ALONE).median / record.summary(peer).median
 
 
-def _efficiency_series(shown: Sequence[CellRecord], records: Sequence[CellRecord], peer: str) -> Series:
-    values = [_efficiency(record, records, peer) for record in shown]
-    return Series(label=peer, values=[None if value is None else value * 100 for value in values], dashed=peer == ALONE)
+def _efficiencies(shown: Sequence[CellRecord], records: Sequence[CellRecord], peer: str) -> Series:
+    values = [(place, _efficiency(record, records, peer)) for place, record in enumerate(shown)]
+    points = [(float(place), value * 100) for place, value in values if value is not None]
+    return Series(label=peer, points=points, colour=colour_of(peer), style="dashed" if peer == ALONE else "line")
 
 
-def _time_series(shown: Sequence[CellRecord], peer: str) -> Series:
-    known = [record.summary(peer) if peer in record.samples else None for record in shown]
-    return Series(
-        label=peer,
-        values=[None if summary is None else summary.median * 1e3 for summary in known],
-        spans=[None if summary is None else (summary.p5 * 1e3, summary.p95 * 1e3) for summary in known],
-        dashed=peer == ALONE,
-    )
+def _times(shown: Sequence[CellRecord], peer: str) -> Series:
+    return times_of(peer, [(record, peer) for record in shown], style="dashed" if peer == ALONE else "line")
 
 
 def _host_share(record: CellRecord, peer: str) -> float:
@@ -187,7 +169,7 @@ def _row(record: CellRecord, records: Sequence[CellRecord], peer: str) -> list[s
         record.cell.name,
         peer,
         f"{record.summary(peer).median * 1e3:.1f}",
-        "–" if efficiency is None else percent(efficiency),
+        MISSING if efficiency is None else percent(efficiency),
         percent(_host_share(record, peer)),
     ]
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.peers import DDP, Gradsync, NoWrapper, Peer
-from gradsync.bench.plots import INK, Series, canvas, draw_lines
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table, timing_table
+from gradsync.bench.scenario import ALONE, OURS, TUNED, Picture, Table, times_of, timing_table
 from gradsync.bench.statistics import percent
 from gradsync.bench.tuning import best_bucket_mb
-from gradsync.bench.windows import Pattern, settle, window_step
+from gradsync.bench.windows import Pattern, plain_step, repeated, settle, window_step
 from gradsync.bench.workload import Workload
+from gradsync.charts.canvas import INK, canvas
+from gradsync.charts.kinds import Series, name_ends
 from gradsync.lab.profile import transformer
 
 __all__ = ["SkipSync"]
 
 PERIODS = (1, 2, 4, 8)
 ITERATIONS = max(PERIODS)
-ALONE = "no wrapper"
-PEERS = ("DDP tuned", "gradsync")
+PEERS = (TUNED, OURS)
 
 
 def variant_name(peer: str, period: int) -> str:
@@ -39,31 +39,24 @@ class SkipSync:
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 30 if quick else 100
         options = {"parameters": 200_000, "layers": 3, "seconds": 0.008}
-        cell = Cell(
-            name="2 hosts, 400 Mbit/s",
-            hosts=2,
-            rate="400mbit",
-            rounds=rounds,
-            seconds=(rounds + 5) * 1.3,
-            options=options,
-        )
-        return [cell]
+        seconds = (rounds + 5) * 1.3
+        name = "2 hosts, 400 Mbit/s"
+        return [Cell(name=name, hosts=2, rate="400mbit", rounds=rounds, seconds=seconds, options=options)]
 
     def measure(self, rounds: Rounds) -> None:
         workload = Workload(profile=transformer(**rounds.cell.options))
         rounds.fact("gradient bytes", workload.nbytes)
-        alone = window_step(workload.wrap(NoWrapper()), workload.forward, count=1, pattern=Pattern.EVERY)
-        variants: dict[str, Step] = {ALONE: _repeated(alone, ITERATIONS)}
+        variants: dict[str, Step] = {ALONE: repeated(plain_step(workload, NoWrapper()), ITERATIONS)}
         wire: dict[str, float] = {}
-        tuned = DDP(name="DDP tuned", tuned=True, bucket_mb=best_bucket_mb(rounds, workload))
+        tuned = DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload))
         peers: tuple[Peer, ...] = (tuned, Gradsync())
         for peer in peers:
             for period in PERIODS:
                 name = variant_name(peer.name, period)
                 wrapped = workload.wrap(peer, window=period)
                 window = window_step(wrapped, workload.forward, count=period, pattern=Pattern.NO_SYNC)
-                variants[name] = _repeated(window, ITERATIONS // period)
-                if peer.name == PEERS[-1]:
+                variants[name] = repeated(window, ITERATIONS // period)
+                if peer.name == OURS:
                     settle(window)
                 wire[name] = workload.wire_seconds(rounds.cell, synchronizations=ITERATIONS // period)
         rounds.limits(compute=ALONE, wire=wire)
@@ -71,7 +64,7 @@ class SkipSync:
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         note = f"Times and bytes of {ITERATIONS} iterations."
-        return [timing_table(record, baseline=variant_name("DDP tuned", 1), note=note) for record in records]
+        return [timing_table(record, baseline=variant_name(TUNED, 1), note=note) for record in records]
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         return [_picture(record, number) for number, record in enumerate(records)]
@@ -80,22 +73,15 @@ class SkipSync:
         return " ".join(_saving(record) for record in records)
 
 
-def _repeated(step: Step, times: int) -> Step:
-    def repeated() -> None:
-        for _ in range(times):
-            step()
-
-    return repeated
-
-
 def _picture(record: CellRecord, number: int) -> Picture:
     title = _message(record)
     figure, (axes,) = canvas(title, panels=[record.cell.name], height=4.2)
-    series = [_series(record, peer) for peer in PEERS]
-    limits = [record.limit(variant_name(PEERS[-1], period)) for period in PERIODS]
-    least = [None if limit is None else limit / ITERATIONS * 1e3 for limit in limits]
-    series.append(Series(label="limit", values=least, colour=INK, dashed=True))
-    draw_lines(axes, [str(period) for period in PERIODS], series, form="{:.1f} ms")
+    each = 1e3 / ITERATIONS
+    series = [times_of(peer, [(record, variant_name(peer, n)) for n in PERIODS], each=each) for peer in PEERS]
+    limits = [(place, record.limit(variant_name(OURS, n))) for place, n in enumerate(PERIODS)]
+    least = [(float(place), limit * each) for place, limit in limits if limit is not None]
+    series.append(Series(label="limit", points=least, colour=INK, style="dashed"))
+    name_ends(axes, [str(n) for n in PERIODS], series, form="{:.1f} ms")
     axes.set_xlabel("synchronized every n-th iteration, n")
     axes.set_ylabel("ms an iteration (median, p5–p95)")
     return Picture(slug=f"periods-{number}", title=title, figure=figure, reading=_saving(record))
@@ -107,31 +93,13 @@ def _message(record: CellRecord) -> str:
 
 
 def _gains(record: CellRecord) -> list[str]:
-    gains = []
-    for peer in PEERS:
-        first, last = variant_name(peer, PERIODS[0]), variant_name(peer, PERIODS[-1])
-        if first in record.samples and last in record.samples:
-            gains.append(f"{peer} {percent(1 - record.ratio(last, first).median)}")
-    return gains
+    left = {peer: record.times(variant_name(peer, PERIODS[-1]), variant_name(peer, PERIODS[0])) for peer in PEERS}
+    return [f"{peer} {percent(1 - share)}" for peer, share in left.items() if share is not None]
 
 
 def _compared(record: CellRecord) -> str:
-    theirs, ours = (variant_name(peer, PERIODS[0]) for peer in PEERS)
-    if theirs not in record.samples or ours not in record.samples:
-        return ""
-    return f"; at n = 1 {PEERS[1]} takes {record.ratio(ours, theirs).median:.2f} of {PEERS[0]}'s time"
-
-
-def _series(record: CellRecord, peer: str) -> Series:
-    values: list[float | None] = []
-    spans: list[tuple[float, float] | None] = []
-    for period in PERIODS:
-        name = variant_name(peer, period)
-        summary = record.summary(name) if name in record.samples else None
-        each = 1e3 / ITERATIONS
-        values.append(None if summary is None else summary.median * each)
-        spans.append(None if summary is None else (summary.p5 * each, summary.p95 * each))
-    return Series(label=peer, values=values, spans=spans)
+    share = record.times(variant_name(OURS, PERIODS[0]), variant_name(TUNED, PERIODS[0]))
+    return "" if share is None else f"; at n = 1 {OURS} takes {share:.2f} of {TUNED}'s time"
 
 
 def _saving(record: CellRecord) -> str:

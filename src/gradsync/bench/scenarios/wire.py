@@ -5,15 +5,14 @@ at least, so that it can be held against the link whatever N is. Small messages 
 among the wires: its ranks must be started by mpirun.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from gradsync.bench.measure import Rounds, Step
-from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table
+from gradsync.bench.record import Cell
 from gradsync.bench.scenarios.wire_shown import (
     COPY,
     EXCHANGE,
@@ -23,15 +22,13 @@ from gradsync.bench.scenarios.wire_shown import (
     SHARED,
     TURNS,
     WIRES,
-    bandwidth_table,
     calls_of,
-    fit_table,
-    picture,
-    places_of,
-    sentence,
-    time_table,
+    read,
+    show_pictures,
+    show_tables,
     variant_name,
 )
+from gradsync.bench.windows import repeated
 from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
@@ -109,20 +106,12 @@ class Wire:
         variants: dict[str, Step] = {}
         for size in rounds.cell.options["sizes"]:
             for wire, call in wires.calls(size).items():
-                variants[variant_name(wire, size)] = _repeated(call, calls_of(rounds.cell, wire, size))
+                variants[variant_name(wire, size)] = repeated(call, calls_of(rounds.cell, wire, size))
         rounds.run(variants)
 
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        places = places_of(records)
-        return [fit_table(places)] + [
-            table for place in places for table in (time_table(place), bandwidth_table(place))
-        ]
-
-    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        return [picture(place, number) for number, place in enumerate(places_of(records))]
-
-    def reading(self, records: Sequence[CellRecord]) -> str:
-        return " ".join(sentence(place) for place in places_of(records))
+    tables = staticmethod(show_tables)
+    pictures = staticmethod(show_pictures)
+    reading = staticmethod(read)
 
 
 class _Wires:
@@ -207,11 +196,3 @@ def _copying(tensor: torch.Tensor) -> Call:
         target.copy_(tensor)
 
     return call
-
-
-def _repeated(call: Call, times: int) -> Step:
-    def repeated() -> None:
-        for _ in range(times):
-            call()
-
-    return repeated

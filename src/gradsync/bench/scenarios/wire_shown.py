@@ -1,15 +1,19 @@
 """What the wire scenario shows: times and bandwidths of each place, lines fitted to them, log-log pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-
-from gradsync.bench.plots import INK, canvas
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, Table
+from gradsync.bench.scenario import MISSING, Picture, Table
 from gradsync.bench.statistics import percent, ring_bytes
+from gradsync.charts.canvas import canvas, colour, legend, limit_line
+from gradsync.charts.kinds import Series, draw_curves
+from gradsync.charts.words import size as size_words
 from gradsync.lab.rate import Rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "COPY",
@@ -20,38 +24,32 @@ __all__ = [
     "SHARED",
     "TURNS",
     "WIRES",
-    "bandwidth_table",
     "calls_of",
     "fit_line",
-    "fit_table",
-    "picture",
     "places_of",
-    "sentence",
-    "time_table",
+    "read",
+    "show_pictures",
+    "show_tables",
     "variant_name",
 ]
 
-KIB, MIB = 2**10, 2**20
+MIB = 2**20
 GLOO, EXCHANGE, HALVES = "Gloo group", "peer exchange", "peer exchange RS+AG"
 SHARED, TURNS, LAYERS, COPY = "shared memory", "round-robin of 3", "hierarchical", "plain copy"
 WIRES = (GLOO, EXCHANGE, HALVES, SHARED, TURNS, LAYERS, COPY)
 COLOURS = {
-    GLOO: "#E69F00",
-    EXCHANGE: "#0072B2",
-    HALVES: "#56B4E9",
-    SHARED: "#009E73",
-    TURNS: "#CC79A7",
-    LAYERS: "#D55E00",
-    COPY: "#8a8f99",
+    GLOO: "orange",
+    EXCHANGE: "blue",
+    HALVES: "sky",
+    SHARED: "green",
+    TURNS: "pink",
+    LAYERS: "vermillion",
+    COPY: "grey",
 }
 
 
 def variant_name(wire: str, size: int) -> str:
     return f"{wire} · {size_words(size)}"
-
-
-def size_words(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 
 def calls_of(cell: Cell, wire: str, size: int) -> int:
@@ -125,45 +123,54 @@ def _place(name: str, records: Sequence[CellRecord]) -> PlaceTimes:
     return PlaceTimes(name=name, ranks=cell.ranks, rate=rate, seconds=seconds, absent=absent)
 
 
-def time_table(place: PlaceTimes) -> Table:
-    rows = []
-    for size in place.sizes:
-        row = [size_words(size)]
-        for wire, times in place.seconds.items():
-            faster = place.over_gloo(wire, size)
-            against = f" ({faster:.1f}×)" if faster is not None and wire != GLOO else ""
-            row.append(f"{times[size] * 1e3:.3g}{against}" if size in times else "–")
-        rows.append(row)
+def show_tables(records: Sequence[CellRecord]) -> list[Table]:
+    places = places_of(records)
+    return [_fit_table(places), *(table for place in places for table in _size_tables(place))]
+
+
+def show_pictures(records: Sequence[CellRecord]) -> list[Picture]:
+    return [_picture(place, number) for number, place in enumerate(places_of(records))]
+
+
+def read(records: Sequence[CellRecord]) -> str:
+    return " ".join(_sentence(place) for place in places_of(records))
+
+
+def _size_tables(place: PlaceTimes) -> Iterator[Table]:
+    """Times and bandwidths of the wires, by the size of the message."""
+
+    def milliseconds(wire: str, size: int) -> str:
+        faster = place.over_gloo(wire, size)
+        against = f" ({faster:.1f}×)" if faster is not None and wire != GLOO else ""
+        return f"{place.seconds[wire][size] * 1e3:.3g}{against}"
+
+    def bandwidths(wire: str, size: int) -> str:
+        return f"{size / place.seconds[wire][size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}"
+
     note = "In brackets: how many times as fast as the Gloo group. The round-robin gets the message in three parts. "
     missing = "; ".join(f"{wire}: {reason}" for wire, reason in place.absent.items())
-    return Table(
-        title=f"{place.name}: ms",
-        columns=["message", *place.seconds],
-        rows=rows,
-        note=note + (f"Not here: {missing}." if missing else ""),
-    )
+    link = "" if place.rate is None else f"The link carries {place.rate / 1e6:.0f} MB/s in each direction."
+    for unit, words, remark in (
+        ("ms", milliseconds, note + (f"Not here: {missing}." if missing else "")),
+        ("algorithm / bus bandwidth, MB/s", bandwidths, link),
+    ):
+        rows = [
+            [
+                size_words(size),
+                *(words(wire, size) if size in known else MISSING for wire, known in place.seconds.items()),
+            ]
+            for size in place.sizes
+        ]
+        yield Table(title=f"{place.name}: {unit}", columns=["message", *place.seconds], rows=rows, note=remark)
 
 
-def bandwidth_table(place: PlaceTimes) -> Table:
-    rows = []
-    for size in place.sizes:
-        row = [size_words(size)]
-        for wire, times in place.seconds.items():
-            known = size in times
-            row.append(f"{size / times[size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}" if known else "–")
-        rows.append(row)
-    link = "" if place.rate is None else f" The link carries {place.rate / 1e6:.0f} MB/s in each direction."
-    columns = ["message", *place.seconds]
-    return Table(title=f"{place.name}: algorithm / bus bandwidth, MB/s", columns=columns, rows=rows, note=link.strip())
-
-
-def fit_table(places: Sequence[PlaceTimes]) -> Table:
+def _fit_table(places: Sequence[PlaceTimes]) -> Table:
     rows = []
     for place in places:
         for wire, times in place.seconds.items():
             latency, slope = fit_line(times)
-            rate = "–" if slope <= 0 else f"{1 / slope / 1e6:.4g}"
-            share = "–" if place.rate is None else percent(place.bus(wire, max(times)) / place.rate)
+            rate = MISSING if slope <= 0 else f"{1 / slope / 1e6:.4g}"
+            share = MISSING if place.rate is None else percent(place.bus(wire, max(times)) / place.rate)
             rows.append([place.name, wire, f"{latency * 1e6:.0f}", rate, share])
     return Table(
         title="Fitted: a message of n bytes takes latency + n / bandwidth",
@@ -174,44 +181,32 @@ def fit_table(places: Sequence[PlaceTimes]) -> Table:
     )
 
 
-def picture(place: PlaceTimes, number: int) -> Picture:
+def _picture(place: PlaceTimes, number: int) -> Picture:
     title = _message(place)
-    panels = ["time of a collective", "bus bandwidth"]
-    figure, (left, right) = canvas(title, panels=panels, height=4.6, shared=False)
+    figure, axes = canvas(title, panels=["time of a collective", "bus bandwidth"], height=4.6, shared=False)
     for wire, times in place.seconds.items():
-        sizes = sorted(times)
-        dashes = "--" if wire in (HALVES, COPY) else "-"
-        for axes, values in (
-            (left, [times[size] * 1e3 for size in sizes]),
-            (right, [place.bus(wire, size) / 1e6 for size in sizes]),
-        ):
-            axes.plot(sizes, values, dashes, color=COLOURS[wire], linewidth=2, marker="o", markersize=4, label=wire)
-    for axes, label in ((left, "ms"), (right, "MB/s")):
-        _log_axes(axes, place.sizes, label)
+        values = [(size, times[size] * 1e3, place.bus(wire, size) / 1e6) for size in sorted(times)]
+        style: Any = "dashed" if wire in (HALVES, COPY) else "line"
+        for panel, column in zip(axes, (1, 2), strict=True):
+            points = [(float(row[0]), row[column]) for row in values]
+            one = Series(label=wire, points=points, colour=colour(COLOURS[wire]), style=style)
+            draw_curves(panel, [one], marker="o", markersize=4)
+    for panel, label in zip(axes, ("ms", "MB/s"), strict=True):
+        _log_axes(panel, place.sizes, label)
     if place.rate is not None:
-        link = place.rate / 1e6
-        right.axhline(link, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-        right.annotate(
-            f"link {link:.0f} MB/s",
-            (0.01, link),
-            (0, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            fontsize=8.5,
-        )
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False)
-    return Picture(slug=f"place-{number}", title=title, figure=figure, reading=sentence(place))
+        limit_line(axes[1], place.rate / 1e6, f"link\n{place.rate / 1e6:.0f} MB/s")
+    legend(axes, columns=4)
+    return Picture(slug=f"place-{number}", title=title, figure=figure, reading=_sentence(place))
 
 
-def _log_axes(axes: Axes, sizes: Sequence[int], label: str) -> None:
+def _log_axes(axes: "Axes", sizes: Sequence[int], label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.set_xticks(list(sizes), [size_words(size).replace(" ", "\n") for size in sizes], fontsize=8.5)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel(label)
-    axes.grid()
+    axes.grid(True)
 
 
 def _message(place: PlaceTimes) -> str:
@@ -224,7 +219,7 @@ def _message(place: PlaceTimes) -> str:
     return f"{place.name}: {best} is {gains[best]:.1f}× as fast as Gloo at {size_words(largest)}"
 
 
-def sentence(place: PlaceTimes) -> str:
+def _sentence(place: PlaceTimes) -> str:
     largest = place.sizes[-1]
     parts = []
     for wire in (HALVES, SHARED, LAYERS):
