@@ -1,10 +1,12 @@
 """The wire: one small class per way of moving bytes, all behind :class:`Communicator`."""
 
-from gradsync.communicator.base import Communicator, Handle, ReduceOp, when_done
+from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.choose import ambient_communicator, choose_communicator
+from gradsync.communicator.collective import Finishing, Together
 from gradsync.communicator.fitting import Choice, fit_communicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.in_process import InProcessCommunicator, InProcessWorld
+from gradsync.communicator.logs import configure_logging
 from gradsync.communicator.mpi import MPICommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
@@ -15,6 +17,8 @@ from gradsync.communicator.topology import Topology, find_topology
 __all__ = [
     "Choice",
     "Communicator",
+    "Counts",
+    "Finishing",
     "Handle",
     "HierarchicalCommunicator",
     "InProcessCommunicator",
@@ -25,10 +29,13 @@ __all__ = [
     "ReduceOp",
     "RoundRobinCommunicator",
     "SharedMemoryCommunicator",
+    "Stage",
+    "Together",
     "Topology",
     "ambient_communicator",
     "choose_communicator",
     "find_topology",
     "fit_communicator",
-    "when_done",
 ]
+
+configure_logging()

@@ -100,7 +100,7 @@ class BackwardEngine:
         # The weight of the running backward has been counted.
         self.announced = False
         self._absence = Absence()
-        self._turns = Turns(self, getattr(options.communicator, "group", options.communicator))
+        self._turns = Turns(self, options.communicator.group or options.communicator)
         self._detached = False
         self._build()
 
