@@ -56,17 +56,20 @@ class Place:
 class Task:
     """Something to run, and how it went."""
 
-    __slots__ = ("_callbacks", "_error", "_queue", "ended", "place", "run")
+    __slots__ = ("_callbacks", "_error", "_hurries", "_queue", "ended", "place", "run")
 
     def __init__(self, queue: "_Queue", run: Callable[[], None], place: Place | None) -> None:
         self._queue = queue
         self.run: Callable[[], None] | None = run
         self.place = place
         self.ended = False
+        self._hurries = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
+        if not self.ended:
+            self._hurry()
         return self.ended
 
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -74,6 +77,8 @@ class Task:
         self._callbacks.append(callback)
         if self.ended:
             self._call_back()
+        else:
+            self._hurry()
 
     def wait(self) -> None:
         if not self.ended:
@@ -96,6 +101,12 @@ class Task:
             self.run = None
             self.ended = True
             self._call_back()
+
+    def _hurry(self) -> None:
+        """Somebody wants to know of the end but does not wait: what was at leisure must come to it by itself."""
+        if not self._hurries:
+            self._hurries = True
+            self._queue.wake()
 
     def _call_back(self) -> None:
         while self._callbacks:
@@ -137,6 +148,9 @@ class _Queue:
         if not at_leisure:
             self._alarm.set(HEAD_START)
         return task
+
+    def wake(self) -> None:
+        self._alarm.set(HEAD_START)
 
     def close(self) -> None:
         self._closed = True

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import has_gaps
 from gradsync.communicator.collective import Collective, Work
@@ -39,19 +40,25 @@ def fate_of(group: dist.ProcessGroup) -> Fate:
 class _TorchWork:
     """A ``Work`` of torch."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_has_called", "_work")
 
     def __init__(self, work: Any) -> None:
         self._work = work
+        self._has_called = False
 
     def wait(self) -> None:
         self._work.wait()
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._has_called or bool(self._work.is_completed())
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        self._work.get_future().then(lambda _: callback())
+        def call(_: Any) -> None:
+            # Gloo calls back before it says that it has completed.
+            self._has_called = True
+            call_back(callback)
+
+        self._work.get_future().then(call)
 
 
 class ProcessGroupCommunicator(Wire):
