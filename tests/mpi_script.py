@@ -227,7 +227,9 @@ def fail(wire: MPICommunicator) -> None:
     tensor = torch.ones(10)
     for _ in range(2):  # the second time without waiting
         expect(
-            gradsync.PeerFailedError, "rank 0 waited in all_reduce sum of 10 .* rank 1", pair.all_reduce(tensor).wait
+            gradsync.PeerFailedError,
+            r"rank 0 waited in collective 1 \(all_reduce sum of 10 .* rank 1",
+            lambda: pair.all_reduce(tensor).wait(),
         )
     say("rank 0: rank 1 has left")
     world.send(None, dest=2)

@@ -41,7 +41,8 @@ def mpirun(ranks: int, arguments: list[str], folder: Path) -> subprocess.Complet
         "OMP_NUM_THREADS": "1",
         # torch's, not MPI's.
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "PYTHONPATH": str(ROOT),
+        # The gradsync beside these tests, wherever another one is installed.
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     }
     command = [MPIRUN, *here, "-n", str(ranks), sys.executable, *arguments]
     process = subprocess.Popen(

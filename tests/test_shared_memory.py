@@ -236,7 +236,7 @@ def stay_away() -> str:
 def test_whoever_does_not_come_is_named_when_time_is_up(pool: RankPool) -> None:
     first, _, third = pool.run(stay_away)
     for message in (first, third):
-        assert "waited 0.3 s in all_reduce sum of 3 × torch.float32 for rank 1" in message
+        assert "waited 0.3 s in collective 1 (all_reduce sum of 3 × torch.float32) for rank 1" in message
 
 
 def leave_first() -> list[float]:

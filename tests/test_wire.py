@@ -178,7 +178,7 @@ def cross_waits() -> list[bool]:
     wires = [PeerExchangeCommunicator(group), PeerExchangeCommunicator(group, chunk_bytes=10_000)]
     # What is started first on the wire that is held up meets, on the other rank, the other wire's.
     held = threading.Event()
-    wires[group.rank()]._background.start(lambda: assert_true(held.wait(10)))
+    wires[group.rank()]._queue.start(lambda: assert_true(held.wait(10)))
     threading.Timer(0.2, held.set).start()
     tensors = [torch.full((40_000,), float(number)) for number in range(4)]
     mine, other = torch.tensor([float(group.rank())]), torch.zeros(1)
@@ -301,7 +301,7 @@ def test_collectives_take_turns() -> None:
     for _ in range(2):
         wire.all_reduce(torch.ones(1)).wait()
         wire.all_gather(torch.ones(1), torch.ones(1)).wait()
-    assert [each._rounds_started for each in wires] == [2, 1, 1]
+    assert [each._order.count for each in wires] == [2, 1, 1]
     assert wire.allocate(3, torch.int32, torch.device("cpu")).tolist() == [0, 0, 0]
 
 
@@ -324,7 +324,7 @@ def come_late() -> tuple[str, str]:
 
 def test_who_does_not_answer_is_named() -> None:
     (first, second), _ = pool_of(2).run(come_late)
-    assert "rank 1 did not answer rank 0 in all_reduce of 3 × torch.float32" in first
+    assert "rank 1 did not answer rank 0 in collective 1 (all_reduce sum of 3 × torch.float32)" in first
     assert second == first
 
 
@@ -382,7 +382,7 @@ def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     assert [line[:2] for line in lines] == ["0:", "0:", "2:", "2:"], answer.stderr
     for line in lines:
         assert "rank 1" in line
-        assert f"left rank {line[0]} alone in all_reduce of 300000 × torch.float32" in line
+        assert f"left rank {line[0]} alone in collective 2 (all_reduce sum of 300000 × torch.float32)" in line
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         free = init_sync and communicator is None
         self.wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
         self.communicator = self.wire.communicator
-        self.process_group = getattr(chosen, "group", None)
+        self.process_group = chosen.group
         self.module = module
         self.dim = dim
         self.device = self.replica.device
@@ -340,7 +340,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         super().__setstate__(state)
         self.wire = Choice.given(choose_communicator())
         self.communicator = self.wire.communicator
-        self.process_group = getattr(self.communicator, "group", None)
+        self.process_group = self.communicator.group
         self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
         self._low_precision = (
             LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradsync.bucket.bucket import Bucket
-from gradsync.communicator import Handle, when_done
+from gradsync.communicator import Handle
 
 __all__ = ["BucketTimes", "StepTimes", "Timeline"]
 
@@ -95,7 +95,7 @@ class Timeline:
         self._mark("start", bucket)
         marks = self._marks
         # Runs on the wire's own thread, and on CUDA on a stream that is ordered after the collective.
-        when_done(handle, lambda: self._mark("reduced", bucket, marks))
+        handle.when_done(lambda: self._mark("reduced", bucket, marks))
 
     def backward_ended(self) -> None:
         self._mark("ended", None)

@@ -1,20 +1,26 @@
 """The wire: one small class per way of moving bytes, all behind :class:`Communicator`."""
 
-from gradsync.communicator.base import Communicator, Handle, ReduceOp, when_done
+from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.choose import ambient_communicator, choose_communicator
+from gradsync.communicator.collective import Collective, Finishing, Together
 from gradsync.communicator.fitting import Choice, fit_communicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.in_process import InProcessCommunicator, InProcessWorld
+from gradsync.communicator.logs import configure_logging
 from gradsync.communicator.mpi import MPICommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.communicator.shared_memory import SharedMemoryCommunicator
 from gradsync.communicator.topology import Topology, find_topology
+from gradsync.communicator.wire import Shares, Wire
 
 __all__ = [
     "Choice",
+    "Collective",
     "Communicator",
+    "Counts",
+    "Finishing",
     "Handle",
     "HierarchicalCommunicator",
     "InProcessCommunicator",
@@ -25,10 +31,15 @@ __all__ = [
     "ReduceOp",
     "RoundRobinCommunicator",
     "SharedMemoryCommunicator",
+    "Shares",
+    "Stage",
+    "Together",
     "Topology",
+    "Wire",
     "ambient_communicator",
     "choose_communicator",
     "find_topology",
     "fit_communicator",
-    "when_done",
 ]
+
+configure_logging()

@@ -2,6 +2,9 @@
 
 A thread runs them while backward goes on. Whoever waits for one does not wait for that thread to wake up: it runs what
 is left of the queue itself, so that a collective that is waited for at once costs no change of threads.
+
+Stages of :meth:`Handle.then` are run here, too. What a running stage starts does not get in line, where it would come
+after what was started meanwhile: it is run on the spot.
 """
 
 import contextlib
@@ -13,77 +16,173 @@ from collections.abc import Callable
 import torch
 
 from gradsync.communicator.alarm import make_alarm
-from gradsync.communicator.base import Handle
+from gradsync.communicator.logs import LOGGER
+from gradsync.errors import MisuseError
 
-__all__ = ["Background"]
+__all__ = ["AtWait", "Background", "GivenUpError", "Place", "Task", "call_back"]
 
 # Seconds before the thread begins: more than it takes to get from the start of a collective to the wait for it.
 HEAD_START = 100e-6
+# How often whoever waits for another thread's collective looks whether it has been given up.
+LOOK_SECONDS = 0.5
 
 
-class _Task:
-    """One collective: what to run, and how it went."""
+class GivenUpError(Exception):
+    """The queue was given up while somebody waited for a collective that another thread is stuck in."""
 
-    __slots__ = ("_callbacks", "done", "error", "queue", "run")
 
-    def __init__(self, queue: "_Queue", run: Callable[[], None]) -> None:
-        self.queue = queue
+def call_back(callback: Callable[[], None]) -> None:
+    """An error in it is that of whoever gave it, not of the collective, and must not end the thread."""
+    try:
+        callback()
+    except Exception:
+        LOGGER.exception("a callback of when_done() failed")
+
+
+class Place:
+    """A place in the order of collectives, where they are counted: a communicator, or one of its stages."""
+
+    __slots__ = ("count", "name")
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.count = 0
+
+    def next(self) -> int | str:
+        self.count += 1
+        return f"{self.name}.{self.count}" if self.name else self.count
+
+
+class Task:
+    """Something to run, and how it went."""
+
+    __slots__ = ("_callbacks", "_error", "_hurries", "_queue", "ended", "place", "run")
+
+    def __init__(self, queue: "_Queue", run: Callable[[], None], place: Place | None) -> None:
+        self._queue = queue
         self.run: Callable[[], None] | None = run
-        self.done = False
-        self.error: BaseException | None = None
+        self.place = place
+        self.ended = False
+        self._hurries = False
+        self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
 
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the collective has ended, on the thread that ran it, or now if it has."""
-        self._callbacks.append(callback)
-        if self.done:
-            self.call_back()
+    def done(self) -> bool:
+        if not self.ended:
+            self._hurry()
+        return self.ended
 
-    def call_back(self) -> None:
-        while self._callbacks:
-            with contextlib.suppress(IndexError):  # the other thread took it
-                self._callbacks.pop()()
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when it has ended, on the thread that ran it, or now if it has."""
+        self._callbacks.append(callback)
+        if self.ended:
+            self._call_back()
+        else:
+            self._hurry()
 
     def wait(self) -> None:
-        if not self.done:
-            self.queue.run_until(self)
-        if self.error is not None:
-            raise self.error
+        if not self.ended:
+            self._queue.run_until(self)
+        if self._error is not None:
+            raise self._error
+
+    def run_now(self) -> None:
+        assert self.run is not None
+        # Whether gradients are recorded is a thread's own setting. torch.no_grad() takes longer than all else here.
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            self.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            torch._C._set_grad_enabled(recording)
+            # Tensors of the collective live on in their owners, not here.
+            self.run = None
+            self.ended = True
+            self._call_back()
+
+    def _hurry(self) -> None:
+        """Somebody wants to know of the end but does not wait: what was at leisure must come to it by itself."""
+        if not self._hurries:
+            self._hurries = True
+            self._queue.wake()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            with contextlib.suppress(IndexError):  # the other thread took it
+                callback = self._callbacks.pop()
+                call_back(callback)
 
 
 class _Queue:
     """What the thread knows: it holds no communicator, so that one nobody uses any more goes away."""
 
     def __init__(self) -> None:
-        self._tasks: deque[_Task] = deque()
+        self._tasks: deque[Task] = deque()
         # Held by whoever runs a collective: never two at a time, never out of order.
         self._turn = threading.Lock()
         self._alarm = make_alarm()
         self._closed = False
+        self._running = False
+        self._stage_thread: int | None = None
+        self._stage_place: Place | None = None
+        self.given_up = False
 
-    def add(self, run: Callable[[], None], *, at_leisure: bool) -> _Task:
-        task = _Task(self, run)
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks) or self._running
+
+    def place(self) -> Place | None:
+        """That of the stage that calls, if it is one."""
+        if self._stage_thread is not None and self._stage_thread == threading.get_ident():
+            return self._stage_place
+        return None
+
+    def add(self, run: Callable[[], None], place: Place | None, *, at_leisure: bool) -> Task:
+        task = Task(self, run, place)
+        if self.place() is not None:
+            task.run_now()
+            return task
         self._tasks.append(task)
         if not at_leisure:
             self._alarm.set(HEAD_START)
         return task
 
+    def wake(self) -> None:
+        self._alarm.set(HEAD_START)
+
     def close(self) -> None:
         self._closed = True
         self._alarm.set(0.0)
 
-    def run_until(self, task: _Task) -> None:
+    def run_until(self, task: Task) -> None:
+        if self.place() is not None:
+            raise MisuseError(
+                "a stage waits for a collective that was started after the stage, and so comes after it: each would "
+                "wait for the other. Start it before, or chain it to the stage with then()"
+            )
         # First, so that the alarm of what is added meanwhile stays.
         self._alarm.call_off()
         if self._closed:
             # That alarm was not for this.
             self._alarm.set(0.0)
-        while not task.done:
-            with self._turn:
-                if not task.done:
+        try:
+            while not task.ended:
+                self._take_turn(task)
+        finally:
+            if self._tasks:
+                self._alarm.set(HEAD_START)
+
+    def _take_turn(self, task: Task) -> None:
+        if self._turn.acquire(timeout=LOOK_SECONDS):
+            try:
+                if not task.ended:
                     self._run_next()
-        if self._tasks:
-            self._alarm.set(HEAD_START)
+            finally:
+                self._turn.release()
+        elif self.given_up:
+            raise GivenUpError
 
     def serve(self) -> None:
         """The thread's life."""
@@ -98,21 +197,16 @@ class _Queue:
                         self._run_next()
 
     def _run_next(self) -> None:
+        # Before it leaves the queue: at no time does an unfinished one look finished.
+        self._running = True
         task = self._tasks.popleft()
-        assert task.run is not None
-        # Whether gradients are recorded is a thread's own setting. torch.no_grad() takes longer than all else here.
-        recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
         try:
-            task.run()
-        except BaseException as error:
-            task.error = error
+            if task.place is not None:
+                self._stage_place, self._stage_thread = task.place, threading.get_ident()
+            task.run_now()
         finally:
-            torch._C._set_grad_enabled(recording)
-            # Tensors of the collective live on in their owners, not here.
-            task.run = None
-            task.done = True
-            task.call_back()
+            self._stage_thread = self._stage_place = None
+            self._running = False
 
 
 class Background:
@@ -125,19 +219,43 @@ class Background:
         # The finalizer must not hold this object.
         weakref.finalize(self, _Queue.close, self._queue)
 
-    def start(self, run: Callable[[], None], *, at_leisure: bool = False) -> Handle:
-        """Have ``run`` called after all that was started before it; the handle's ``wait`` raises what it raised.
+    def start(self, run: Callable[[], None], *, place: Place | None = None, at_leisure: bool = False) -> Task:
+        """Have ``run`` called after all that was started before it; the task's ``wait`` raises what it raised.
 
         What is ``at_leisure`` does not wake the thread: it runs with what is started after it, or when it is waited
-        for. That is right for a small message, which costs less than the waking.
+        for. That is right for a small message, which costs less than the waking. With a ``place`` it is a stage: what
+        it starts here is run at once.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
-            self._thread.start()
-        return self._queue.add(run, at_leisure=at_leisure)
+        self._begin()
+        return self._queue.add(run, place, at_leisure=at_leisure)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something that has not been run to its end."""
+        return self._queue.busy
+
+    def place(self) -> Place | None:
+        """That of the running stage, if it is the one that asks."""
+        return self._queue.place()
+
+    def give_up(self) -> None:
+        """Nobody waits any longer for something that another thread is stuck in."""
+        self._queue.given_up = True
 
     def close(self) -> None:
         """Stop after the collective that runs. What has not begun then runs only if somebody waits for it."""
         self._queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
+            self._thread.start()
+
+
+class AtWait(Background):
+    """Without a thread: each collective runs when it, or a later one, is waited for."""
+
+    def _begin(self) -> None:
+        pass

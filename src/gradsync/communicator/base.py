@@ -1,39 +1,93 @@
 """The wire, as the engine sees it: start a collective, get a handle, wait for it.
 
-``wait()`` orders what follows after the collective. On the CPU it blocks the calling thread until the result is
-there; on CUDA it makes the current stream wait and returns at once.
+Whoever writes a communicator keeps what stands here. The simplest way is to derive from
+:class:`~gradsync.communicator.wire.Wire`, which checks arguments, numbers collectives, keeps the first failure, logs,
+and runs stages; what is left to write are five methods that move bytes. ``in_process.py`` is the shortest example, and
+``tests/test_communicators.py`` holds every communicator to the contract.
 
-Every rank starts the same collectives in the same order on a communicator. That is the engine's duty, not the
-communicator's.
+**Order.** Every rank starts the same collectives in the same order on a communicator, with the same sizes and dtypes.
+That is the caller's duty, not the communicator's. A collective may be started while earlier ones are under way, and
+handles may be waited for in any order, on any thread.
+
+**Memory.** From start to end a collective owns its tensors: nobody else writes to them, or reads an output. An output
+may be the part of the input that it takes the place of (the share of a reduce-scatter, of an all-gather), not another.
+
+**The end.** ``wait()`` orders what follows after the collective. On the CPU it blocks the calling thread until the
+result is there; on CUDA it makes the current stream wait and returns at once. It raises what went wrong, each time.
+
+**Stages.** Work that needs several collectives, of which the later ones depend on the result of the earlier ones, is
+chained with :meth:`Handle.then` instead of waiting in between, so that all of it overlaps what the caller does::
+
+    first = wire.reduce_scatter(share, gradients)
+    whole = first.then(lambda: (shrink(share, small), wire.all_gather(everybodys, small))[-1])
+    other = wire.all_reduce(loss)             # in the order of all ranks after what the stage starts
+    whole.wait()
+
+A stage has a place in the order, which is where ``then`` was called, and what it starts is in that place. Ranks reach
+the end of ``first`` at different times, but the order of collectives is the same on all of them. Therefore ``then``,
+too, must be called in the same order on all ranks. Inside a stage a collective may be waited for at once. A stage
+must not wait for a collective that was started after its own ``then``: that one comes later in the order.
+
+On the CPU a stage runs on a thread of the communicator, or on that of whoever waits, without recording gradients. On
+CUDA it is called at once, on a stream of its own that is ordered after the collective and after the caller's stream, so
+that the host never waits; tensors that it uses must be kept until the returned handle was waited for. An exception in
+a stage breaks the communicator: the other ranks may have gone on to what the stage would have started.
+
+**Failure sticks.** A collective that failed, timed out or was interrupted leaves the ranks out of step, and the next
+one could deliver bytes of another. So after the first failure, which :attr:`Communicator.failure` keeps, whatever is
+started raises at once an error of the same class with the same text, and what is under way raises or ends as it would
+have. Arguments that cannot be honoured are refused with ConfigurationError before anything is sent or counted; they
+break nothing. Errors name this rank, the number of the collective on this communicator (from 1; ``7.2`` is the second
+in stage 7) and what it was.
 """
 
-from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Communicator", "Handle", "ReduceOp", "when_done"]
+from gradsync.errors import GradsyncError
+
+__all__ = ["Communicator", "Counts", "Handle", "ReduceOp", "Stage"]
 
 ReduceOp = Literal["sum", "average", "max"]
+# Elements a rank, in rank order, of shares that differ in size. None: all are equal.
+Counts = Sequence[int] | None
 
 
 @runtime_checkable
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective under way, or a stage."""
 
     def wait(self) -> None:
-        """Return when the result may be used. Called once, on the thread that started the collective."""
+        """Return when the result may be used, or raise why there is none. Any number of times, on any thread."""
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once. Never blocks and never raises.
+
+        On CUDA, where it always does, whether the device is done.
+        """
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the collective has ended, well or not, on whatever thread ends it; now if it has.
+
+        On CUDA it is called on the host when the collective is ordered, with the current stream ordered after it. It
+        must be quick, and start no collective: only stages have a place in the order.
+        """
+
+    def then(self, stage: "Stage") -> "Handle":
+        """Have ``stage`` called after this collective and before any that is started later on the communicator.
+
+        What it starts on the communicator has its place in the order. The handle is done when the stage is and the
+        handle that it returned, if any; it raises the error of this collective, of the stage, or of what it returned.
+        """
+
+    def describe(self) -> str:
+        """In words, for errors and logs: ``collective 12 (all_reduce sum of 1000 × torch.float32)``."""
 
 
-def when_done(handle: Handle, callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the collective ends, on whatever thread ends it. Handles that cannot tell never do.
-
-    On CUDA it is called on the host when the collective is ordered, with the current stream ordered after it.
-    """
-    if (get_future := getattr(handle, "get_future", None)) is not None:
-        get_future().then(lambda _: callback())
-    elif (own := getattr(handle, "when_done", None)) is not None:
-        own(callback)
+# What may follow a collective: it computes, and may start collectives and return the handle of the last.
+Stage = Callable[[], Handle | None]
 
 
 @runtime_checkable
@@ -49,8 +103,16 @@ class Communicator(Protocol):
         """How many ranks there are."""
 
     @property
+    def group(self) -> Any:
+        """The ``torch.distributed`` process group behind it, whose order of collectives it shares, or None."""
+
+    @property
     def device(self) -> torch.device:
         """Where small messages about the gradients, as opposed to gradients, may lie."""
+
+    @property
+    def failure(self) -> GradsyncError | None:
+        """The first failure, after which nothing can be started any more."""
 
     def averages(self, device: torch.device) -> bool:
         """Whether ``op="average"`` costs nothing over ``op="sum"`` for tensors there.
@@ -67,8 +129,37 @@ class Communicator(Protocol):
     def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
         """Overwrite ``tensor`` with that of rank ``source``."""
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        """Put the flat ``tensor`` of every rank, in rank order, into the flat ``output``."""
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, counts: Counts = None) -> Handle:
+        """Put the flat ``tensor`` of every rank, in rank order, into the flat ``output``.
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        """Sum the flat ``tensor`` over all ranks and keep this rank's share in ``output``."""
+        Rank r brings ``counts[r]`` elements, which may be none; by default all bring the same number.
+        """
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum", counts: Counts = None
+    ) -> Handle:
+        """Combine the flat ``tensor`` over all ranks and keep this rank's share in ``output``.
+
+        Shares lie in rank order; that of rank r has ``counts[r]`` elements, which may be none; by default all are
+        equal.
+        """
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Counts = None,
+        input_counts: Counts = None,
+    ) -> Handle:
+        """Send a part of the flat ``tensor`` to every rank, and put theirs, in rank order, into the flat ``output``.
+
+        Rank r gets ``input_counts[r]`` elements and sends ``output_counts[r]``; by default parts are equal. What one
+        rank expects from another must be what that one sends.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Give the communicator up: what runs or is started later here raises PeerFailedError with ``reason``.
+
+        Where the wire can tell the other ranks, they raise an error that names this one; else they run into their
+        timeout. Never waits for anybody, from any thread, any number of times.
+        """

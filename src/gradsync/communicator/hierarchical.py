@@ -22,11 +22,15 @@ import torch.distributed as dist
 
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
-from gradsync.communicator.peer_exchange import PeerExchangeCommunicator, check_operation
+from gradsync.communicator.collective import DONE, Collective, Work
+from gradsync.communicator.device_stage import DeviceCollective
+from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
+from gradsync.communicator.reducing import divide
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
 from gradsync.communicator.topology import Topology, find_topology
-from gradsync.errors import ConfigurationError
+from gradsync.communicator.wire import Shares, Wire
+from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 
 __all__ = ["HierarchicalCommunicator"]
 
@@ -36,7 +40,7 @@ ONE_LEADER_BYTES = 16 << 10
 SLICE_BYTES = 8 << 20
 
 
-class HierarchicalCommunicator:
+class HierarchicalCommunicator(Wire):
     """Collectives in steps: inside the hosts, between them, inside again.
 
     ``inside`` is over the ranks of this host, numbered as in ``topology``. ``between`` is over one leader of every
@@ -55,12 +59,11 @@ class HierarchicalCommunicator:
         rank: int,
         leaders: int | None = None,
     ) -> None:
+        super().__init__(rank, topology.world_size)
         self.inside, self.between, self.topology = inside, between, topology
         self.leaders = _leaders(topology, leaders)
-        self._rank = rank
         self._host, self._local = topology.places[rank]
-        self._check()
-        self._background = Background("gradsync hierarchy")
+        self._check_places()
 
     @classmethod
     def over(
@@ -84,58 +87,78 @@ class HierarchicalCommunicator:
         across = None
         if len(topology.hosts) > 1:
             across = make_subgroups(group, [[host[number] for host in topology.hosts] for number in range(count)])
-        return cls(
+        made = cls(
             inside(here),
             between(across) if across is not None else None,
             topology,
             rank=dist.get_rank(group),
             leaders=count,
         )
+        made.group = group
+        return made
 
     def __repr__(self) -> str:
         hosts = " + ".join(str(len(host)) for host in self.topology.hosts)
         return f"HierarchicalCommunicator(rank {self.rank} of {self.world_size} on hosts of {hosts}; {self.inside!r})"
 
     @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world_size
-
-    @property
     def device(self) -> torch.device:
         return self.inside.device
 
-    def averages(self, device: torch.device) -> bool:
-        return False
+    @property
+    def failure(self) -> GradsyncError | None:
+        between = None if self.between is None else self.between.failure
+        return self._fate.failure or self.inside.failure or between
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inside.allocate(numel, dtype, device)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+    def _make_queue(self) -> Background:
+        return Background("gradsync hierarchy")
+
+    def _tell_others(self, reason: str) -> None:
+        for each in (self.inside, self.between):
+            if each is not None:
+                each.abort(reason)
+
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if self._is_one_host:
             return self.inside.all_reduce(tensor, op)
-        check_operation(op, tensor.dtype)
-        return self._start(tensor, lambda flat: self._reduce(flat, op))
+        return self._start(collective, tensor, lambda flat: self._reduce(flat, op))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
         if self._is_one_host:
             return self.inside.broadcast(tensor, source)
-        return self._start(tensor, lambda flat: self._broadcast(flat, source))
+        return self._start(collective, tensor, lambda flat: self._give(flat, source))
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
         if self._is_one_host:
-            return self.inside.all_gather(output, tensor)
+            return self.inside.all_gather(output, tensor, shares)
+        if shares is not None:
+            return self._start(collective, output, lambda flat: self._gather_uneven(flat, tensor, shares))
         gather = self._gather_in_lanes if self._everybody_leads else self._gather_by_one
-        return self._start(output, lambda flat: gather(flat, tensor.contiguous().view(-1)))
+        return self._start(collective, output, lambda flat: gather(flat, tensor))
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
         if self._is_one_host:
-            return self.inside.reduce_scatter(output, tensor)
-        scatter = self._scatter_in_lanes if self._everybody_leads else self._scatter_by_one
-        return self._start(output, lambda flat: scatter(flat, tensor.contiguous().view(-1)))
+            return self.inside.reduce_scatter(output, tensor, op, shares)
+        in_lanes = self._everybody_leads and shares is None
+        scatter = self._scatter_in_lanes if in_lanes else self._scatter_by_one
+        return self._start(collective, output, lambda flat: scatter(flat, tensor, op, shares))
+
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        if self._is_one_host:
+            return self.inside.all_to_all(output, tensor, arriving, leaving)
+        return self._start(collective, output, lambda flat: self._exchange(flat, tensor, arriving, leaving))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +180,7 @@ class HierarchicalCommunicator:
         for handle in spread:
             handle.wait()
 
-    def _broadcast(self, flat: torch.Tensor, source: int) -> None:
+    def _give(self, flat: torch.Tensor, source: int) -> None:
         host, local = self.topology.places[source]
         if host == self._host and self.inside.world_size > 1:
             self.inside.broadcast(flat, local).wait()
@@ -192,29 +215,60 @@ class HierarchicalCommunicator:
         for host, ranks in enumerate(hosts):
             self._rows(output)[list(ranks)] = blocks[host, : len(ranks)]
 
-    def _scatter_in_lanes(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _gather_uneven(self, output: torch.Tensor, tensor: torch.Tensor, shares: tuple[int, ...]) -> None:
+        """As if all shares were as large as the largest."""
+        most = max(shares)
+        filled = tensor.new_zeros(most)
+        filled[: tensor.numel()] = tensor
+        everything = tensor.new_empty(self.world_size * most)
+        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(everything, filled)
+        for share, row in zip(output.split(shares), self._rows(everything), strict=True):
+            share.copy_(row[: share.numel()])
+
+    def _scatter_in_lanes(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares) -> None:
         assert self.between is not None
+        step: ReduceOp = "max" if op == "max" else "sum"
         ordered = self._rows(tensor)[self._ranks_by_lane()].view(-1)
         mine = ordered.new_empty(len(self.topology.hosts) * output.numel())
-        self.inside.reduce_scatter(mine, ordered).wait()
-        self.between.reduce_scatter(output, mine).wait()
+        self.inside.reduce_scatter(mine, ordered, step).wait()
+        self.between.reduce_scatter(output, mine, step).wait()
+        divide(output, op, self.world_size)
 
-    def _scatter_by_one(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _scatter_by_one(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares) -> None:
         total = tensor.clone()
-        self._reduce(total, "sum")
-        output.copy_(self._rows(total)[self.rank])
+        self._reduce(total, op)
+        output.copy_(total.split(shares or (output.numel(),) * self.world_size)[self.rank])
 
-    def _start_inside(self, piece: "_Piece", step: ReduceOp) -> Handle:
+    def _exchange(
+        self, output: torch.Tensor, tensor: torch.Tensor, arriving: tuple[int, ...], leaving: tuple[int, ...]
+    ) -> None:
+        """Everybody gets everything, and takes what is its own: simple, and as many bytes as a gather of it all."""
+        counts = torch.tensor(leaving, device=tensor.device)
+        everybodys = counts.new_empty(self.world_size**2)
+        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(everybodys, counts)
+        sent: list[list[int]] = self._rows(everybodys).tolist()
+        for sender, receiver in enumerate(row[self.rank] for row in sent):
+            if receiver != arriving[sender]:
+                raise MismatchError(
+                    f"rank {sender} sends {receiver} elements to rank {self.rank}, which expects {arriving[sender]}"
+                )
+        everything = tensor.new_empty(sum(map(sum, sent)))
+        self._gather_uneven(everything, tensor, tuple(map(sum, sent)))
+        parts = everything.split([count for row in sent for count in row])
+        for sender, part in enumerate(output.split(arriving)):
+            part.copy_(parts[sender * self.world_size + self.rank])
+
+    def _start_inside(self, piece: "_Piece", step: ReduceOp) -> Work:
         """Afterwards every leader has the sum of its part, at the least."""
         if self.inside.world_size == 1:
-            return _Done()
+            return DONE
         if piece.mine is not None and piece.parts == self.inside.world_size and step == "sum":
             return self.inside.reduce_scatter(piece.mine, piece.whole)
         return self.inside.all_reduce(piece.whole, step)
 
-    def _start_between(self, piece: "_Piece", step: ReduceOp) -> Handle:
+    def _start_between(self, piece: "_Piece", step: ReduceOp) -> Work:
         if self.between is None or piece.mine is None:
-            return _Done()
+            return DONE
         return self.between.all_reduce(piece.mine, step)
 
     def _start_spread(self, piece: "_Piece") -> list[Handle]:
@@ -260,7 +314,7 @@ class HierarchicalCommunicator:
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self.world_size, flat.numel() // self.world_size)
 
-    def _start(self, result: torch.Tensor, run: Callable[[torch.Tensor], None]) -> Handle:
+    def _start(self, collective: Collective, result: torch.Tensor, run: Callable[[torch.Tensor], None]) -> Handle:
         def work() -> None:
             flat = result.contiguous().view(-1)
             run(flat)
@@ -268,12 +322,16 @@ class HierarchicalCommunicator:
                 result.copy_(flat.view_as(result))
 
         if result.is_cpu:
-            return self._background.start(work)
-        with torch.no_grad():
-            work()
-        return _Done()
+            return self._queue_up(collective, work)
 
-    def _check(self) -> None:
+        def run_now() -> Work:
+            with torch.no_grad():
+                work()
+            return DONE
+
+        return self._issue(DeviceCollective(self, collective, result.device), run_now, on_host=False)
+
+    def _check_places(self) -> None:
         topology, inside, between = self.topology, self.inside, self.between
         ranks = topology.hosts[self._host]
         if (inside.rank, inside.world_size) != (self._local, len(ranks)):
@@ -300,13 +358,6 @@ class _Piece:
     whole: torch.Tensor
     parts: int
     mine: torch.Tensor | None
-
-
-class _Done:
-    """A collective that was run when it was started."""
-
-    def wait(self) -> None:
-        pass
 
 
 def _leaders(topology: Topology, leaders: int | None) -> int:

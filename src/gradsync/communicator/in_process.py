@@ -1,33 +1,40 @@
 """Ranks that are threads of one process: for tests, the user's and ours.
 
-A collective is a *round*: every rank lays its tensor down, the last one to come computes the result for all, in rank
-order, and everybody takes it from there. A rank that never comes is named when the others have waited long enough; a
+A collective is a *round*: every rank lays its tensor down, and the last one to come computes the result, in rank order,
+and puts it where each of them wants it. A rank that never comes is named when the others have waited long enough; a
 rank that fails is named at once.
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
-from gradsync.errors import ConfigurationError, MismatchError, PeerFailedError
+from gradsync.communicator.collective import Collective
+from gradsync.communicator.reducing import combine_in_order
+from gradsync.communicator.wire import Shares, Wire
+from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
 
 __all__ = ["InProcessCommunicator", "InProcessWorld"]
 
-Combine = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+# What everybody has brought, in rank order, to everybody's results.
+Combine = Callable[[list[Any]], list[torch.Tensor]]
 
 
 @dataclass(kw_only=True)
 class _Round:
     """One collective: who has come, with what, and the outcome."""
 
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
-    results: list[torch.Tensor] | None = None
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    is_over: bool = False
     error: Exception | None = None
-    left: int = 0
 
 
 class InProcessWorld:
@@ -38,8 +45,8 @@ class InProcessWorld:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
-        self._rounds: dict[int, _Round] = {}
-        self._failure: PeerFailedError | None = None
+        self.failure: PeerFailedError | None = None
+        self._rounds: dict[int | str, _Round] = {}
         self._changed = threading.Condition()
 
     def communicator(self, rank: int) -> "InProcessCommunicator":
@@ -47,134 +54,162 @@ class InProcessWorld:
 
     def fail(self, rank: int, cause: BaseException) -> None:
         """Tell everybody who waits, now or later, that ``rank`` is gone."""
+        self.tell(PeerFailedError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
+
+    def tell(self, failure: PeerFailedError) -> None:
+        """Have everybody who waits, now or later, raise ``failure``. The first one counts."""
         with self._changed:
-            if self._failure is None:
-                self._failure = PeerFailedError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
+            if self.failure is None:
+                self.failure = failure
+            left, self._rounds = list(self._rounds.values()), {}
             self._changed.notify_all()
+        for each in left:
+            _call_all_back(each)
 
-    def join(self, number: int, rank: int, kind: str, tensor: torch.Tensor, combine: Combine) -> None:
+    def join(
+        self, collective: Collective, rank: int, output: torch.Tensor, brought: Any, combine: Combine
+    ) -> "_Joined":
+        """Lay down what this rank has ``brought``. ``output`` gets the result when everybody has come."""
         with self._changed:
-            current = self._rounds.setdefault(number, _Round())
-            current.inputs[rank] = tensor
-            current.kinds[rank] = kind
-            if len(current.inputs) == self.world_size:
+            current = self._rounds.setdefault(collective.number, _Round())
+            current.inputs[rank], current.outputs[rank] = brought, output
+            current.kinds[rank] = _kind_of(collective)
+            is_last = len(current.inputs) == self.world_size
+            if is_last:
                 self._conclude(current, combine)
+                del self._rounds[collective.number]
                 self._changed.notify_all()
+        if is_last:
+            _call_all_back(current)
+        return _Joined(self, current, rank, collective)
 
-    def result(self, number: int, rank: int) -> torch.Tensor:
+    def result(self, current: _Round, rank: int, collective: Collective) -> None:
+        """Return when the round is over and went well."""
         with self._changed:
-            current = self._rounds[number]
-            done = self._changed.wait_for(
-                lambda: current.results is not None or current.error or self._failure, self.timeout
-            )
-            if current.results is None:
-                if current.error is not None:
-                    raise current.error
-                if self._failure is not None:
-                    raise self._failure
-                missing = sorted(set(range(self.world_size)) - set(current.inputs))
-                assert not done
-                raise PeerFailedError(
-                    f"rank {rank} waited {self.timeout:g} s in collective {number} ({current.kinds[rank]}) for "
-                    f"ranks {missing}. Every rank must run the same collectives in the same order"
-                )
-            outcome = current.results[rank]
-            current.left += 1
-            if current.left == self.world_size:
-                del self._rounds[number]
-            return outcome
+            if self._changed.wait_for(lambda: current.is_over or self.failure is not None, self.timeout):
+                error = current.error if current.is_over else self.failure
+                if error is not None:
+                    raise error
+                return
+            missing = sorted(set(range(self.world_size)) - set(current.inputs))
+        raise PeerFailedError(
+            f"rank {rank} waited {self.timeout:g} s in {collective.describe()} for ranks {missing}. Every rank must "
+            "run the same collectives in the same order"
+        )
+
+    def when_over(self, current: _Round, callback: Callable[[], None]) -> None:
+        with self._changed:
+            if not current.is_over and self.failure is None:
+                current.callbacks.append(callback)
+                return
+        call_back(callback)
 
     def _conclude(self, current: _Round, combine: Combine) -> None:
-        if len(set(current.kinds.values())) > 1:
-            kinds = ", ".join(f"rank {rank}: {kind}" for rank, kind in sorted(current.kinds.items()))
-            current.error = MismatchError(f"ranks started different collectives: {kinds}")
-            return
+        ranks = range(self.world_size)
         try:
+            if len(set(current.kinds.values())) > 1:
+                kinds = ", ".join(f"rank {rank}: {current.kinds[rank]}" for rank in ranks)
+                raise MismatchError(f"ranks started different collectives: {kinds}")
             with torch.no_grad():
-                current.results = combine([current.inputs[rank] for rank in range(self.world_size)])
+                results = combine([current.inputs[rank] for rank in ranks])
+                for rank in ranks:
+                    # A wire writes memory, and that does not show in the version of a tensor.
+                    current.outputs[rank].data.copy_(results[rank].view_as(current.outputs[rank]))
         except Exception as error:
             # It is everybody's: the rank that came last only happens to be the one that computes.
             current.error = error
+        current.is_over = True
+        current.inputs.clear()
+        current.outputs.clear()
 
 
-class _TakeResult:
-    """Copies a round's outcome to where the caller wants it."""
+def _call_all_back(current: _Round) -> None:
+    callbacks, current.callbacks = current.callbacks, []
+    for callback in callbacks:
+        call_back(callback)
 
-    def __init__(self, world: InProcessWorld, number: int, rank: int, output: torch.Tensor) -> None:
-        self._world, self._number, self._rank, self._output = world, number, rank, output
+
+def _kind_of(collective: Collective) -> str:
+    """What must be the same on all ranks. What they exchange may differ in size."""
+    return f"all_to_all of {collective.dtype}" if collective.kind == "all_to_all" else collective.what()
+
+
+class _Joined:
+    """One rank's part in a round."""
+
+    __slots__ = ("_collective", "_rank", "_round", "_world")
+
+    def __init__(self, world: InProcessWorld, current: _Round, rank: int, collective: Collective) -> None:
+        self._world, self._round, self._rank, self._collective = world, current, rank, collective
 
     def wait(self) -> None:
-        result = self._world.result(self._number, self._rank)
-        with torch.no_grad():
-            self._output.copy_(result)
+        self._world.result(self._round, self._rank, self._collective)
+
+    def done(self) -> bool:
+        return self._round.is_over or self._world.failure is not None
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._world.when_over(self._round, callback)
 
 
-class InProcessCommunicator:
+class InProcessCommunicator(Wire):
     """One thread's end of an :class:`InProcessWorld`."""
+
+    survives_mismatch = True
 
     def __init__(self, world: InProcessWorld, rank: int) -> None:
         if not 0 <= rank < world.world_size:
             raise ConfigurationError(f"rank must be in 0..{world.world_size - 1}, got {rank}")
+        super().__init__(rank, world.world_size)
         self.world = world
-        self._rank = rank
-        self._rounds_started = 0
-
-    def __repr__(self) -> str:
-        return f"InProcessCommunicator(rank {self.rank} of {self.world_size})"
 
     @property
-    def rank(self) -> int:
-        return self._rank
+    def failure(self) -> GradsyncError | None:
+        return self._fate.failure or self.world.failure
 
-    @property
-    def world_size(self) -> int:
-        return self.world.world_size
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
+        return self._join(collective, tensor, tensor, lambda tensors: [_combined(tensors, op)] * len(tensors))
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
+        return self._join(collective, tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors))
 
-    def averages(self, device: torch.device) -> bool:
-        return False
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
+        return self._join(collective, output, tensor, lambda tensors: [torch.cat(tensors)] * len(tensors))
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
+        sizes = shares or (output.numel(),) * self.world_size
+        return self._join(collective, output, tensor, lambda tensors: list(_combined(tensors, op).split(sizes)))
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
-        def combine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            total = tensors[0].clone()
-            for other in tensors[1:]:
-                total = torch.maximum(total, other) if op == "max" else total.add_(other)
-            if op == "average":
-                total.div_(len(tensors))
-            return [total] * len(tensors)
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        return self._join(collective, output, (tensor.split(leaving), arriving), _exchange)
 
-        return self._start(f"all_reduce {op}", tensor, tensor, combine)
+    def _join(self, collective: Collective, output: torch.Tensor, brought: Any, combine: Combine) -> Handle:
+        return self._issue(collective, lambda: self.world.join(collective, self.rank, output, brought, combine))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
-        def combine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [tensors[source].clone()] * len(tensors)
+    def _tell_others(self, reason: str) -> None:
+        self.world.tell(PeerFailedError(f"rank {self.rank} has given its communicator up: {reason}"))
 
-        return self._start(f"broadcast from {source}", tensor, tensor, combine)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        def combine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [torch.cat(tensors)] * len(tensors)
+def _combined(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    total = torch.empty_like(tensors[0])
+    combine_in_order(tensors, total, op)
+    return total
 
-        return self._start("all_gather", output, tensor, combine)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        def combine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            total = tensors[0].clone()
-            for other in tensors[1:]:
-                total.add_(other)
-            return list(total.chunk(len(tensors)))
-
-        return self._start("reduce_scatter", output, tensor, combine)
-
-    def _start(self, kind: str, output: torch.Tensor, tensor: torch.Tensor, combine: Combine) -> Handle:
-        number = self._rounds_started
-        self._rounds_started += 1
-        described = f"{kind} of {tensor.numel()} × {tensor.dtype}"
-        self.world.join(number, self.rank, described, tensor, combine)
-        return _TakeResult(self.world, number, self.rank, output)
+def _exchange(brought: list[tuple[list[torch.Tensor], tuple[int, ...]]]) -> list[torch.Tensor]:
+    for receiver, (_, expected) in enumerate(brought):
+        sent = tuple(parts[receiver].numel() for parts, _ in brought)
+        if sent != expected:
+            raise MismatchError(
+                f"rank {receiver} expects {list(expected)} elements from all ranks in turn, but they send {list(sent)}"
+            )
+    return [torch.cat([parts[receiver] for parts, _ in brought]) for receiver in range(len(brought))]

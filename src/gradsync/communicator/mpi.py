@@ -19,19 +19,23 @@ job. Else it tells the others after how many collectives this rank leaves; whoev
 """
 
 import atexit
+import itertools
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradsync.communicator.background import Background
-from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.background import AtWait, Background
+from gradsync.communicator.base import Handle, ReduceOp, Stage
+from gradsync.communicator.collective import Collective
 from gradsync.communicator.mpi_world import PAUSE_SECONDS, Farewells, enter_mpi
+from gradsync.communicator.reducing import combine_in_order, offsets_of
+from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError
 
 __all__ = ["MPICommunicator"]
@@ -49,7 +53,7 @@ EAGER_TESTS = 100
 DEFAULT_TIMEOUT = 1800.0
 
 
-class MPICommunicator:
+class MPICommunicator(Wire):
     """The collectives of an MPI communicator, by default of all ranks, on CPU tensors.
 
     It works on duplicates of ``comm``, so that its messages never meet the user's. Making one is collective. A
@@ -60,18 +64,15 @@ class MPICommunicator:
         self._mpi, parent = enter_mpi(comm)
         self._timeout = timeout
         self._comm = parent.Dup()
-        self._rank: int = self._comm.rank
-        self._world_size: int = self._comm.size
+        super().__init__(self._comm.rank, self._comm.size)
         self._farewells = Farewells(self._mpi, parent.Dup())
-        may_use_a_thread = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
-        self._runner: Background | _AtWait = Background("gradsync-mpi") if may_use_a_thread else _AtWait()
+        self._may_use_a_thread = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
         self._types = {1: self._mpi.BYTE, 2: self._mpi.UINT16_T, 4: self._mpi.UINT32_T, 8: self._mpi.UINT64_T}
         self._types[16] = self._mpi.C_DOUBLE_COMPLEX
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._last: Handle | None = None
-        # All ranks start the same collectives, so their numbers mean the same everywhere.
-        self._started = self._running = 0
-        self._failure: BaseException | None = None
+        # All ranks start the same collectives, so their numbers mean the same everywhere. That of a stage is its own.
+        self._running = 0
         self._abandoned: list[Any] = []
         self._closed = False
         self._process = os.getpid()
@@ -86,58 +87,66 @@ class MPICommunicator:
         name, version = self._mpi.get_vendor()
         return f"{name} {'.'.join(map(str, version))}"
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def averages(self, device: torch.device) -> bool:
-        return False
-
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         _require_cpu(device)
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
-        if op == "average" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigurationError(f"whole numbers have no average, got {tensor.dtype}. Use the sum")
-        flat = _flat(tensor)
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
+        flat = tensor.detach().view(-1)
         small = flat.numel() * flat.itemsize * self.world_size <= SMALL_BYTES
         reduce = self._reduce_small if small else self._reduce_large
-        return self._start(f"all_reduce {op}", flat, lambda: reduce(flat, op))
+        return self._start(collective, lambda: reduce(flat, op))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
-        flat = _flat(tensor)
-        if not 0 <= source < self.world_size:
-            raise ConfigurationError(f"source must be in 0..{self.world_size - 1}, got {source}")
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
+        flat = tensor.detach().view(-1)
+        return self._start(collective, lambda: self._finish(self._comm.Ibcast(self._memory(flat), source), flat))
 
-        def run() -> None:
-            self._finish(self._comm.Ibcast(self._memory(flat), source), flat)
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
+        counts = shares or (tensor.numel(),) * self.world_size
+        return self._start(collective, lambda: self._gather(output, tensor, list(counts)))
 
-        return self._start(f"broadcast from {source}", flat, run)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        whole, flat = _flat(output), _flat(tensor)
-        self._require_shares("all_gather", whole, flat)
-        return self._start("all_gather", whole, lambda: self._gather(whole, flat))
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        share, flat = _flat(output), _flat(tensor)
-        self._require_shares("reduce_scatter", flat, share)
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
+        counts = shares or (output.numel(),) * self.world_size
 
         def run() -> None:
-            for piece, received in self._exchange(flat, share.numel()):
-                own = share[piece.start : piece.start + piece.counts[self.rank]]
-                self._combine(received, own, "sum")
+            for piece, received in self._pieces_of_all(tensor, counts):
+                own = output[piece.start : piece.start + piece.counts[self.rank]]
+                self._combine(received, own, op)
 
-        return self._start("reduce_scatter", flat, run)
+        return self._start(collective, run)
+
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        def run() -> None:
+            sent = self._parts(tensor, list(leaving), offsets_of(leaving)[:-1])
+            received = self._parts(output, list(arriving), offsets_of(arriving)[:-1])
+            self._finish(self._comm.Ialltoallv(sent, received), output, tensor)
+
+        # A rank that has nothing to send or to receive takes part all the same.
+        return self._start(collective, run, if_empty=True)
+
+    def _check(self, kind: str, tensor: torch.Tensor) -> None:
+        if self._closed:
+            raise MisuseError(f"{kind} was started on a communicator that is closed. Make another MPICommunicator()")
+        _require_cpu(tensor.device)
+        super()._check(kind, tensor)
+        if not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"MPICommunicator expects contiguous tensors, got shape {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}. Pass tensor.contiguous()"
+            )
+        if tensor.numel() > MOST_ELEMENTS:
+            raise ConfigurationError(
+                f"MPI counts to {MOST_ELEMENTS} elements in a collective, got {tensor.numel()}. Use smaller buckets"
+            )
 
     def close(self) -> None:
         """Finish what was started, tell the others and free the communicators. Collective; at exit it comes by itself.
@@ -150,48 +159,46 @@ class MPICommunicator:
             self._last.wait()
         self._closed = True
         atexit.unregister(self._close_at_exit)
-        self._runner.close()
-        self._farewells.say_and_hear(self._started)
+        self._queue.close()
+        self._farewells.say_and_hear(self._order.count)
         self._farewells.comm.Free()
         self._comm.Free()
 
     # -- how a collective is run --------------------------------------------------------------------------------------
 
-    def _start(self, kind: str, tensor: torch.Tensor, run: Callable[[], None]) -> Handle:
-        if self._closed:
-            raise MisuseError(f"{kind} was started on a communicator that is closed. Make another MPICommunicator()")
-        if tensor.numel() > MOST_ELEMENTS:
-            raise ConfigurationError(
-                f"MPI counts to {MOST_ELEMENTS} elements in a collective, got {tensor.numel()}. Use smaller buckets"
-            )
+    def _make_queue(self) -> Background:
+        return Background("gradsync-mpi") if self._may_use_a_thread else AtWait("gradsync-mpi")
 
-        self._started += 1
-        number = self._started
+    def _start(self, collective: Collective, run: Callable[[], None], *, if_empty: bool = False) -> Handle:
+        place, is_empty = self._place(), not (collective.numel or if_empty)
 
-        def run_or_explain() -> None:
-            if self._failure is not None:
-                raise self._failure
-            self._running = number
-            try:
-                if tensor.numel():
-                    run()
-            except BaseException as error:
-                self._failure = self._explained(error, f"{kind} of {tensor.numel()} × {tensor.dtype}")
-                raise self._failure from None
+        def run_unless_empty() -> None:
+            # A stage's own number: what is in it is as far as its rank has come.
+            self._running = int(collective.number) if place is self._order else int(place.name)
+            if not is_empty:
+                run()
 
-        self._last = self._runner.start(run_or_explain)
+        self._last = self._queue_up(collective, run_unless_empty)
         return self._last
 
-    def _explained(self, error: BaseException, collective: str) -> BaseException:
-        """``error`` as it is raised now and by every later collective: after the first, nothing is in step."""
+    def start_stage(self, first: Handle, stage: Stage) -> Handle:
+        self._last = super().start_stage(first, stage)
+        return self._last
+
+    def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         if isinstance(error, _NoAnswerError):
-            return PeerFailedError(f"rank {self.rank} waited in {collective}, but {error}")
+            return PeerFailedError(f"rank {self.rank} waited in {collective.describe()}, but {error}")
         if isinstance(error, self._mpi.Exception):
             return GradsyncError(
-                f"MPI failed on rank {self.rank} in {collective}: {error}. Every rank must start the same collectives "
-                "with the same sizes, in the same order"
+                f"MPI failed on rank {self.rank} in {collective.describe()}: {error}. Every rank must start the same "
+                "collectives with the same sizes, in the same order"
             )
         return error
+
+    def _tell_others(self, reason: str) -> None:
+        if self._may_use_a_thread:
+            # Without the one that runs: it will not be finished here.
+            self._farewells.say(max(0, self._running - 1))
 
     def _finish(self, request: Any, *memory: torch.Tensor) -> None:
         """Return when ``request`` is complete. If it never is, MPI may still write to ``memory``: it is kept."""
@@ -208,6 +215,8 @@ class MPICommunicator:
         limit = time.monotonic() + self._timeout
         while not request.Test():
             time.sleep(PAUSE_SECONDS)
+            if self.failure is not None:
+                raise _NoAnswerError("this rank has given up")
             missing = [rank for rank, started in self._farewells.heard().items() if started < self._running]
             if missing:
                 raise _NoAnswerError(
@@ -231,22 +240,24 @@ class MPICommunicator:
 
     # -- the collectives ----------------------------------------------------------------------------------------------
 
-    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _gather(self, output: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
+        offsets = offsets_of(counts)[:-1]
         # The share may lie where it belongs already. MPI wants to be told.
-        in_place = tensor.data_ptr() == output[self.rank * tensor.numel() :].data_ptr()
+        in_place = tensor.data_ptr() == output[offsets[self.rank] :].data_ptr() and tensor.numel() > 0
         sent = self._mpi.IN_PLACE if in_place else self._memory(tensor)
-        self._finish(self._comm.Iallgather(sent, self._memory(output)), output, tensor)
+        self._finish(self._comm.Iallgatherv(sent, self._parts(output, counts, offsets)), output, tensor)
 
     def _reduce_small(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         numel = tensor.numel()
         gathered = self._scratch_of(self.world_size * numel, tensor.dtype)
-        self._gather(gathered, tensor)
+        self._gather(gathered, tensor, [numel] * self.world_size)
         self._combine(list(gathered.split(numel)), tensor, op)
 
     def _reduce_large(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         share = -(-tensor.numel() // self.world_size)
+        ends = [min(rank * share, tensor.numel()) for rank in range(self.world_size + 1)]
         gathers = []
-        for piece, received in self._exchange(tensor, share):
+        for piece, received in self._pieces_of_all(tensor, [end - start for start, end in itertools.pairwise(ends)]):
             start = piece.offsets[self.rank]
             self._combine(received, tensor[start : start + piece.counts[self.rank]], op)
             parts = self._parts(tensor, piece.counts, piece.offsets)
@@ -254,12 +265,14 @@ class MPICommunicator:
         for gather in gathers:
             self._finish(gather, tensor)
 
-    def _exchange(self, tensor: torch.Tensor, share: int) -> Iterator[tuple["_Piece", list[torch.Tensor]]]:
+    def _pieces_of_all(
+        self, tensor: torch.Tensor, shares: Sequence[int]
+    ) -> Iterator[tuple["_Piece", list[torch.Tensor]]]:
         """For every piece: what all ranks have at this rank's part of it, in rank order."""
-        room = max(PIECE_BYTES // self.world_size, LEAST_SHARE_BYTES) // tensor.itemsize
-        room = min(room, share)
+        largest = max(shares)
+        room = min(largest, max(PIECE_BYTES // self.world_size, LEAST_SHARE_BYTES) // tensor.itemsize)
         halves = self._scratch_of(2 * self.world_size * room, tensor.dtype).chunk(2)
-        pieces = [_piece(tensor.numel(), share, self.world_size, start, room) for start in range(0, share, room)]
+        pieces = [_piece(shares, start, room) for start in range(0, largest, room)]
         under_way: deque[tuple[_Piece, torch.Tensor, Any]] = deque()
 
         def receive() -> tuple[_Piece, list[torch.Tensor]]:
@@ -282,15 +295,8 @@ class MPICommunicator:
 
     def _combine(self, received: list[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
         """In rank order, with a rounding for every rank: the same bits wherever it is computed."""
-        if not output.numel():
-            return
-        total, combine = received[0], torch.maximum if op == "max" else torch.add
-        for values in received[1:]:
-            total = combine(total, values, out=output)
-        if self.world_size == 1:
-            output.copy_(total)
-        if op == "average":
-            output.div_(self.world_size)
+        if output.numel():
+            combine_in_order(received, output, op)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for one collective at a time."""
@@ -299,20 +305,13 @@ class MPICommunicator:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         return self._scratch[:nbytes].view(dtype)
 
-    def _require_shares(self, kind: str, whole: torch.Tensor, share: torch.Tensor) -> None:
-        if whole.numel() != share.numel() * self.world_size or whole.dtype != share.dtype:
-            raise ConfigurationError(
-                f"{kind} over {self.world_size} ranks expects {self.world_size} equal shares of one dtype, got "
-                f"{whole.numel()} × {whole.dtype} and {share.numel()} × {share.dtype}"
-            )
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _close_at_exit(self) -> None:
         # A forked child is no rank, and after MPI_Finalize there is nothing left to free.
         if os.getpid() != self._process or self._mpi.Is_finalized():
             return
-        failed = getattr(sys, "last_value", None) is not None or self._failure is not None
+        failed = getattr(sys, "last_value", None) is not None or self.failure is not None
         if not failed:
             try:
                 self.close()
@@ -329,47 +328,6 @@ class _NoAnswerError(Exception):
     """A request that will not complete."""
 
 
-class _AtWait:
-    """Runs collectives in order, each when somebody waits: for an MPI that one thread at a time may call."""
-
-    def __init__(self) -> None:
-        self._tasks: deque[_Task] = deque()
-
-    def start(self, run: Callable[[], None]) -> Handle:
-        task = _Task(self, run)
-        self._tasks.append(task)
-        return task
-
-    def run_until(self, last: "_Task") -> None:
-        while not last.done:
-            self._tasks.popleft().run_now()
-
-    def close(self) -> None:
-        """Nothing runs by itself."""
-
-
-class _Task:
-    """A collective that runs when it, or a later one, is waited for."""
-
-    def __init__(self, runner: _AtWait, run: Callable[[], None]) -> None:
-        self._runner, self._run = runner, run
-        self.done = False
-        self._error: BaseException | None = None
-
-    def run_now(self) -> None:
-        try:
-            with torch.no_grad():
-                self._run()
-        except BaseException as error:
-            self._error = error
-        self.done = True
-
-    def wait(self) -> None:
-        self._runner.run_until(self)
-        if self._error is not None:
-            raise self._error
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
     """The same stretch of every rank's share: where it begins in a share, and where the parts lie in the tensor."""
@@ -379,23 +337,11 @@ class _Piece:
     offsets: list[int]
 
 
-def _piece(numel: int, share: int, world_size: int, start: int, room: int) -> _Piece:
-    # The last shares may be shorter, or empty.
-    ends = [min(rank * share + min(start + room, share), numel) for rank in range(world_size)]
-    offsets = [min(rank * share + start, numel) for rank in range(world_size)]
-    return _Piece(
-        start=start, counts=[end - offset for offset, end in zip(offsets, ends, strict=True)], offsets=offsets
-    )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    _require_cpu(tensor.device)
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ConfigurationError(
-            f"MPICommunicator expects dense, contiguous tensors, got shape {list(tensor.shape)}, layout "
-            f"{tensor.layout}, not contiguous. Pass tensor.contiguous()"
-        )
-    return tensor.detach().view(-1)
+def _piece(shares: Sequence[int], start: int, room: int) -> _Piece:
+    # Some shares may be shorter, or empty.
+    counts = [max(0, min(share - start, room)) for share in shares]
+    offsets = [offset + min(start, share) for offset, share in zip(offsets_of(shares), shares, strict=False)]
+    return _Piece(start=start, counts=counts, offsets=offsets)
 
 
 def _require_cpu(device: torch.device) -> None:

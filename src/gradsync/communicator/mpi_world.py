@@ -75,6 +75,7 @@ class Farewells:
         self.comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._started: dict[int, int] = {}
+        self._said: list[Any] = []
 
     def heard(self) -> dict[int, int]:
         """The ranks that have left so far, and what they had started."""
@@ -85,10 +86,16 @@ class Farewells:
             self._started[status.source] = int.from_bytes(message)
         return self._started
 
+    def say(self, started: int) -> list[Any]:
+        """Without waiting until it is heard."""
+        if not self._said:
+            self._message = started.to_bytes(8)
+            self._said = [self.comm.Isend(self._message, dest=rank) for rank in self._others]
+        return self._said
+
     def say_and_hear(self, started: int) -> None:
         """Return when all have left: a message must not be under way when the communicator is freed."""
-        message = started.to_bytes(8)
-        requests = [self.comm.Isend(message, dest=rank) for rank in self._others]
+        requests = self.say(started)
         while len(self.heard()) < len(self._others):
             time.sleep(PAUSE_SECONDS)
         self._mpi.Request.Waitall(requests)

@@ -33,13 +33,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator.background import Background
+from gradsync.communicator.background import Background, Place
 from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.collective import Collective
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
-from gradsync.communicator.process_group import ProcessGroupCommunicator
+from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
+from gradsync.communicator.reducing import offsets_of
+from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import ConfigurationError
 
-__all__ = ["PeerExchangeCommunicator", "check_operation"]
+__all__ = ["PeerExchangeCommunicator"]
 
 # Memory for chunks that are under way to this rank, two from every peer.
 SCRATCH_BYTES = 16 << 20
@@ -55,28 +58,39 @@ MOST_KNOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """How a flat tensor is cut: into shares, the last of them smaller or empty, and each of them into chunks."""
+    """How a flat tensor is cut: into shares, some of them smaller or empty, and each of them into chunks."""
 
-    numel: int
-    share: int
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
     chunk: int
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.share // self.chunk)
+    chunks: int
 
     def at(self, share: int, chunk: int) -> slice:
-        end = min(self.numel, (share + 1) * self.share)
-        start = min(end, share * self.share + chunk * self.chunk)
+        end = self.ends[share]
+        start = min(end, self.starts[share] + chunk * self.chunk)
         return slice(start, min(end, start + self.chunk))
+
+    def share(self, number: int) -> slice:
+        return slice(self.starts[number], self.ends[number])
 
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
-def _cut(numel: int, share: int, chunk: int) -> _Cut:
-    return _Cut(numel=numel, share=share, chunk=chunk)
+def _cut_shares(counts: tuple[int, ...], most: int) -> _Cut:
+    """Shares of these sizes, in chunks of at most so many elements."""
+    largest, offsets = max(counts), tuple(offsets_of(counts))
+    chunk = max(1, min(largest, most))
+    return _Cut(starts=offsets[:-1], ends=offsets[1:], chunk=chunk, chunks=-(-largest // chunk))
 
 
-class PeerExchangeCommunicator:
+@functools.lru_cache(maxsize=MOST_KNOWN)
+def _cut_evenly(numel: int, parts: int, most: int) -> _Cut:
+    """As many shares of one size; the last of them smaller or empty."""
+    share = -(-numel // parts)
+    ends = [min(numel, number * share) for number in range(parts + 1)]
+    return _cut_shares(tuple(end - start for start, end in itertools.pairwise(ends)), most)
+
+
+class PeerExchangeCommunicator(Wire):
     """Reduce-scatter, all-gather and what they make, over the point-to-point messages of a Gloo group.
 
     ``chunk_bytes`` is the size of a message, ``in_flight`` how many are received into memory of their own at a time. By
@@ -89,89 +103,98 @@ class PeerExchangeCommunicator:
             raise ConfigurationError(
                 f"chunk_bytes and in_flight must be at least 1, got chunk_bytes={chunk_bytes}, in_flight={in_flight}"
             )
-        self.group = group
         self._link = PeerLink(group)
-        peers = max(1, self._link.world_size - 1)
+        super().__init__(self._link.rank, self._link.world_size, group, fate=fate_of(group))
+        peers = max(1, self.world_size - 1)
         self._chunk_bytes = max(1, SCRATCH_BYTES // (2 * peers)) if chunk_bytes is None else chunk_bytes
         # Of every peer: at least two, so that one is summed while the next arrives.
         self._ahead = max(2, in_flight // peers)
         self._gloo = ProcessGroupCommunicator(group)
-        self._background = Background("gradsync peer exchange")
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._known_rows: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
-    def __repr__(self) -> str:
-        return f"PeerExchangeCommunicator(rank {self.rank} of {self.world_size})"
+    def _make_queue(self) -> Background:
+        return Background("gradsync peer exchange")
 
-    @property
-    def rank(self) -> int:
-        return self._link.rank
+    def _make_place(self, number: int | str) -> Place:
+        return self._link.place(number)
 
-    @property
-    def world_size(self) -> int:
-        return self._link.world_size
+    def _tell_others(self, reason: str) -> None:
+        break_gloo(self._link.backend, self.rank, self.world_size)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    # -- the collectives ----------------------------------------------------------------------------------------------
 
-    def averages(self, device: torch.device) -> bool:
-        return False
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if not tensor.is_cpu:
             return self._gloo.all_reduce(tensor, op)
-        fold = _fold(op, tensor.dtype, self.world_size, self.rank)
+        fold = _fold(op, self.world_size, self.rank)
         if self._is_small(tensor):
-            return self._start("all_reduce", tensor, 1, lambda x, flat: self._reduce_at_once(x, flat, fold))
-        cut = self._cut(tensor, -(-tensor.numel() // self.world_size))
+            return self._start(collective, tensor, 1, lambda x, flat: self._reduce_at_once(x, flat, fold))
+        cut = _cut_evenly(tensor.numel(), self.world_size, self._most(tensor))
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
-            share = flat[self.rank * cut.share : (self.rank + 1) * cut.share]
-            self._reduce(exchange, flat, share, cut, fold, pass_on=True)
+            self._reduce(exchange, flat, flat[cut.share(self.rank)], cut, fold, pass_on=True)
 
-        return self._start("all_reduce", tensor, 2 * cut.chunks, run)
+        return self._start(collective, tensor, 2 * cut.chunks, run)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
         if not tensor.is_cpu:
             return self._gloo.broadcast(tensor, source)
         receivers = max(1, self.world_size - 1)
         # Passing on takes a step more, and spares the source's link all bytes but one copy.
         passed_on = receivers > 1 and tensor.nbytes > STEP_BYTES
-        cut = self._cut(tensor, -(-tensor.numel() // receivers) if passed_on else tensor.numel())
+        cut = _cut_evenly(tensor.numel(), receivers if passed_on else 1, self._most(tensor))
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
             (self._pass_on if passed_on else self._give)(exchange, flat, source, cut)
 
-        return self._start(f"broadcast from {source}", tensor, 2 * cut.chunks, run)
+        return self._start(collective, tensor, 2 * cut.chunks, run)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
         if not tensor.is_cpu:
-            return self._gloo.all_gather(output, tensor)
-        self._expect(output.numel() == tensor.numel() * self.world_size, "all_gather", output, tensor)
-        cut = self._cut(output, tensor.numel())
+            return self._gloo.all_gather(output, tensor, shares)
+        cut = self._cut(output, shares)
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
-            if flat.data_ptr() + self.rank * tensor.nbytes != tensor.data_ptr():
-                flat[self.rank * cut.share : (self.rank + 1) * cut.share].copy_(tensor.reshape(-1))
+            mine = flat[cut.share(self.rank)]
+            if mine.data_ptr() != tensor.data_ptr():
+                mine.copy_(tensor)
             self._gather(exchange, flat, cut)
 
-        return self._start("all_gather", output, cut.chunks, run)
+        return self._start(collective, output, cut.chunks, run)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
         if not tensor.is_cpu:
-            return self._gloo.reduce_scatter(output, tensor)
-        self._expect(tensor.numel() == output.numel() * self.world_size, "reduce_scatter", output, tensor)
-        fold = _fold("sum", tensor.dtype, self.world_size, self.rank)
-        cut = self._cut(tensor, output.numel())
+            return self._gloo.reduce_scatter(output, tensor, op, shares)
+        fold, cut = _fold(op, self.world_size, self.rank), self._cut(tensor, shares)
 
         def run(exchange: Exchange, share: torch.Tensor) -> None:
-            self._reduce(exchange, _flat(tensor), share, cut, fold, pass_on=False)
+            self._reduce(exchange, tensor, share, cut, fold, pass_on=False)
 
-        return self._start("reduce_scatter", output, 2 * cut.chunks, run)
+        return self._start(collective, output, 2 * cut.chunks, run)
+
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        if not tensor.is_cpu:
+            return self._gloo.all_to_all(output, tensor, arriving, leaving)
+
+        def run(exchange: Exchange, flat: torch.Tensor) -> None:
+            # A message for every peer, since no rank knows how many another pair would have.
+            into, out = flat.split(arriving), tensor.split(leaving)
+            for peer in self._link.peers:
+                exchange.receive(peer, into[peer], 0)
+                exchange.send(peer, out[peer], 0)
+            into[self.rank].copy_(out[self.rank])
+
+        return self._start(collective, output, 1, run)
 
     # -- what runs in the background ----------------------------------------------------------------------------------
 
@@ -257,10 +280,15 @@ class PeerExchangeCommunicator:
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _start(
-        self, kind: str, result: torch.Tensor, messages: int, run: Callable[[Exchange, torch.Tensor], None]
+        self,
+        collective: Collective,
+        result: torch.Tensor,
+        messages: int,
+        run: Callable[[Exchange, torch.Tensor], None],
     ) -> Handle:
         """Have ``run`` put the outcome into ``result``, which it gets as a flat tensor."""
-        exchange = self._link.exchange(lambda: f"{kind} of {result.numel()} × {result.dtype}", messages)
+        self._refuse_after_failure()
+        exchange = self._link.exchange(collective, messages, self._place())
 
         def work() -> None:
             flat = _flat(result)
@@ -270,11 +298,16 @@ class PeerExchangeCommunicator:
             if flat is not result and flat.data_ptr() != result.data_ptr():
                 result.copy_(flat.view_as(result))
 
-        return self._background.start(work)
+        return self._queue_up(collective, work)
 
-    def _cut(self, tensor: torch.Tensor, share: int) -> _Cut:
-        chunk = max(1, self._chunk_bytes // tensor.element_size())
-        return _cut(tensor.numel(), share, max(1, min(share, chunk)))
+    def _most(self, tensor: torch.Tensor) -> int:
+        """Elements of a chunk, at the most."""
+        return max(1, self._chunk_bytes // tensor.element_size())
+
+    def _cut(self, tensor: torch.Tensor, shares: Shares) -> _Cut:
+        if shares is None:
+            return _cut_evenly(tensor.numel(), self.world_size, self._most(tensor))
+        return _cut_shares(shares, self._most(tensor))
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         """Whether to spare a step is worth the bytes: (n - 1) tensors are sent in one step, 2 (n - 1) / n in two."""
@@ -305,28 +338,11 @@ class PeerExchangeCommunicator:
             peer: (exchange.receive(peer, row, number), row) for peer, row in zip(self._link.peers, rows, strict=True)
         }
 
-    def _expect(self, fits: bool, kind: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        if not fits or output.dtype != tensor.dtype:
-            raise ConfigurationError(
-                f"{kind} over {self.world_size} ranks: the longer tensor must hold {self.world_size} times as many "
-                f"elements as the shorter one, of the same dtype. output is {output.numel()} × {output.dtype}, tensor "
-                f"is {tensor.numel()} × {tensor.dtype}"
-            )
-
-
-def check_operation(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Refuse what cannot be computed before a byte is sent: the same on all ranks, so that nobody waits."""
-    if op == "average" and not (dtype.is_floating_point or dtype.is_complex):
-        raise ConfigurationError(f"an average needs a floating-point dtype, got {dtype}. Sum instead, and divide")
-    if op == "max" and dtype.is_complex:
-        raise ConfigurationError(f"{dtype} numbers have no order, and so no maximum")
-
 
 class _Fold:
     """Combines what came from the peers with this rank's own piece, in the order of the ranks."""
 
-    def __init__(self, op: ReduceOp, dtype: torch.dtype, world_size: int, rank: int) -> None:
-        check_operation(op, dtype)
+    def __init__(self, op: ReduceOp, world_size: int, rank: int) -> None:
         self._op, self._world_size, self._rank = op, world_size, rank
 
     def __call__(
@@ -349,8 +365,8 @@ class _Fold:
 
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
-def _fold(op: ReduceOp, dtype: torch.dtype, world_size: int, rank: int) -> _Fold:
-    return _Fold(op, dtype, world_size, rank)
+def _fold(op: ReduceOp, world_size: int, rank: int) -> _Fold:
+    return _Fold(op, world_size, rank)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,19 +2,22 @@
 
 A collective of our own is an :class:`Exchange`: receives and sends with tags of their own, so that several of them,
 also of several communicators over one group, never mix. Tags are taken when a collective is *started*, which every
-rank does in the same order, and not when it runs.
+rank does in the same order, and not when it runs. A stage, whose collectives are started when it runs, takes tags for
+all of them when it is chained.
 """
 
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from gradsync.communicator.background import Place
+from gradsync.communicator.collective import Collective
 from gradsync.errors import ConfigurationError, PeerFailedError
 
 __all__ = ["Exchange", "Message", "PeerLink"]
@@ -22,8 +25,13 @@ __all__ = ["Exchange", "Message", "PeerLink"]
 # A user's own dist.send and dist.recv on the group count from 0.
 FIRST_TAG = 1 << 30
 TAGS = 1 << 30
+# Of every stage.
+STAGE_TAGS = 1 << 16
 # How long a rank that may be gone as well is given to show it, once another one is known to be gone.
 SECOND_LOOK = timedelta(milliseconds=20)
+
+# What Gloo says when its connections were closed on this side.
+CLOSED = "caused pair closure"
 
 CPU = torch.device("cpu")
 
@@ -41,6 +49,25 @@ class _Tags:
         return first
 
 
+class TaggedPlace(Place):
+    """Where the collectives of a stage are counted, and the tags that they share."""
+
+    __slots__ = ("_first", "_taken")
+
+    def __init__(self, name: str, first: int) -> None:
+        super().__init__(name)
+        self._first, self._taken = first, 0
+
+    def take(self, count: int) -> int:
+        self._taken += count
+        if self._taken > STAGE_TAGS:
+            raise ConfigurationError(
+                f"stage {self.name} has more than {STAGE_TAGS} messages with a peer. Raise chunk_bytes, or start its "
+                "collectives outside of a stage"
+            )
+        return self._first + self._taken - count
+
+
 _tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Tags]" = weakref.WeakKeyDictionary()
 
 
@@ -55,12 +82,16 @@ class PeerLink:
         self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         # The backend itself: torch.distributed's checks and the dispatcher cost as much as a small message.
         self.backend = _gloo_of(group)
-        self.failure: PeerFailedError | None = None
         self._tags = _tags.setdefault(group, _Tags())
 
-    def exchange(self, what: Callable[[], str], messages: int) -> "Exchange":
-        """The next collective, ``what`` says in words, of at most ``messages`` messages each way with every peer."""
-        return Exchange(self, what, self._tags.take(messages))
+    def exchange(self, collective: Collective, messages: int, place: Place) -> "Exchange":
+        """The messages of ``collective``, at most so many each way with every peer."""
+        tags = place if isinstance(place, TaggedPlace) else self._tags
+        return Exchange(self, collective, tags.take(messages))
+
+    def place(self, number: int | str) -> TaggedPlace:
+        """Where the collectives of stage ``number`` are counted."""
+        return TaggedPlace(str(number), self._tags.take(STAGE_TAGS))
 
     def name(self, peer: int) -> str:
         """The number its user knows, the one in the world, with that in the group where they differ."""
@@ -100,9 +131,9 @@ class Message:
 class Exchange:
     """The messages of one collective. ``number`` tells those with one peer apart, and agrees on both sides."""
 
-    def __init__(self, link: PeerLink, what: Callable[[], str], first_tag: int) -> None:
+    def __init__(self, link: PeerLink, collective: Collective, first_tag: int) -> None:
         self.link = link
-        self.what = what
+        self._collective = collective
         self._first_tag = first_tag
         self._sends: list[Message] = []
         self._receives: list[Message] = []
@@ -128,17 +159,13 @@ class Exchange:
         self.finish_sends()
 
     def fail(self, peer: int, error: RuntimeError) -> NoReturn:
-        """Name ``peer``, a message with whom failed, here and in all later collectives."""
+        """Name ``peer``, a message with whom failed."""
         # What torch refuses is our own fault, and not said by Gloo.
-        if "gloo" not in str(error):
+        if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        if self.link.failure is None:
-            self.link.failure = PeerFailedError(self._story(peer, error))
-        raise self.link.failure from error
+        raise PeerFailedError(self._story(peer, error)) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
-        if self.link.failure is not None:
-            raise self.link.failure
         if tensor.numel() == 0:
             return Message(self, peer, None)
         try:
@@ -148,7 +175,11 @@ class Exchange:
         return Message(self, peer, work)
 
     def _story(self, peer: int, error: RuntimeError) -> str:
-        name, what, said = self.link.name, self.what(), re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
+        name, what, said = (
+            self.link.name,
+            self._collective.describe(),
+            re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0]),
+        )
         if _is_timeout(error):
             return (
                 f"{name(peer)} did not answer {name(self.link.rank)} in {what} ({said}). It hangs, is slower than "

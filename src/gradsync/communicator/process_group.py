@@ -1,21 +1,67 @@
 """Any ``torch.distributed`` process group: NCCL, Gloo, MPI, UCC. The default."""
 
 import functools
+import os
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.checks import has_gaps
+from gradsync.communicator.collective import Collective, Work
+from gradsync.communicator.device_stage import DeviceCollective
+from gradsync.communicator.reducing import combine_in_order
+from gradsync.communicator.wire import Fate, Shares, Wire
+from gradsync.errors import ConfigurationError, PeerFailedError
 
-__all__ = ["ProcessGroupCommunicator"]
+__all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of"]
 
 # Backends that divide while they reduce. Gloo and MPI would divide in a pass of their own.
 AVERAGING_BACKENDS = frozenset({"nccl", "rccl", "xccl", "hccl"})
+# What all backends can add up. They move other numbers as bytes.
+SUMMED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool})
+SUMMED |= {torch.int8, torch.uint8, torch.int32, torch.int64, torch.complex64, torch.complex128}
+# No collective and no exchange of ours has it.
+LAST_TAG = (1 << 31) - 1
+
+_fates: "weakref.WeakKeyDictionary[dist.ProcessGroup, Fate]" = weakref.WeakKeyDictionary()
 
 
-class ProcessGroupCommunicator:
+def fate_of(group: dist.ProcessGroup) -> Fate:
+    """Communicators over one group fail together: it is out of step for all of them."""
+    return _fates.setdefault(group, Fate())
+
+
+class _TorchWork:
+    """A ``Work`` of torch."""
+
+    __slots__ = ("_has_called", "_work")
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._has_called = False
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def done(self) -> bool:
+        return self._has_called or bool(self._work.is_completed())
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        def call(_: Any) -> None:
+            # Gloo calls back before it says that it has completed.
+            self._has_called = True
+            call_back(callback)
+
+        self._work.get_future().then(call)
+
+
+class ProcessGroupCommunicator(Wire):
     """The collectives of one process group.
 
     They are called on the group itself and not through ``torch.distributed``'s functions: those cost tens of
@@ -23,21 +69,11 @@ class ProcessGroupCommunicator:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group: Any = group
-        self._rank = dist.get_rank(group)
-        self._world_size = dist.get_world_size(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), group, fate=fate_of(group))
         self._averaging: dict[torch.device, bool] = {}
 
     def __repr__(self) -> str:
         return f"ProcessGroupCommunicator({self.backend}, rank {self.rank} of {self.world_size})"
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     @functools.cached_property
     def backend(self) -> str:
@@ -61,29 +97,153 @@ class ProcessGroupCommunicator:
             self._averaging[device] = backend.name() in AVERAGING_BACKENDS
         return self._averaging[device]
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
+    # -- the collectives ----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPERATIONS[op]
-        handle: Handle = self.group.allreduce([tensor], options)
-        return handle
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
+        def start() -> Any:
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPERATIONS[op]
+            return self.group.allreduce([_as_real(tensor)], options)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        options.rootTensor = 0
-        handle: Handle = self.group.broadcast([tensor], options)
-        return handle
+        return self._start(collective, tensor, start)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        handle: Handle = self.group._allgather_base(output, tensor, _AllgatherOptions())
-        return handle
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
+        def start() -> Any:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            options.rootTensor = 0
+            return self.group.broadcast([_as_bytes(tensor)], options)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        handle: Handle = self.group._reduce_scatter_base(output, tensor, dist.ReduceScatterOptions())
-        return handle
+        return self._start(collective, tensor, start)
+
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
+        if shares is not None:
+            # Everybody sends its share to everybody: no backend of the CPU gathers shares of several sizes.
+            return self._all_to_all(
+                collective, output, tensor.repeat(self.world_size), shares, (tensor.numel(),) * self.world_size
+            )
+
+        def start() -> Any:
+            return self.group._allgather_base(_as_bytes(output), _as_bytes(tensor), _AllgatherOptions())
+
+        return self._start(collective, tensor, start)
+
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
+        if shares is not None:
+            return self._exchange_and_reduce(collective, output, tensor, op, shares)
+
+        def start() -> Any:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = _OPERATIONS[op]
+            return self.group._reduce_scatter_base(_as_real(output), _as_real(tensor), options)
+
+        return self._start(collective, tensor, start)
+
+    def _exchange_and_reduce(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: tuple[int, ...]
+    ) -> Handle:
+        """Shares of several sizes: everybody gets what belongs to it of all, and adds it up."""
+        pieces = output.new_empty(self.world_size * output.numel())
+        sizes = (output.numel(),) * self.world_size
+
+        def reduce() -> None:
+            combine_in_order(list(pieces.view(self.world_size, -1)), output, op)
+
+        return self._all_to_all(collective, pieces, tensor, sizes, shares).then(reduce)
+
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        def start() -> Any:
+            into, out = _as_bytes(output).view(-1), _as_bytes(tensor).view(-1)
+            # Counted in what they are sent as.
+            size = output.itemsize // into.itemsize
+            return self.group.alltoall_base(into, out, [size * n for n in arriving], [size * n for n in leaving])
+
+        return self._start(collective, tensor, start)
+
+    def _start(self, collective: Collective, tensor: torch.Tensor, start: Callable[[], Any]) -> Handle:
+        def work() -> Work:
+            try:
+                return _TorchWork(start())
+            except RuntimeError as error:
+                if _is_failure(error):
+                    raise self.explain(collective, error) from error
+                raise
+
+        if tensor.is_cpu:
+            return self._issue(collective, work)
+        return self._issue(DeviceCollective(self, collective, tensor.device), work, on_host=False)
+
+    def _check(self, kind: str, tensor: torch.Tensor) -> None:
+        super()._check(kind, tensor)
+        if tensor.dtype not in SUMMED and kind in ("all_reduce", "reduce_scatter"):
+            raise ConfigurationError(f"process groups cannot add up {tensor.dtype}. Convert it to another dtype before")
+        # Backends see memory and not strides: gaps would be filled with sums of what lies there.
+        if not tensor.is_contiguous() and (tensor.dtype not in SUMMED or has_gaps(tensor)):
+            raise ConfigurationError(
+                f"{kind} over a process group expects tensors without gaps, got shape {list(tensor.shape)} with "
+                f"strides {list(tensor.stride())}. Pass tensor.contiguous()"
+            )
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
+        if not isinstance(error, RuntimeError):
+            return error
+        said = str(error).partition("\n")[0]
+        return PeerFailedError(
+            f"rank {self.rank}: {collective.describe()} failed in the process group ({self.backend}): {said}. Another "
+            "rank has ended, hangs or runs other collectives; see what the other ranks wrote, and start all ranks again"
+        )
+
+    def _tell_others(self, reason: str) -> None:
+        for device_type in self.group._device_types:
+            backend = self.group._get_backend(device_type)
+            if backend.name() == "gloo":
+                break_gloo(backend, self.rank, self.world_size)
+            elif hasattr(backend, "abort"):
+                backend.abort()
+
+
+def break_gloo(backend: Any, rank: int, world_size: int) -> None:
+    """Close the group's connections, here and for the others. Gloo has no way to be asked to.
+
+    But it closes them when somebody has waited too long: for a message that nobody sends.
+    """
+    if world_size == 1:
+        return
+    # It has a set of connections for every interface, which messages use in turn, by their tags.
+    interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    for number in range(interfaces):
+        try:
+            backend.recv([torch.empty(1)], (rank + 1) % world_size, LAST_TAG - number).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            continue
+
+
+def _is_failure(error: RuntimeError) -> bool:
+    """Whether the wire has failed, and torch has not only refused an argument."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as twice as many real ones: not all backends know them."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, as bytes or real numbers if its dtype is one that backends may not know."""
+    if tensor.dtype in SUMMED and not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.reshape(-1).view(torch.uint8)
 
 
 # torch exports the options of the other collectives by name, but not these.

@@ -4,25 +4,28 @@ A process group works on its collectives one after the other, with a thread or a
 does not fill the link, several do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
+from gradsync.communicator.collective import Collective, again
+from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
-from gradsync.errors import ConfigurationError
+from gradsync.communicator.wire import Shares, Wire
+from gradsync.errors import ConfigurationError, GradsyncError
 
 __all__ = ["RoundRobinCommunicator"]
 
 
-class RoundRobinCommunicator:
+class RoundRobinCommunicator(Wire):
     """Gives each collective to the next of ``communicators``, which are over the same ranks.
 
     Every rank starts the same collectives in the same order, so that all of them take the same turn. A collective may
-    be done before one that was started earlier.
+    be done before one that was started earlier. When one of the communicators has failed, all of them are given up.
     """
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
@@ -33,6 +36,7 @@ class RoundRobinCommunicator:
             raise ConfigurationError(
                 f"communicators over the same ranks are expected, but this process is {_described(places)} in them"
             )
+        super().__init__(communicators[0].rank, communicators[0].world_size, communicators[0].group)
         self.communicators = tuple(communicators)
         self._turn = 0
 
@@ -51,16 +55,12 @@ class RoundRobinCommunicator:
         return f"RoundRobinCommunicator({len(self.communicators)} × {self.communicators[0]!r})"
 
     @property
-    def rank(self) -> int:
-        return self.communicators[0].rank
-
-    @property
-    def world_size(self) -> int:
-        return self.communicators[0].world_size
-
-    @property
     def device(self) -> torch.device:
         return self.communicators[0].device
+
+    @property
+    def failure(self) -> GradsyncError | None:
+        return self._fate.failure or next((each.failure for each in self.communicators if each.failure), None)
 
     def averages(self, device: torch.device) -> bool:
         return all(each.averages(device) for each in self.communicators)
@@ -68,22 +68,54 @@ class RoundRobinCommunicator:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.communicators[0].allocate(numel, dtype, device)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
-        return self._next().all_reduce(tensor, op)
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
+        return self._give(collective, tensor, lambda wire: wire.all_reduce(tensor, op))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
-        return self._next().broadcast(tensor, source)
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
+        return self._give(collective, tensor, lambda wire: wire.broadcast(tensor, source))
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        return self._next().all_gather(output, tensor)
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
+        return self._give(collective, tensor, lambda wire: wire.all_gather(output, tensor, shares))
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
-        return self._next().reduce_scatter(output, tensor)
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
+        return self._give(collective, tensor, lambda wire: wire.reduce_scatter(output, tensor, op, shares))
 
-    def _next(self) -> Communicator:
-        turn = self._turn
-        self._turn = (turn + 1) % len(self.communicators)
-        return self.communicators[turn]
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        return self._give(collective, tensor, lambda wire: wire.all_to_all(output, tensor, arriving, leaving))
+
+    def _give(self, collective: Collective, tensor: torch.Tensor, start: Callable[[Communicator], Handle]) -> Handle:
+        """To the communicator whose turn it is when the collective is issued, after the stages before it."""
+
+        def work() -> Handle:
+            handle = start(self.communicators[self._turn])
+            # Only now: what is refused takes no turn.
+            self._turn = (self._turn + 1) % len(self.communicators)
+            return handle
+
+        if tensor.is_cpu:
+            return self._issue(collective, work)
+        return self._issue(DeviceCollective(self, collective, tensor.device), work, on_host=False)
+
+    def explain(self, collective: Collective, error: BaseException) -> BaseException:
+        # The communicator that had the turn knows whether it is out of step.
+        return error if isinstance(error, GradsyncError) else super().explain(collective, error)
+
+    def _refuse_after_failure(self) -> None:
+        if (failure := self.failure) is not None:
+            raise again(failure)
+
+    def _tell_others(self, reason: str) -> None:
+        for each in self.communicators:
+            each.abort(reason)
 
 
 def _described(places: set[tuple[int, int]]) -> str:

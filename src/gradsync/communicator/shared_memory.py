@@ -13,20 +13,22 @@ twice. Collectives use the two in turn, so that a rank may fill one while slower
 be more than one collective behind, because all meet in each.
 """
 
-import functools
-import struct
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
+from gradsync.communicator.collective import Collective
 from gradsync.communicator.host_peers import HostPeers
+from gradsync.communicator.reducing import combine_in_order, offsets_of
+from gradsync.communicator.shared_headers import Call, all_somewhere, describe_header, detail_of, differ, places_in
 from gradsync.communicator.shared_heap import Heap, Place
-from gradsync.communicator.shared_signals import HEADER_BYTES, Signals
-from gradsync.errors import ConfigurationError, MismatchError
+from gradsync.communicator.shared_signals import Signals
+from gradsync.communicator.wire import Shares, Wire
+from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -42,63 +44,37 @@ LEISURE_BYTES = 256 * 1024
 MOST_KNOWN = 64
 TIMEOUT_SECONDS = 1800.0
 
-_NOWHERE = -1
-# Kind, detail, dtype and number of elements, which must be the same on all ranks; segment and offset, which may differ.
-_HEADER = struct.Struct("=6q")
-_SAME_BYTES = 4 * 8
-assert _HEADER.size == HEADER_BYTES
-_KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-_OPERATIONS: tuple[ReduceOp, ...] = ("sum", "average", "max")
-_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(dict.fromkeys(_DTYPES))}
-_DTYPE_NAMES = {number: str(dtype) for dtype, number in _DTYPE_NUMBERS.items()}
-
 Blocks = list[tuple[torch.Tensor, ...]]
 
 
-class _Call(NamedTuple):
-    """What a rank wants: ``detail`` is the operation's number, or the source."""
-
-    kind: int
-    detail: int
-    tensor: torch.Tensor
-
-    def header(self, segment: int = _NOWHERE, offset: int = 0) -> bytes:
-        """What all ranks must agree on, and where the tensor lies in shared memory."""
-        tensor = self.tensor
-        return _HEADER.pack(self.kind, self.detail, _DTYPE_NUMBERS[tensor.dtype], tensor.numel(), segment, offset)
-
-    def describe(self) -> str:
-        return _describe(self.header())
-
-
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(Wire):
     """The collectives of ranks that are all on one host. ``over`` reaches them until their memory is shared.
 
     Tensors on other devices than the CPU go over ``over``.
     """
 
+    survives_mismatch = True
+
     def __init__(self, over: Communicator, *, timeout: float = TIMEOUT_SECONDS) -> None:
-        self.over = over
         # Models that share the group share the order of its collectives, whichever way these take.
-        self.group = getattr(over, "group", self)
-        self._rank, self._world_size = over.rank, over.world_size
+        super().__init__(over.rank, over.world_size, over.group)
+        self.over = over
         self._peers = HostPeers(over, timeout)
         self._heap = Heap(self._peers)
-        control = self._allocate_or_refuse(Signals.control_bytes(self._world_size))
+        control = self._allocate_or_refuse(Signals.control_bytes(self.world_size))
         stages = self._allocate_or_refuse(2 * STAGE_BYTES)
         # Held so that they stay: the heap frees what nobody holds.
         self._kept = (control, stages)
-        segment, offset = self._place(control)
+        segment, offset = self._place_of(control)
         self._signals = Signals(self._peers, [piece[offset:] for piece in segment.pieces], timeout)
-        segment, offset = self._place(stages)
+        segment, offset = self._place_of(stages)
         self._stages = [
             [piece[offset + half * STAGE_BYTES : offset + (half + 1) * STAGE_BYTES] for piece in segment.pieces]
             for half in range(2)
         ]
         self._known_stages: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        # Of the stages that are used now: everybody's are the even ones, or the odd ones.
         self._number = 0
-        self._background = Background("gradsync-shared-memory")
         # Nobody posts before all semaphores are there.
         over.all_reduce(torch.zeros(1, device=over.device)).wait()
         self._signals.watch()
@@ -112,25 +88,14 @@ class SharedMemoryCommunicator:
             raise ConfigurationError(f"ranks of this host cannot share {nbytes} bytes of memory")
         return memory
 
-    def _place(self, tensor: torch.Tensor) -> Place:
+    def _place_of(self, tensor: torch.Tensor) -> Place:
         place = self._heap.find(tensor)
         assert place is not None
         return place
 
-    def __repr__(self) -> str:
-        return f"SharedMemoryCommunicator(rank {self.rank} of {self.world_size})"
-
     @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    def failure(self) -> GradsyncError | None:
+        return self._fate.failure or self.over.failure
 
     def averages(self, device: torch.device) -> bool:
         return False if device.type == "cpu" else self.over.averages(device)
@@ -139,186 +104,255 @@ class SharedMemoryCommunicator:
         """Collective: every rank allocates the same. Where memory is short, it is memory of this rank alone."""
         if device.type != "cpu":
             return self.over.allocate(numel, dtype, device)
+        self._refuse_after_failure()
         memory = self._heap.allocate(numel * dtype.itemsize)
         return torch.zeros(numel, dtype=dtype) if memory is None else memory.view(dtype)
 
     def close(self) -> None:
         """Let go of the other ranks. They notice if they still need this one."""
-        self._background.close()
+        self._queue.close()
+        self._peers.close()
+
+    def _make_queue(self) -> Background:
+        return Background("gradsync-shared-memory")
+
+    def _fail(self, failure: GradsyncError) -> None:
+        super()._fail(failure)
+        # The others learn now that this rank will not come any more, and whoever waits here that it need not.
         self._peers.close()
 
     # -- the collectives ------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if not tensor.is_cpu:
             return self.over.all_reduce(tensor, op)
-        call = _Call(kind=0, detail=_OPERATIONS.index(op), tensor=tensor)
-        return self._start(self._reduce_small if tensor.nbytes <= SMALL_BYTES else self._reduce_large, call, op)
+        call = Call("all_reduce", detail_of(op), tensor.dtype, collective.numel, collective.describe)
+        reduce = self._reduce_small if tensor.nbytes <= SMALL_BYTES else self._reduce_large
+        return self._start(collective, tensor, lambda: reduce(call, tensor, op))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
         if not tensor.is_cpu:
             return self.over.broadcast(tensor, source)
-        return self._start(self._broadcast, _Call(kind=1, detail=source, tensor=tensor), source)
+        call = Call("broadcast", source, tensor.dtype, collective.numel, collective.describe)
+        return self._start(collective, tensor, lambda: self._give(call, tensor, source))
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
         if not tensor.is_cpu:
-            return self.over.all_gather(output, tensor)
-        return self._start(self._all_gather, _Call(kind=2, detail=0, tensor=tensor), output)
+            return self.over.all_gather(output, tensor, shares)
+        call = Call("all_gather", detail_of("sum", shares), tensor.dtype, collective.numel, collective.describe)
+        offsets = self._offsets(output, shares)
+        return self._start(collective, output, lambda: self._gather(call, output, tensor, offsets))
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Handle:
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
         if not tensor.is_cpu:
-            return self.over.reduce_scatter(output, tensor)
-        return self._start(self._reduce_scatter, _Call(kind=3, detail=0, tensor=tensor), output)
+            return self.over.reduce_scatter(output, tensor, op, shares)
+        call = Call("reduce_scatter", detail_of(op, shares), tensor.dtype, collective.numel, collective.describe)
+        offsets = self._offsets(tensor, shares)
+        return self._start(collective, tensor, lambda: self._scatter(call, output, tensor, op, offsets))
 
-    def _start(self, run: Callable[..., None], call: _Call, argument: object) -> Handle:
-        run = functools.partial(run, call, argument)
-        return self._background.start(run, at_leisure=call.tensor.nbytes <= LEISURE_BYTES)
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        if not tensor.is_cpu:
+            return self.over.all_to_all(output, tensor, arriving, leaving)
+        call = Call("all_to_all", 0, tensor.dtype, 0, collective.describe)
+        return self._start(collective, tensor, lambda: self._exchange(call, output, tensor, arriving, leaving))
+
+    def _start(self, collective: Collective, tensor: torch.Tensor, run: Callable[[], None]) -> Handle:
+        return self._queue_up(collective, run, at_leisure=tensor.nbytes <= LEISURE_BYTES)
+
+    def _offsets(self, whole: torch.Tensor, shares: Shares) -> list[int]:
+        """Where the shares of ``whole`` begin and end."""
+        if shares is not None:
+            return offsets_of(shares)
+        share = whole.numel() // self.world_size
+        return [number * share for number in range(self.world_size + 1)]
 
     # -- how each is done -----------------------------------------------------------------------------------------
 
-    def _reduce_small(self, call: _Call, op: ReduceOp) -> None:
-        flat = _flat(call.tensor)
+    def _reduce_small(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
+        flat = _flat(tensor)
         stages = self._stages_now(flat)
-        stages[self._rank].copy_(flat)
+        stages[self.rank].copy_(flat)
         self._meet_first(call)
-        if self._world_size > 1:
-            _combine(stages[0], stages[1], op, flat)
-        for stage in stages[2:]:
-            _combine(flat, stage, op, flat)
+        combine_in_order(stages, flat, op)
         self._number += 1
-        _put_back(call.tensor, _averaged(flat, op, self._world_size))
+        _put_back(tensor, flat)
 
-    def _reduce_large(self, call: _Call, op: ReduceOp) -> None:
-        place = self._heap.find(call.tensor) if call.tensor.is_contiguous() else None
+    def _reduce_large(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
+        place = self._heap.find(tensor) if tensor.is_contiguous() else None
         headers = self._meet_first(call, place)
-        if place is not None and _all_somewhere(headers):
-            try:
-                self._reduce_share(self._blocks(call.tensor, place, headers), op)
-            finally:
-                self._meet_again(call)
+        if place is not None and all_somewhere(headers):
+            self._reduce_share(self._blocks(tensor, place, headers), op)
+            self._meet_again(call)
             self._number += 1
             return
         self._number += 1
-        flat = _flat(call.tensor)
+        flat = _flat(tensor)
         for piece in flat.split(STAGE_BYTES // flat.itemsize):
             stages = self._stages_now(piece)
-            stages[self._rank].copy_(piece)
+            stages[self.rank].copy_(piece)
             self._meet_again(call)
-            try:
-                self._reduce_share(_cut(stages, self._rank), op)
-            finally:
-                self._meet_again(call)
-            piece.copy_(stages[self._rank])
+            self._reduce_share(_cut(stages, self.rank), op)
+            self._meet_again(call)
+            piece.copy_(stages[self.rank])
             self._number += 1
-        _put_back(call.tensor, flat)
+        _put_back(tensor, flat)
 
     def _reduce_share(self, blocks: Blocks, op: ReduceOp) -> None:
         for first, *others in blocks:
-            for other in others:
-                _combine(first, other, op, first)
-            _averaged(first, op, self._world_size)
+            combine_in_order([first, *others], first, op)
             for other in others:
                 other.copy_(first)
 
-    def _broadcast(self, call: _Call, source: int) -> None:
-        flat = _flat(call.tensor)
+    def _give(self, call: Call, tensor: torch.Tensor, source: int) -> None:
+        flat = _flat(tensor)
         for piece in _pieces(flat, STAGE_BYTES):
             stages = self._stages_now(piece)
-            if self._rank == source:
+            if self.rank == source:
                 stages[source].copy_(piece)
             self._meet_first(call)
-            if self._rank != source:
+            if self.rank != source:
                 piece.copy_(stages[source])
             self._number += 1
-        _put_back(call.tensor, flat)
+        _put_back(tensor, flat)
 
-    def _all_gather(self, call: _Call, output: torch.Tensor) -> None:
-        flat = _flat(call.tensor)
-        rows = output.view(self._world_size, -1)
-        if output.nbytes > SMALL_BYTES:
-            everybodys = self._direct(call, output)
-            if everybodys is not None:
-                try:
-                    for theirs in everybodys:
-                        theirs.view(self._world_size, -1)[self._rank].copy_(flat)
-                finally:
-                    self._meet_again(call)
-                self._number += 1
-                return
-        done = 0
-        for piece in _pieces(flat, STAGE_BYTES):
-            stages = self._stages_now(piece)
-            stages[self._rank].copy_(piece)
+    def _gather(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, offsets: list[int]) -> None:
+        everybodys = self._direct(call, output) if output.nbytes > SMALL_BYTES else None
+        if everybodys is not None:
+            for theirs in everybodys:
+                theirs[offsets[self.rank] : offsets[self.rank + 1]].copy_(tensor)
+            self._meet_again(call)
+            self._number += 1
+            return
+        rows = [output[start:end] for start, end in itertools.pairwise(offsets)]
+        step = STAGE_BYTES // output.itemsize
+        # At least once, so that all ranks meet also for nothing.
+        for start in range(0, max(1, *map(len, rows)), step):
+            stages = self._stages_now(output, step)
+            mine = tensor[start : start + step]
+            stages[self.rank][: mine.numel()].copy_(mine)
             self._meet_first(call)
             for row, stage in zip(rows, stages, strict=True):
-                row[done : done + piece.numel()].copy_(stage)
-            done += piece.numel()
+                piece = row[start : start + step]
+                piece.copy_(stage[: piece.numel()])
             self._number += 1
 
-    def _reduce_scatter(self, call: _Call, output: torch.Tensor) -> None:
-        rows = _flat(call.tensor).view(self._world_size, -1)
-        if call.tensor.nbytes > SMALL_BYTES:
-            everybodys = self._direct(call, call.tensor)
-            if everybodys is not None:
-                try:
-                    self._sum_rows([theirs.view(self._world_size, -1)[self._rank] for theirs in everybodys], output)
-                finally:
-                    self._meet_again(call)
-                self._number += 1
-                return
-        done = 0
-        for piece in _pieces(output, STAGE_BYTES // self._world_size):
-            columns = rows[:, done : done + piece.numel()]
-            stages = [stage.view(columns.shape) for stage in self._stages_now(columns)]
-            stages[self._rank].copy_(columns)
+    def _scatter(
+        self, call: Call, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, offsets: list[int]
+    ) -> None:
+        mine = slice(offsets[self.rank], offsets[self.rank + 1])
+        everybodys = self._direct(call, tensor) if tensor.nbytes > SMALL_BYTES else None
+        if everybodys is not None:
+            self._reduce_rows([theirs[mine] for theirs in everybodys], output, op)
+            self._meet_again(call)
+            self._number += 1
+            return
+        # Of every share as much at a time as fits into a stage together.
+        step = STAGE_BYTES // output.itemsize // self.world_size
+        ranges = list(itertools.pairwise(offsets))
+        for start in range(0, max(1, *(end - begin for begin, end in ranges)), step):
+            stages = self._stages_now(output, step * self.world_size)
+            for rank, (begin, end) in enumerate(ranges):
+                piece = tensor[min(begin + start, end) : min(begin + start + step, end)]
+                stages[self.rank][rank * step : rank * step + piece.numel()].copy_(piece)
             self._meet_first(call)
-            piece.copy_(stages[0][self._rank])
-            for stage in stages[1:]:
-                piece.add_(stage[self._rank])
-            done += piece.numel()
+            target = output[start : start + step]
+            first = self.rank * step
+            combine_in_order([stage[first : first + target.numel()] for stage in stages], target, op)
             self._number += 1
 
-    def _sum_rows(self, rows: list[torch.Tensor], output: torch.Tensor) -> None:
+    def _reduce_rows(self, rows: list[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
         """Block by block, and not in place: ``output`` may be one of the rows, and the others are not ours."""
         step = BLOCK_BYTES // output.itemsize
-        for target, *blocks in zip(output.split(step), *(row.split(step) for row in rows), strict=True):
-            total = torch.add(blocks[0], blocks[1])
-            for block in blocks[2:]:
-                total.add_(block)
-            target.copy_(total)
+        for start in range(0, output.numel(), step):
+            blocks = [row[start : start + step] for row in rows]
+            total = torch.empty_like(blocks[0])
+            combine_in_order(blocks, total, op)
+            output[start : start + step].copy_(total)
 
-    def _direct(self, call: _Call, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    def _exchange(
+        self,
+        call: Call,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> None:
+        """Everybody's tensor passes through its stage, and everybody takes from it what is meant for it."""
+        begins, ends, longest = self._compare_counts(call, arriving, leaving)
+        into = output.split(arriving)
+        step = STAGE_BYTES // output.itemsize
+        for start in range(0, longest, step):
+            stages = self._stages_now(output, step)
+            mine = tensor[start : start + step]
+            stages[self.rank][: mine.numel()].copy_(mine)
+            self._meet_first(call)
+            for begin, end, part, stage in zip(begins, ends, into, stages, strict=True):
+                first, last = max(begin, start), min(end, start + step)
+                if first < last:
+                    part[first - begin : last - begin].copy_(stage[first - start : last - start])
+            self._number += 1
+
+    def _compare_counts(
+        self, call: Call, arriving: tuple[int, ...], leaving: tuple[int, ...]
+    ) -> tuple[list[int], list[int], int]:
+        """Where this rank's parts begin and end in everybody's tensor, and the length of the longest of these."""
+        counts = torch.tensor([arriving, leaving])
+        stages = self._stages_now(counts)
+        stages[self.rank].copy_(counts.view(-1))
+        self._meet_first(call)
+        everybodys = [stage.view(2, -1).tolist() for stage in stages]
+        self._number += 1
+        for sender, receiver in itertools.product(range(self.world_size), repeat=2):
+            sent, expected = everybodys[sender][1][receiver], everybodys[receiver][0][sender]
+            if sent != expected:
+                raise MismatchError(
+                    f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected} of them"
+                )
+        offsets = [offsets_of(leaving) for _, leaving in everybodys]
+        begins = [offset[self.rank] for offset in offsets]
+        return begins, [offset[self.rank + 1] for offset in offsets], max(offset[-1] for offset in offsets)
+
+    def _direct(self, call: Call, tensor: torch.Tensor) -> list[torch.Tensor] | None:
         """Everybody's ``tensor``, if it lies in shared memory on all ranks: they have met then, and must meet again."""
-        place = self._heap.find(tensor) if tensor.is_contiguous() else None
-        headers = self._meet_first(call, place)
-        if not _all_somewhere(headers):
+        headers = self._meet_first(call, self._heap.find(tensor))
+        if not all_somewhere(headers):
             self._number += 1
             return None
         return self._everybodys(tensor, headers)
 
     # -- meeting the others ---------------------------------------------------------------------------------------
 
-    def _meet_first(self, call: _Call, place: Place | None = None) -> list[bytes]:
+    def _meet_first(self, call: Call, place: Place | None = None) -> list[bytes]:
         """Meet, and see that all ranks came for the same. Everybody sees everybody's header, and raises alike."""
         mine = call.header() if place is None else call.header(place[0].number, place[1])
         self._signals.write_header(self._number, mine)
         self._signals.meet(call.describe)
         headers = self._signals.headers(self._number)
-        if headers.count(mine) < len(headers) and len({header[:_SAME_BYTES] for header in headers}) > 1:
+        if headers.count(mine) < len(headers) and differ(headers):
             self._number += 1
-            started = ", ".join(f"rank {rank}: {_describe(header)}" for rank, header in enumerate(headers))
+            started = ", ".join(f"rank {rank}: {describe_header(header)}" for rank, header in enumerate(headers))
             raise MismatchError(f"ranks started different collectives: {started}")
         return headers
 
-    def _meet_again(self, call: _Call) -> None:
+    def _meet_again(self, call: Call) -> None:
         self._signals.meet(call.describe)
 
-    def _stages_now(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's stage of this collective, as a flat tensor with the numbers of ``like``."""
-        key = (self._number % 2, like.nbytes, like.dtype)
+    def _stages_now(self, like: torch.Tensor, numel: int | None = None) -> list[torch.Tensor]:
+        """Everybody's stage of this collective, as a flat tensor with as many numbers as ``like``, or ``numel``."""
+        nbytes = like.nbytes if numel is None else numel * like.itemsize
+        key = (self._number % 2, nbytes, like.dtype)
         stages = self._known_stages.get(key)
         if stages is None:
-            stages = [stage[: like.nbytes].view(like.dtype) for stage in self._stages[self._number % 2]]
+            stages = [stage[:nbytes].view(like.dtype) for stage in self._stages[self._number % 2]]
             if len(self._known_stages) < MOST_KNOWN:
                 self._known_stages[key] = stages
         return stages
@@ -327,7 +361,7 @@ class SharedMemoryCommunicator:
         """What lies on each rank where its header says, with as many numbers as ``tensor``."""
         return [
             self._heap.segment(number).pieces[rank][start : start + tensor.nbytes].view(tensor.dtype)
-            for rank, (*_, number, start) in enumerate(map(_HEADER.unpack, headers))
+            for rank, (number, start) in enumerate(places_in(headers))
         ]
 
     def _blocks(self, tensor: torch.Tensor, place: Place, headers: list[bytes]) -> Blocks:
@@ -335,11 +369,11 @@ class SharedMemoryCommunicator:
         segment, offset = place
         # Ranks allocate alike, so headers are nearly always the same altogether.
         if headers.count(headers[0]) < len(headers):
-            return _cut(self._everybodys(tensor, headers), self._rank)
+            return _cut(self._everybodys(tensor, headers), self.rank)
         key = (offset, tensor.numel(), tensor.dtype)
         blocks = segment.known.get(key)
         if blocks is None:
-            blocks = segment.known[key] = _cut(self._everybodys(tensor, headers), self._rank)
+            blocks = segment.known[key] = _cut(self._everybodys(tensor, headers), self.rank)
         return blocks
 
 
@@ -352,22 +386,6 @@ def _cut(everybodys: list[torch.Tensor], rank: int) -> Blocks:
     first, end = min(rank * share, numel), min((rank + 1) * share, numel)
     step = BLOCK_BYTES // itemsize
     return [tuple(tensor[start : min(start + step, end)] for tensor in everybodys) for start in range(first, end, step)]
-
-
-def _all_somewhere(headers: list[bytes]) -> bool:
-    """Whether the tensors of all ranks lie in shared memory."""
-    return all(_HEADER.unpack(header)[4] != _NOWHERE for header in headers)
-
-
-def _combine(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, into: torch.Tensor) -> None:
-    if op == "max":
-        torch.maximum(one, other, out=into)
-    else:
-        torch.add(one, other, out=into)
-
-
-def _averaged(total: torch.Tensor, op: ReduceOp, world_size: int) -> torch.Tensor:
-    return total.div_(world_size) if op == "average" else total
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -383,10 +401,3 @@ def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 def _pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
     """At least one, so that all ranks meet also for nothing."""
     return iter(tensor.split(max(nbytes // tensor.itemsize, 1)) if tensor.numel() else [tensor])
-
-
-def _describe(header: bytes) -> str:
-    kind, detail, dtype, numel, *_ = _HEADER.unpack(header)
-    name = _KINDS[kind]
-    which = {"all_reduce": f" {_OPERATIONS[detail]}" if kind == 0 else "", "broadcast": f" from {detail}"}.get(name, "")
-    return f"{name}{which} of {numel} × {_DTYPE_NAMES[dtype]}"

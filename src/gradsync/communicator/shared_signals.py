@@ -121,7 +121,8 @@ class Signals:
             semaphore.post()
         self._awaited += 1
         for peer, semaphore in self._mine:
-            if self._ended or not _spin(semaphore):
+            # Asked afterwards: the post that was found may be that of the thread that watches.
+            if not _spin(semaphore) or self._ended:
                 self._sleep(peer, semaphore, describe)
 
     def _sleep(self, peer: int, semaphore: _Semaphore, describe: Callable[[], str]) -> None:

@@ -180,7 +180,7 @@ class Pipeline:
         if not bucket.absent or bucket.has_wire:
             handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
             if LOGGER.isEnabledFor(logging.DEBUG):
-                LOGGER.debug("rank %d: start %s", self.communicator.rank, bucket.describe())
+                LOGGER.debug("rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
             if self.observer is not None:
                 self.observer.bucket_started(bucket, handle)
         self._pending.append((bucket, handle))
@@ -256,7 +256,7 @@ class Pipeline:
         except PeerFailedError as error:
             raise type(error)(f"{error} [{bucket.describe()}]") from error
         if LOGGER.isEnabledFor(logging.DEBUG):
-            LOGGER.debug("rank %d: finish %s", self.communicator.rank, bucket.describe())
+            LOGGER.debug("rank %d: finish %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
 
     def _exchange_tails(self) -> None:
         """Send the tails that the reduction does not carry, all in one, once it has nothing more to send itself.

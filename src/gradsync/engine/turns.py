@@ -21,8 +21,7 @@ class Turns:
 
     def __init__(self, owner: Any, communicator: Communicator) -> None:
         self._owner = weakref.ref(owner)
-        group = getattr(communicator, "group", None)
-        self._key = id(communicator if group is None else group)
+        self._key = id(communicator.group or communicator)
 
     def take_lead(self) -> bool:
         """True if no other synchronizer leads in the running backward; it then leads, until :meth:`give_up`."""

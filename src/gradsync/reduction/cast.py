@@ -3,22 +3,11 @@
 import torch
 
 from gradsync.bucket import Bucket
-from gradsync.communicator import Communicator, Handle
+from gradsync.communicator import Communicator, Finishing, Handle
 from gradsync.errors import ConfigurationError
 from gradsync.reduction.base import Reduction
 
 __all__ = ["Cast"]
-
-
-class _CopyBack:
-    """Waits for the cast copy and brings it back into the bucket's own dtype."""
-
-    def __init__(self, handle: Handle, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._handle, self._source, self._target = handle, source, target
-
-    def wait(self) -> None:
-        self._handle.wait()
-        self._target.copy_(self._source)
 
 
 class Cast(Reduction):
@@ -42,4 +31,4 @@ class Cast(Reduction):
         if wire.dtype == self.dtype:
             return communicator.all_reduce(wire)
         cast = wire.to(self.dtype)
-        return _CopyBack(communicator.all_reduce(cast), cast, wire)
+        return Finishing(communicator.all_reduce(cast), lambda: wire.copy_(cast))

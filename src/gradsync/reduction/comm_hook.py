@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.bucket import Bucket
-from gradsync.communicator import Communicator, Handle
+from gradsync.communicator import Communicator, Handle, Stage
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction.base import Reduction
 
@@ -71,6 +71,21 @@ class _FutureHandle:
             )
         if result.data_ptr() != payload.data_ptr() or result.dtype != payload.dtype:
             payload.copy_(result.view(-1))
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._future.then(lambda _: callback())
+
+    def then(self, stage: Stage) -> Handle:
+        raise MisuseError(
+            f"the collectives of the communication hook {self._hook_name!r} have no place in the order of a "
+            "communicator, so that no stage can follow them. Wait for the bucket first"
+        )
+
+    def describe(self) -> str:
+        return f"the communication hook {self._hook_name!r} on bucket {self._bucket.index}"
 
 
 class CommHook(Reduction):

@@ -1,9 +1,7 @@
 """The plain mean: one all-reduce a bucket. Exact, and the model for every other reduction."""
 
-from collections.abc import Callable, Sequence
-
 from gradsync.bucket import Bucket
-from gradsync.communicator import Communicator, Handle, ReduceOp, when_done
+from gradsync.communicator import Communicator, Handle, ReduceOp, Together
 from gradsync.reduction.base import Reduction
 
 __all__ = ["Mean"]
@@ -30,24 +28,9 @@ class Mean(Reduction):
         wire, piece = bucket.wire, bucket.plan.piece
         if wire.numel() <= piece:
             return communicator.all_reduce(wire, op)
-        return _Handles([communicator.all_reduce(part, op) for part in wire.split(piece)])
+        return Together([communicator.all_reduce(part, op) for part in wire.split(piece)])
 
     @staticmethod
     def _divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
         # Not in a world of one: NCCL would run over the whole bucket to divide it by one.
         return divisor == communicator.world_size > 1 and communicator.averages(bucket.plan.device)
-
-
-class _Handles:
-    """Several collectives that are waited for as one."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = list(handles)
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        # They end in the order in which they were started, or nearly so.
-        when_done(self._handles[-1], callback)

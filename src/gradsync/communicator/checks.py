@@ -1,0 +1,125 @@
+"""What is refused before anything is sent or counted, in the same words on every wire and on all ranks."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+
+from gradsync.communicator.base import Counts, ReduceOp
+from gradsync.errors import ConfigurationError
+
+__all__ = [
+    "check_dense",
+    "check_operation",
+    "check_parts",
+    "check_shares",
+    "check_source",
+    "check_together",
+    "has_gaps",
+]
+
+OPERATIONS = get_args(ReduceOp)
+
+
+def check_dense(kind: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ConfigurationError(
+            f"{kind} expects dense tensors, got layout {tensor.layout}. Pass tensor.to_dense(), or its values"
+        )
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether its elements, in whatever order, are not all of a piece of memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return True
+        expected *= size
+    return False
+
+
+def check_operation(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Nothing to do for a sum, the only operation on the path of backward."""
+    if op == "sum":
+        return
+    if op not in OPERATIONS:
+        raise ConfigurationError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
+    if op == "average" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(f"whole numbers have no average, got {dtype}. Sum instead, and divide")
+    if op == "max" and dtype.is_complex:
+        raise ConfigurationError(f"complex numbers have no order, and so no maximum, got {dtype}")
+
+
+def check_source(source: int, world_size: int) -> None:
+    if not 0 <= source < world_size:
+        raise ConfigurationError(f"source must be in 0..{world_size - 1}, got {source}")
+
+
+def check_together(kind: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Two tensors of one collective: dense, each in one piece of memory, of one dtype and on one device."""
+    for name, each in (("output", output), ("tensor", tensor)):
+        check_dense(kind, each)
+        if not each.is_contiguous():
+            raise ConfigurationError(
+                f"{kind} expects {name} to be contiguous, got shape {list(each.shape)} with strides "
+                f"{list(each.stride())}. Pass {name}.contiguous()"
+            )
+    if output.dtype != tensor.dtype or output.device != tensor.device:
+        raise ConfigurationError(
+            f"{kind} expects one dtype and one device: output is {_described(output)} on {output.device}, tensor is "
+            f"{_described(tensor)} on {tensor.device}"
+        )
+
+
+def check_shares(
+    kind: str, whole: torch.Tensor, share: torch.Tensor, counts: Counts, rank: int, world_size: int
+) -> tuple[int, ...] | None:
+    """The sizes of the shares of ``whole``, of which ``share`` is this rank's; None where they are equal."""
+    sides = ("output", "tensor") if kind == "all_gather" else ("tensor", "output")
+    if counts is None:
+        if whole.numel() != share.numel() * world_size:
+            raise ConfigurationError(
+                f"{kind} over {world_size} ranks expects {world_size} equal shares: {sides[0]} is {_described(whole)}, "
+                f"{sides[1]} is {_described(share)}. Pass counts= if shares differ"
+            )
+        return None
+    sizes = _checked(kind, "counts", counts, world_size)
+    if sum(sizes) != whole.numel():
+        raise ConfigurationError(
+            f"{kind}: counts {list(sizes)} make {sum(sizes)} elements, {sides[0]} is {_described(whole)}"
+        )
+    if sizes[rank] != share.numel():
+        raise ConfigurationError(
+            f"{kind}: rank {rank} has {sizes[rank]} elements by counts {list(sizes)}, {sides[1]} is {_described(share)}"
+        )
+    return None if len(set(sizes)) == 1 else sizes
+
+
+def check_parts(kind: str, name: str, tensor: torch.Tensor, counts: Counts, world_size: int) -> tuple[int, ...]:
+    """The sizes of the parts of ``tensor``, which is ``name``, one for every rank."""
+    if counts is None:
+        if tensor.numel() % world_size:
+            raise ConfigurationError(
+                f"{kind} over {world_size} ranks expects {world_size} equal parts: {name} is {_described(tensor)}. "
+                "Pass output_counts= and input_counts= if parts differ"
+            )
+        return (tensor.numel() // world_size,) * world_size
+    sizes = _checked(kind, "output_counts" if name == "output" else "input_counts", counts, world_size)
+    if sum(sizes) != tensor.numel():
+        raise ConfigurationError(
+            f"{kind}: counts {list(sizes)} make {sum(sizes)} elements, {name} is {_described(tensor)}"
+        )
+    return sizes
+
+
+def _checked(kind: str, name: str, counts: Sequence[int], world_size: int) -> tuple[int, ...]:
+    sizes = tuple(int(count) for count in counts)
+    if len(sizes) != world_size or min(sizes) < 0:
+        raise ConfigurationError(
+            f"{kind}: {name} must be {world_size} numbers that are not negative, one for every rank, got {list(sizes)}"
+        )
+    return sizes
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} × {tensor.dtype}"

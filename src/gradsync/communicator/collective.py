@@ -1,0 +1,262 @@
+"""The handle that every communicator returns: a collective with a number and a description, and the work that does it.
+
+What does the work differs: a task on a queue of ours, a ``Work`` of torch, a handle of another communicator. All a
+collective needs of it is :class:`Work`. What goes wrong in it is explained by the communicator, which also keeps it as
+its failure.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from gradsync.communicator.background import Background, Place
+from gradsync.communicator.base import Handle, Stage
+from gradsync.errors import GradsyncError
+
+__all__ = ["DONE", "Collective", "Finishing", "Later", "StageHandle", "Together", "Work", "again"]
+
+
+class Work(Protocol):
+    """What does a collective."""
+
+    def wait(self) -> None:
+        """Return when it is done, or raise."""
+
+    def done(self) -> bool:
+        """Whether it is."""
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when it is, or now."""
+
+
+class Owner(Protocol):
+    """The communicator, as its handles see it."""
+
+    @property
+    def failure(self) -> GradsyncError | None: ...
+
+    def explain(self, collective: "Collective", error: BaseException) -> BaseException:
+        """What to raise for ``error``, which is the communicator's failure from then on."""
+
+    def start_stage(self, first: Handle, stage: Stage) -> Handle:
+        """:meth:`Handle.then`."""
+
+    def take_number(self) -> int | str:
+        """The next one in the order."""
+
+    def abort(self, reason: str) -> None: ...
+
+
+class _Done:
+    """Was done when it was started."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+DONE: Work = _Done()
+
+
+class Later:
+    """Work that is started when its turn comes on ``queue``: by a stage, or after one."""
+
+    __slots__ = ("_started", "_task")
+
+    def __init__(self, queue: Background, start: Callable[[], Work | None], place: Place | None = None) -> None:
+        self._started: Work | None = None
+
+        def run() -> None:
+            self._started = start()
+
+        self._task = queue.start(run, place=place)
+
+    def wait(self) -> None:
+        self._task.wait()
+        if self._started is not None:
+            self._started.wait()
+
+    def done(self) -> bool:
+        return self._task.done() and (self._started is None or self._started.done())
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._task.when_done(lambda: (self._started or DONE).when_done(callback))
+
+
+class Collective:
+    """A collective of ``wire``. ``detail`` is its operation, or where it comes from."""
+
+    __slots__ = ("_error", "detail", "dtype", "kind", "number", "numel", "wire", "work")
+
+    def __init__(self, wire: Owner, kind: str, detail: str, numel: int, dtype: torch.dtype) -> None:
+        self.wire = wire
+        self.kind, self.detail, self.numel, self.dtype = kind, detail, numel, dtype
+        # Both are given when it is started: what is refused before takes no number.
+        self.number: int | str = 0
+        self.work: Work = DONE
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.describe()}>"
+
+    def wait(self) -> None:
+        if self._error is None:
+            failure = self.wire.failure
+            if failure is not None and not self.work.done():
+                self._error = again(failure)
+        if self._error is not None:
+            raise self._error
+        try:
+            self.work.wait()
+        except BaseException as error:
+            explained = self.wire.explain(self, error)
+            # An interruption is raised once: whoever waits again learns what it has broken.
+            self._error = explained if isinstance(explained, Exception) else None
+            if explained is error:
+                raise
+            raise explained from error
+
+    def done(self) -> bool:
+        # Whatever cannot be asked raises when it is waited for.
+        with contextlib.suppress(Exception):
+            return self._error is not None or self.work.done() or self.wire.failure is not None
+        return True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self.work.when_done(callback)
+
+    def then(self, stage: Stage) -> Handle:
+        return self.wire.start_stage(self, stage)
+
+    def describe(self) -> str:
+        return f"{self.name()} ({self.what()})"
+
+    def name(self) -> str:
+        return f"collective {self.number}"
+
+    def what(self) -> str:
+        """Without its number: ranks compare it."""
+        return f"{self.kind} {self.detail}".rstrip() + f" of {self.numel} × {self.dtype}"
+
+    def measured(self) -> str:
+        """:meth:`describe`, with the number of bytes."""
+        return f"{self.name()} ({self.what()}, {self.numel * self.dtype.itemsize} bytes)"
+
+
+class StageHandle(Collective):
+    """A stage of ``wire``, which comes after ``first``. It raises what the stage raised, in its own words."""
+
+    __slots__ = ("_after",)
+
+    def __init__(self, wire: Owner, first: Handle) -> None:
+        super().__init__(wire, "stage", "", 0, torch.uint8)
+        self.number = wire.take_number()
+        self._after = first.describe()
+
+    def call(self, first: Handle, stage: Stage) -> Work | None:
+        """Wait for ``first`` and call ``stage``."""
+        first.wait()
+        try:
+            return stage()
+        except BaseException as error:
+            # The others may be in what the stage would have started.
+            self.wire.abort(f"{self.describe()} raised {type(error).__name__}: {error}")
+            raise
+
+    def begin(self, run: Callable[[], Work | None]) -> None:
+        """Have ``run`` called now. What it raises is raised by :meth:`wait`, as if it had come later."""
+        try:
+            self.work = run() or DONE
+        except Exception as error:
+            self._error = self.wire.explain(self, error)
+
+    def describe(self) -> str:
+        return f"{self.name()} after {self._after}"
+
+    def name(self) -> str:
+        return f"stage {self.number}"
+
+    def measured(self) -> str:
+        return self.describe()
+
+
+class Together:
+    """Several collectives of one communicator, in the order they were started, that are waited for as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = list(handles)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def done(self) -> bool:
+        return all(handle.done() for handle in self._handles)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        left = list(self._handles)
+
+        def count_down() -> None:
+            # Whoever takes the last one away calls; the list's own lock decides who that is.
+            left.pop()
+            if not left:
+                with contextlib.suppress(IndexError):
+                    calls.pop()()
+
+        calls = [callback]
+        for handle in self._handles:
+            handle.when_done(count_down)
+
+    def then(self, stage: Stage) -> Handle:
+        def after_all() -> Handle | None:
+            self.wait()
+            return stage()
+
+        return self._handles[-1].then(after_all)
+
+    def describe(self) -> str:
+        return " and ".join(handle.describe() for handle in self._handles)
+
+
+class Finishing:
+    """A collective, and what is still to be done here, once, by whoever waits for it first."""
+
+    def __init__(self, handle: Handle, finish: Callable[[], object]) -> None:
+        self._handle = handle
+        self._finish = [finish]
+
+    def wait(self) -> None:
+        self._handle.wait()
+        with contextlib.suppress(IndexError):
+            finish = self._finish.pop()
+            finish()
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._handle.when_done(callback)
+
+    def then(self, stage: Stage) -> Handle:
+        def after_the_rest() -> Handle | None:
+            self.wait()
+            return stage()
+
+        return self._handle.then(after_the_rest)
+
+    def describe(self) -> str:
+        return self._handle.describe()
+
+
+def again(failure: GradsyncError) -> GradsyncError:
+    """The first failure, for somebody else to raise."""
+    copy = type(failure)(*failure.args)
+    copy.__cause__ = failure
+    return copy

@@ -1,0 +1,45 @@
+"""``GRADSYNC_LOG=debug`` (or ``info``, ``warning``, ``error``): what gradsync logs goes to stderr, from that level on.
+
+The logger is ``gradsync``, as a program of its own can configure it. At ``debug`` every collective says when it starts
+and when it ends; whether it does is read when a communicator is made.
+"""
+
+import logging
+import os
+
+from gradsync.errors import ConfigurationError
+
+__all__ = ["LOGGER", "VARIABLE", "configure_logging"]
+
+LOGGER = logging.getLogger("gradsync")
+VARIABLE = "GRADSYNC_LOG"
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+# Where launchers say which rank this is: torchrun, Open MPI, MPICH and its kin, srun.
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Ours, so that it is known again and not added twice."""
+
+
+def configure_logging() -> None:
+    """Do what the environment says, if it says anything."""
+    name = os.environ.get(VARIABLE, "").strip().lower()
+    if not name:
+        return
+    if name not in LEVELS:
+        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(LEVELS)}, got {os.environ[VARIABLE]!r}")
+    LOGGER.setLevel(LEVELS[name])
+    if not any(isinstance(handler, _ToStderr) for handler in LOGGER.handlers):
+        handler = _ToStderr()
+        rank = next((os.environ[variable] for variable in RANK_VARIABLES if variable in os.environ), None)
+        who = f"process {os.getpid()}" if rank is None else f"rank {rank}"
+        handler.setFormatter(
+            logging.Formatter(f"%(asctime)s.%(msecs)03d [{who}] %(levelname)s %(message)s", datefmt="%H:%M:%S")
+        )
+        LOGGER.addHandler(handler)

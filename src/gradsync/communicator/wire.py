@@ -1,0 +1,295 @@
+"""What all communicators have in common, so that each of them only moves bytes.
+
+A communicator derives from :class:`Wire` and writes ``_all_reduce``, ``_broadcast``, ``_all_gather``,
+``_reduce_scatter`` and ``_all_to_all``. Each gets a :class:`Collective` and checked arguments, and hands the collective
+back through one of two methods:
+
+- :meth:`Wire._queue_up` for what runs in Python, from beginning to end: on the wire's queue, in order;
+- :meth:`Wire._issue` for what goes on by itself once it was started: at once, or, if stages are still to be run that
+  come before it, after them.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradsync.communicator.background import Background, GivenUpError, Place
+from gradsync.communicator.base import Counts, Handle, ReduceOp, Stage
+from gradsync.communicator.checks import (
+    check_dense,
+    check_operation,
+    check_parts,
+    check_shares,
+    check_source,
+    check_together,
+)
+from gradsync.communicator.collective import Collective, Later, StageHandle, Work, again
+from gradsync.communicator.logs import LOGGER
+from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
+
+__all__ = ["Fate", "Wire"]
+
+Shares = tuple[int, ...] | None
+
+
+class Fate:
+    """The first failure of a wire. Communicators over one and the same wire share it."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: GradsyncError | None = None
+
+
+class Wire:
+    """Checks, numbers, failure, stages and logs of a communicator."""
+
+    # Whether ranks that raise MismatchError, all of them, are still in step.
+    survives_mismatch = False
+
+    def __init__(self, rank: int, world_size: int, group: Any = None, *, fate: Fate | None = None) -> None:
+        self.rank, self.world_size, self.group = rank, world_size, group
+        self._fate = Fate() if fate is None else fate
+        self._order = Place()
+        self._background: Background | None = None
+        self._aborted = False
+        self._logs = LOGGER.isEnabledFor(logging.DEBUG)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def failure(self) -> GradsyncError | None:
+        return self._fate.failure
+
+    def averages(self, device: torch.device) -> bool:
+        return False
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    # -- the collectives ----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+        dtype = tensor.dtype
+        check_operation(op, dtype)
+        self._check("all_reduce", tensor)
+        return self._all_reduce(Collective(self, "all_reduce", op, tensor.numel(), dtype), tensor, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
+        check_source(source, self.world_size)
+        self._check("broadcast", tensor)
+        collective = Collective(self, "broadcast", f"from {source}", tensor.numel(), tensor.dtype)
+        return self._broadcast(collective, tensor, source)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, counts: Counts = None) -> Handle:
+        check_together("all_gather", output, tensor)
+        shares = check_shares("all_gather", output, tensor, counts, self.rank, self.world_size)
+        self._check("all_gather", output)
+        collective = Collective(self, "all_gather", "", output.numel(), output.dtype)
+        return self._all_gather(collective, flat(output), flat(tensor), shares)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum", counts: Counts = None
+    ) -> Handle:
+        check_operation(op, tensor.dtype)
+        check_together("reduce_scatter", output, tensor)
+        shares = check_shares("reduce_scatter", tensor, output, counts, self.rank, self.world_size)
+        self._check("reduce_scatter", tensor)
+        collective = Collective(self, "reduce_scatter", op, tensor.numel(), tensor.dtype)
+        return self._reduce_scatter(collective, flat(output), flat(tensor), op, shares)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Counts = None,
+        input_counts: Counts = None,
+    ) -> Handle:
+        check_together("all_to_all", output, tensor)
+        arriving = check_parts("all_to_all", "output", output, output_counts, self.world_size)
+        leaving = check_parts("all_to_all", "tensor", tensor, input_counts, self.world_size)
+        if arriving[self.rank] != leaving[self.rank]:
+            raise ConfigurationError(
+                f"all_to_all: rank {self.rank} sends itself {leaving[self.rank]} elements and expects "
+                f"{arriving[self.rank]} of them"
+            )
+        self._check("all_to_all", tensor)
+        collective = Collective(self, "all_to_all", "", tensor.numel(), tensor.dtype)
+        return self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving)
+
+    def abort(self, reason: str) -> None:
+        self._fail(PeerFailedError(f"rank {self.rank} has given its communicator up: {reason}"))
+        if not self._aborted:
+            self._aborted = True
+            with contextlib.suppress(Exception):
+                self._tell_others(reason)
+
+    # -- what a communicator writes -----------------------------------------------------------------------------------
+
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
+        raise NotImplementedError
+
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
+        raise NotImplementedError
+
+    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
+        raise NotImplementedError
+
+    def _reduce_scatter(
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
+    ) -> Handle:
+        raise NotImplementedError
+
+    def _all_to_all(
+        self,
+        collective: Collective,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        arriving: tuple[int, ...],
+        leaving: tuple[int, ...],
+    ) -> Handle:
+        raise NotImplementedError
+
+    def _check(self, kind: str, tensor: torch.Tensor) -> None:
+        """Refuse what this wire cannot move, or reduce."""
+        check_dense(kind, tensor)
+
+    def _tell_others(self, reason: str) -> None:
+        """That this rank has given up, if the wire can."""
+
+    def _make_queue(self) -> Background:
+        return Background("gradsync stages")
+
+    def _make_place(self, number: int | str) -> Place:
+        """Where the collectives of stage ``number`` are counted."""
+        return Place(str(number))
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def _queue_up(self, collective: Collective, run: Callable[[], None], *, at_leisure: bool = False) -> Collective:
+        """Have ``run`` do all of the collective, after those that were started before it."""
+        self._refuse_after_failure()
+        collective.number = self._place().next()
+        self._log_start(collective)
+
+        def work() -> None:
+            self._refuse_after_failure()
+            try:
+                run()
+            except BaseException as error:
+                explained = self.explain(collective, error)
+                if explained is error:
+                    raise
+                raise explained from error
+
+        collective.work = self._queue.start(work, at_leisure=at_leisure)
+        self._log_end(collective)
+        return collective
+
+    def _issue(self, collective: Collective, start: Callable[[], Work], *, on_host: bool = True) -> Collective:
+        """Have ``start`` set the collective going. A device's is ordered by streams, and never left to a thread."""
+        self._refuse_after_failure()
+        queue, place = self._background, self._place()
+        collective.number = place.next()
+        self._log_start(collective)
+        if queue is not None and place is self._order and queue.busy:
+            if on_host:
+                collective.work = Later(queue, self._unless_failed(start))
+                self._log_end(collective)
+                return collective
+            queue.start(lambda: None).wait()
+        try:
+            collective.work = start()
+        except BaseException:
+            # Refused, on all ranks alike: it was never started.
+            place.count -= 1
+            raise
+        self._log_end(collective)
+        return collective
+
+    def _unless_failed(self, start: Callable[[], Work]) -> Callable[[], Work]:
+        def run() -> Work:
+            self._refuse_after_failure()
+            return start()
+
+        return run
+
+    def start_stage(self, first: Handle, stage: Stage) -> Handle:
+        """:meth:`Handle.then` of this wire's handles."""
+        # One within another is run on the spot, and counts where that one does.
+        is_inner = self._place() is not self._order
+        handle = StageHandle(self, first)
+        self._log_start(handle)
+        own = None if is_inner else self._make_place(handle.number)
+        handle.work = Later(self._queue, lambda: handle.call(first, stage), own)
+        self._log_end(handle)
+        return handle
+
+    def take_number(self) -> int | str:
+        return self._place().next()
+
+    @property
+    def _queue(self) -> Background:
+        if self._background is None:
+            self._background = self._make_queue()
+        return self._background
+
+    def _place(self) -> Place:
+        """Where the next collective is counted: in the stage that starts it, or with all others."""
+        place = None if self._background is None else self._background.place()
+        return self._order if place is None else place
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def explain(self, collective: Collective, error: BaseException) -> BaseException:
+        """What to raise for ``error``, which ``collective`` came to. The wire is broken, unless all are in step."""
+        if isinstance(error, MismatchError) and self.survives_mismatch:
+            return error
+        failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
+        if failure is not None and not own and isinstance(error, Exception):
+            return again(failure)
+        explained = error if own else self._in_words(collective, error)
+        if not isinstance(explained, GradsyncError):
+            story = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
+            self._fail(GradsyncError(story.rstrip(": ")))
+        else:
+            self._fail(explained)
+        return explained
+
+    def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
+        """``error`` as a GradsyncError, where this wire knows what it means."""
+        return error
+
+    def _fail(self, failure: GradsyncError) -> None:
+        if self._fate.failure is None:
+            self._fate.failure = failure
+        if self._background is not None:
+            self._background.give_up()
+
+    def _refuse_after_failure(self) -> None:
+        failure = self._fate.failure
+        if failure is not None:
+            raise again(failure)
+
+    # -- logs ---------------------------------------------------------------------------------------------------------
+
+    def _log_start(self, collective: Collective) -> None:
+        if self._logs:
+            LOGGER.debug("rank %d: start %s", self.rank, collective.measured())
+
+    def _log_end(self, collective: Collective) -> None:
+        if self._logs:
+            collective.when_done(lambda: LOGGER.debug("rank %d: end %s", self.rank, collective.name()))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor without its shape; itself where it has none, since every view costs its time."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
