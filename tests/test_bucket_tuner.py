@@ -9,9 +9,7 @@ from torch import nn
 from gradsync.bucket.cost_model import LinkCost
 from gradsync.bucket.layout import BucketCaps, ParameterSpec, plan_layout
 from gradsync.bucket.tuner import TUNED_AFTER, WINDOWS, BucketTuner
-from gradsync.communicator import Communicator, Handle, ReduceOp, choose_communicator
-from gradsync.communicator.background import Background
-from gradsync.communicator.in_process import InProcessWorld
+from gradsync.communicator import Collective, Communicator, Handle, InProcessWorld, ReduceOp, Wire, choose_communicator
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.testing import run_ranks
@@ -24,18 +22,15 @@ CPU = torch.device("cpu")
 # -- in a training ----------------------------------------------------------------------------------------------------
 
 
-class SlowWire:
+class SlowWire(Wire):
     """The ranks of another communicator, over a wire that takes its time and none of the processor's."""
 
     def __init__(self, over: Communicator, cost: LinkCost) -> None:
+        super().__init__(over.rank, over.world_size)
         self._over, self._cost = over, cost
-        self._background = Background("slow wire")
         self.collectives: list[int] = []
-        self.rank, self.world_size, self.device = over.rank, over.world_size, over.device
-        self.averages, self.allocate = over.averages, over.allocate
-        self.broadcast, self.all_gather, self.reduce_scatter = over.broadcast, over.all_gather, over.reduce_scatter
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         handle = self._over.all_reduce(tensor, op)
         self.collectives.append(tensor.nbytes)
 
@@ -43,7 +38,10 @@ class SlowWire:
             time.sleep(self._cost.latency + tensor.nbytes * self._cost.seconds_per_byte)
             handle.wait()
 
-        return self._background.start(travel)
+        return self._queue_up(collective, travel)
+
+    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
+        return self._issue(collective, lambda: self._over.broadcast(tensor, source))
 
 
 class Layers(nn.Module):
@@ -69,7 +67,7 @@ def train(cost: LinkCost, windows: int) -> dict[str, object]:
     model = Layers(count=8, width=128)
     specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()]
     options = SynchronizerOptions(
-        communicator=wire,  # type: ignore[arg-type]
+        communicator=wire,
         caps=BucketCaps.uniform(100 * MIB),
         tuner=BucketTuner(),
     )
@@ -186,7 +184,7 @@ def test_pieces_are_worth_a_collective() -> None:
 def reduce_huge() -> tuple[list[int], torch.Tensor]:
     wire = SlowWire(choose_communicator(), LinkCost(latency=0.0, seconds_per_byte=0.0))
     parameter = nn.Parameter(torch.zeros(MIB, dtype=torch.float64))
-    options = SynchronizerOptions(communicator=wire, caps=BucketCaps.uniform(3 * MIB))  # type: ignore[arg-type]
+    options = SynchronizerOptions(communicator=wire, caps=BucketCaps.uniform(3 * MIB))
     engine = Synchronizer([parameter], [ParameterSpec.of("huge", parameter)], options)
     engine.begin_forward()
     output = parameter * torch.arange(MIB, dtype=torch.float64) * (wire.rank + 1)
