@@ -311,6 +311,21 @@ def test_nothing_to_choose_from_is_an_error_with_the_remedy() -> None:
         choose_communicator()
 
 
+class HalfWritten:
+    """Moves bytes, and has little else."""
+
+    rank, world_size = 0, 1
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None: ...
+
+
+def test_what_is_no_communicator_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"HalfWritten is no communicator, it has no abort, all_gather, .*Wire"
+    ):
+        choose_communicator(HalfWritten())
+
+
 def fail_in_a_thread(function: Callable[[], object]) -> BaseException | None:
     """What `function` raises in a thread of its own, where no ambient communicator is set."""
     raised: list[BaseException | None] = [None]

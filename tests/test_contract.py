@@ -188,23 +188,8 @@ class Recorder:
         self._wire = wire
         self.calls: list[tuple[str, int]] = []
 
-    @property
-    def rank(self) -> int:
-        return self._wire.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._wire.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._wire.device
-
-    def averages(self, device: torch.device) -> bool:
-        return self._wire.averages(device)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._wire.allocate(numel, dtype, device)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any) -> Any:
         return self._record("all_reduce", tensor, *args)

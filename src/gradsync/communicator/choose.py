@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.errors import NoProcessGroupError
+from gradsync.errors import ConfigurationError, NoProcessGroupError
 
 __all__ = ["ambient_communicator", "choose_communicator"]
+
+_MEMBERS = [name for name in vars(Communicator) if not name.startswith("_")]
 
 _ambient: ContextVar[Communicator | None] = ContextVar("gradsync_communicator", default=None)
 
@@ -30,6 +32,12 @@ def choose_communicator(group: Any = None) -> Communicator:
     """``group`` may be a communicator, a process group, or None: the ambient communicator, else the default group."""
     if isinstance(group, Communicator):
         return group
+    if hasattr(group, "all_reduce"):
+        missing = sorted(name for name in _MEMBERS if not hasattr(group, name))
+        raise ConfigurationError(
+            f"{type(group).__name__} is no communicator, it has no {', '.join(missing)}. Derive it from "
+            "gradsync.communicator.Wire, which has most of what a communicator needs"
+        )
     if group is None:
         ambient = _ambient.get()
         if ambient is not None:
