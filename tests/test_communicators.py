@@ -24,8 +24,8 @@ from gradsync.communicator import (
     choose_communicator,
 )
 from gradsync.testing import run_ranks
-from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
-from tests.wires import WIRES, WireRanks
+from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.wires import WIRES, WireRanks, ranks_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,10 +48,7 @@ WIRED = [
     ids=lambda kind_and_size: "{}-{}".format(*kind_and_size),
 )
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    kind, world_size = request.param
-    if kind == "threads":
-        return ThreadRanks(world_size)
-    return pool_of(world_size) if kind == "processes" else WireRanks(pool_of(world_size), kind)
+    return ranks_of(*request.param)
 
 
 def test_every_wire_is_tried() -> None:

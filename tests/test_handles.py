@@ -16,21 +16,14 @@ from gradsync.communicator import Handle, InProcessWorld, choose_communicator
 from gradsync.communicator.logs import LOGGER, VARIABLE, configure_logging
 from gradsync.errors import ConfigurationError
 from tests.ranks import Ranks, ThreadRanks, pool_of
-from tests.wires import WireRanks
+from tests.wires import SIZED, WireRanks, ranks_of
 
 pytestmark = pytest.mark.timeout(120)
-
-SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2), ("processes", 3)]
-SIZED += [("peer-exchange", 1), ("peer-exchange", 3), ("small-chunks", 2), ("round-robin", 2), ("round-robin", 3)]
-SIZED += [("shared-memory", 1), ("shared-memory", 2), ("shared-memory", 3), ("hosts-2+2", 4), ("hosts-3+1", 4)]
 
 
 @pytest.fixture(scope="session", params=SIZED, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    kind, world_size = request.param
-    if kind == "threads":
-        return ThreadRanks(world_size)
-    return pool_of(world_size) if kind == "processes" else WireRanks(pool_of(world_size), kind)
+    return ranks_of(*request.param)
 
 
 def until(condition: Any, seconds: float = 20.0) -> bool:

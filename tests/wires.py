@@ -6,6 +6,7 @@ Making process groups is slow, so a rank makes a wire once and uses it for every
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.communicator.topology import HOST_VARIABLE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 T = TypeVar("T")
 
@@ -61,6 +62,11 @@ WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
     "hosts-3+1": hosts_of(3, 1),
 }
 
+# Every kind of ranks, in numbers from 1 on.
+SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2), ("processes", 3)]
+SIZED += [("peer-exchange", 1), ("peer-exchange", 3), ("small-chunks", 2), ("round-robin", 2), ("round-robin", 3)]
+SIZED += [("shared-memory", 1), ("shared-memory", 2), ("shared-memory", 3), ("hosts-2+2", 4), ("hosts-3+1", 4)]
+
 _made: dict[str, tuple[dist.ProcessGroup, Communicator]] = {}
 
 
@@ -77,6 +83,15 @@ def run_on_wire(name: str, function: Callable[..., T], *args: Any, **kwargs: Any
         return function(*args, **kwargs)
 
 
+def fresh_wire(name: str, seconds: float) -> Communicator:
+    """In a rank: a wire that may be broken, over a group of its own with that timeout. Collective."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    assert group is not None
+    if name == "shared-memory":
+        return SharedMemoryCommunicator(ProcessGroupCommunicator(group), timeout=seconds)
+    return ProcessGroupCommunicator(group) if name == "group" else WIRES[name](group)
+
+
 @dataclass(frozen=True)
 class WireRanks:
     """The ranks of a pool, to whom `choose_communicator()` means the wire of that name."""
@@ -90,3 +105,10 @@ class WireRanks:
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         return self.pool.run(run_on_wire, self.name, function, *args, **kwargs)
+
+
+def ranks_of(kind: str, world_size: int) -> Ranks:
+    """Threads, processes with their group, or processes to whom a wire of that name is the ambient one."""
+    if kind == "threads":
+        return ThreadRanks(world_size)
+    return pool_of(world_size) if kind == "processes" else WireRanks(pool_of(world_size), kind)

@@ -90,7 +90,7 @@ def check_shares(
         )
     if sizes[rank] != share.numel():
         raise ConfigurationError(
-            f"{kind}: rank {rank} has {sizes[rank]} elements by counts {list(sizes)}, {sides[1]} is {_described(share)}"
+            f"{kind}: counts {list(sizes)} give this rank {sizes[rank]} elements, {sides[1]} is {_described(share)}"
         )
     return None if len(set(sizes)) == 1 else sizes
 

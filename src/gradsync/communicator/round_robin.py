@@ -106,8 +106,12 @@ class RoundRobinCommunicator(Wire):
         return self._issue(DeviceCollective(self, collective, tensor.device), work, on_host=False)
 
     def explain(self, collective: Collective, error: BaseException) -> BaseException:
+        if not isinstance(error, GradsyncError):
+            return super().explain(collective, error)
         # The communicator that had the turn knows whether it is out of step.
-        return error if isinstance(error, GradsyncError) else super().explain(collective, error)
+        if self.failure is not None:
+            self._fail(error)
+        return error
 
     def _refuse_after_failure(self) -> None:
         if (failure := self.failure) is not None:

@@ -118,8 +118,8 @@ class Wire:
         leaving = check_parts("all_to_all", "tensor", tensor, input_counts, self.world_size)
         if arriving[self.rank] != leaving[self.rank]:
             raise ConfigurationError(
-                f"all_to_all: rank {self.rank} sends itself {leaving[self.rank]} elements and expects "
-                f"{arriving[self.rank]} of them"
+                f"all_to_all: this rank sends itself {leaving[self.rank]} elements by input_counts and expects "
+                f"{arriving[self.rank]} by output_counts"
             )
         self._check("all_to_all", tensor)
         collective = Collective(self, "all_to_all", "", tensor.numel(), tensor.dtype)
