@@ -23,6 +23,7 @@ from gradsync.communicator import (
     ambient_communicator,
     choose_communicator,
 )
+from gradsync.errors import ConfigurationError
 from gradsync.testing import run_ranks
 from tests.ranks import RankPool, Ranks, ThreadRanks
 from tests.wires import WIRES, WireRanks, ranks_of
