@@ -1,17 +1,22 @@
 """Where the engine and its window stand: one phase each, which says what happens and what may come next."""
 
+import contextlib
+import os
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradsync import DistributedDataParallel, PeerFailedError
-from gradsync.communicator import choose_communicator
+from gradsync.communicator import ProcessGroupCommunicator, choose_communicator
 from gradsync.engine.phase import Phase, Phases, Switches
 from gradsync.engine.pipeline import BucketState
 from gradsync.testing import run_ranks
 from gradsync.window import Counting, WindowState
+from tests.ranks import RankError, RankPool
 
 
 class Watched:
@@ -157,6 +162,39 @@ def test_a_description_names_what_one_looks_for() -> None:
         assert any("1 windows synchronized" in line for line in lines)
         assert sum("Bucket(bucket" in line for line in lines) == 3
         assert any("'2.weight'" in line and "chunks full" in line for line in lines)
+
+
+def leave_in_backward() -> str:
+    """Rank 1 ends in the middle of its third backward; rank 0 says what it was missed in."""
+    group = dist.distributed_c10d._get_default_group()
+    watched = Watched(communicator=ProcessGroupCommunicator(group))
+    for _ in range(2):
+        watched.model.zero_grad()
+        watched.loss().backward()
+    if dist.get_rank() == 1:
+        watched.module[1].weight.register_hook(lambda _: os._exit(3))
+    watched.model.zero_grad()
+    try:
+        watched.loss().backward()
+    except PeerFailedError as error:
+        again = None
+        with contextlib.suppress(PeerFailedError):
+            watched.model.zero_grad()
+            watched.loss().backward()
+            again = "a second window went through a dead wire"
+        return again or str(error)
+    return "nothing was noticed"
+
+
+def test_an_error_of_a_process_group_names_rank_collective_and_bucket() -> None:
+    pool = RankPool(2)
+    try:
+        story, ended = pool.run(leave_in_backward, expect_errors=True, timeout=100)
+    finally:
+        pool.close()
+    assert isinstance(ended, RankError)
+    assert re.search(r"rank 0: collective \d+ \(all_reduce sum of \d+ × torch.float32\)", str(story)), story
+    assert re.search(r"\[bucket [012]: '\d.weight' … '\d.weight', \d+ bytes of torch.float32\]", str(story)), story
 
 
 def test_a_phase_that_cannot_follow_is_refused() -> None:

@@ -137,7 +137,7 @@ def _since(mark: Any, origin: Any) -> float:
 
 def _read(marks: Marks) -> StepTimes:
     step = StepTimes()
-    by_index: dict[int, BucketTimes] = {}
+    by_bucket: dict[tuple[int, int], dict[str, float]] = {}
     origin = marks[0][2]
     for what, bucket, mark in marks:
         seconds = _since(mark, origin)
@@ -146,10 +146,10 @@ def _read(marks: Marks) -> StepTimes:
         elif what == "synchronized":
             step.finished = seconds
         elif bucket is not None:
-            index, nbytes = bucket
-            times = by_index.setdefault(index, BucketTimes(index=index, nbytes=nbytes))
-            setattr(times, what, seconds)
-    step.buckets = [by_index[index] for index in sorted(by_index)]
+            by_bucket.setdefault(bucket, {})[what] = seconds
+    step.buckets = [
+        BucketTimes(index=index, nbytes=nbytes, **by_bucket[index, nbytes]) for index, nbytes in sorted(by_bucket)
+    ]
     return step
 
 
