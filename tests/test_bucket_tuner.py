@@ -34,6 +34,7 @@ class SlowWire:
         self.rank, self.world_size, self.device = over.rank, over.world_size, over.device
         self.averages, self.allocate = over.averages, over.allocate
         self.broadcast, self.all_gather, self.reduce_scatter = over.broadcast, over.all_gather, over.reduce_scatter
+        self.group, self.failure, self.all_to_all, self.abort = over.group, over.failure, over.all_to_all, over.abort
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
         handle = self._over.all_reduce(tensor, op)

@@ -200,6 +200,17 @@ class Recorder:
     def device(self) -> torch.device:
         return self._wire.device
 
+    @property
+    def group(self) -> Any:
+        return self._wire.group
+
+    @property
+    def failure(self) -> Any:
+        return self._wire.failure
+
+    def abort(self, reason: str) -> None:
+        self._wire.abort(reason)
+
     def averages(self, device: torch.device) -> bool:
         return self._wire.averages(device)
 
@@ -217,6 +228,9 @@ class Recorder:
 
     def reduce_scatter(self, output: torch.Tensor, *args: Any) -> Any:
         return self._record("reduce_scatter", output, *args)
+
+    def all_to_all(self, output: torch.Tensor, *args: Any) -> Any:
+        return self._record("all_to_all", output, *args)
 
     def _record(self, collective: str, tensor: torch.Tensor, *args: Any) -> Any:
         self.calls.append((collective, tensor.numel()))
