@@ -253,7 +253,7 @@ def test_a_table_shows_who_is_missing(tmp_path: Path) -> None:
 
 
 @dataclass(kw_only=True)
-class Tiny:
+class Tiny(Scenario):
     """A scenario of the least size; ``work`` is what its ranks do."""
 
     work: Callable[[Rounds], None] | None = None

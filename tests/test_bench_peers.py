@@ -13,16 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.bench.fsdp_groups import blocks_of
 from gradsync.bench.measure import Rounds
 from gradsync.bench.memory import PeakMemory, used_bytes
-from gradsync.bench.peers import PEERS, FSDP2Replicate, Gradsync
-from gradsync.bench.real_workload import RealWorkload
+from gradsync.bench.peers import PEERS, FSDP2Replicate, Gradsync, blocks_of
 from gradsync.bench.record import EVERY, Cell, CellRecord, ResultFolder, Sample
 from gradsync.bench.scenario import Scenario
 from gradsync.bench.scenarios.convergence import PERIODS, RATES, Convergence, variant_name
 from gradsync.bench.scenarios.peers import Peers
 from gradsync.bench.windows import optimizer_step
+from gradsync.bench.workload import RealWorkload
 from gradsync.errors import ConfigurationError
 from gradsync.lab.emulated import EmulatedModel
 from gradsync.lab.fork import fork_ranks

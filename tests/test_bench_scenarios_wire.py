@@ -12,9 +12,8 @@ from gradsync.bench.scenarios.bucket_size import AUTO, BucketSize
 from gradsync.bench.scenarios.bucket_size import variant_name as size_name
 from gradsync.bench.scenarios.round_robin import RoundRobin
 from gradsync.bench.scenarios.scaling import HOST, Scaling
-from gradsync.bench.scenarios.wire import Wire
-from gradsync.bench.scenarios.wire_shown import GLOO, calls_of, fit_line, places_of
-from gradsync.bench.scenarios.wire_shown import variant_name as wire_name
+from gradsync.bench.scenarios.wire import GLOO, Wire, calls_of, fit_line, places_of
+from gradsync.bench.scenarios.wire import variant_name as wire_name
 
 SCENARIOS: list[Scenario] = [BucketSize(), Scaling(), RoundRobin(), Wire()]
 

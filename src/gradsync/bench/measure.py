@@ -11,12 +11,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Protocol
 
 import torch.distributed as dist
 
-from gradsync.bench.record import LIMITS, Cell, RowFile
+from gradsync.bench.record import LIMITS, Cell, RowFile, Sample
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError
@@ -38,15 +38,6 @@ class Progress(Protocol):
     """Is told on rank 0, between rounds, how far a cell is."""
 
     def advance(self, done: int, total: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One step on one rank."""
-
-    seconds: float
-    sent: int
-    parts: Parts
 
 
 class Rounds:
@@ -112,11 +103,11 @@ class Rounds:
         finalists = fastest_first(variants, rounds)[:FINALISTS]
         return fastest_first(finalists, 2 * rounds)[0] if len(finalists) > 1 else finalists[0]
 
-    def _round(self, variants: Mapping[str, Step]) -> dict[str, list[Timing]]:
+    def _round(self, variants: Mapping[str, Step]) -> dict[str, list[Sample]]:
         own = {name: self._time(variants[name]) for name in self._order.sample(list(variants), len(variants))}
         return self._share({name: own[name] for name in variants})
 
-    def _time(self, step: Step) -> Timing:
+    def _time(self, step: Step) -> Sample:
         self._meet()
         before = self._meter()
         began = time.perf_counter()
@@ -124,21 +115,20 @@ class Rounds:
         seconds = time.perf_counter() - began
         # A rank that is done first would otherwise miss what still passes through its interface.
         self._meet()
-        return Timing(seconds, self._meter() - before, parts or {})
+        return Sample(seconds=seconds, sent=self._meter() - before, parts=parts or {})
 
     def _meet(self) -> None:
         if isinstance(self._control, ProcessGroupCommunicator):
             dist.barrier(group=self._control.group)
 
-    def _share(self, own: Mapping[str, Timing]) -> dict[str, list[Timing]]:
+    def _share(self, own: Mapping[str, Sample]) -> dict[str, list[Sample]]:
         """Every rank's timings of a round, by variant."""
         text = json.dumps({name: asdict(timing) for name, timing in own.items()})
         everybody = [json.loads(answer) for answer in gather_bytes(self._control, text.encode())]
-        return {name: [Timing(**rank[name]) for rank in everybody] for name in own}
+        return {name: [Sample(**rank[name]) for rank in everybody] for name in own}
 
-    def _write(self, number: int, timings: Mapping[str, Sequence[Timing]]) -> None:
+    def _write(self, number: int, timings: Mapping[str, Sequence[Sample]]) -> None:
         for name, ranks in timings.items():
             slowest = max(ranks, key=lambda timing: timing.seconds)
             everyone = {"ranks": [timing.seconds for timing in ranks], "sent": max(timing.sent for timing in ranks)}
-            content = {"seconds": slowest.seconds, **everyone, "parts": dict(slowest.parts)}
-            self._rows.write("sample", variant=name, round=number, **content)
+            self._rows.write("sample", variant=name, round=number, **asdict(slowest) | everyone)

@@ -20,14 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsync.bench.fsdp_groups import blocks_of
+from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine.observer import Observer
 from gradsync.engine.policy import Schedule
 
 __all__ = [
+    "ALONE",
     "DDP",
+    "OURS",
     "PEERS",
+    "TUNED",
     "Accelerate",
     "FSDP2Replicate",
     "Fabric",
@@ -36,9 +39,11 @@ __all__ = [
     "Peer",
     "TorchDDP",
     "Wrapped",
+    "blocks_of",
     "tuned_options",
 ]
 
+ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
 TorchDDP = nn.parallel.DistributedDataParallel
 # Made after wrapping: some peers put other parameters into the model.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -62,10 +67,14 @@ class Peer(ABC):
     """A way to synchronize. ``window`` is the number of micro-batches in a window, for those that must know it."""
 
     name: str
+    # The module it comes from, if that may be missing.
+    needs = ""
 
     def absent(self) -> str | None:
         """Why it cannot run here, or None."""
-        return None
+        if not self.needs or importlib.util.find_spec(self.needs) is not None:
+            return None
+        return "not in this torch" if self.needs.startswith("torch.") else "not installed"
 
     @abstractmethod
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped: ...
@@ -75,7 +84,7 @@ class Peer(ABC):
 class NoWrapper(Peer):
     """Nothing is synchronized: what the computation alone takes."""
 
-    name: str = "no wrapper"
+    name: str = ALONE
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         return _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
@@ -83,16 +92,21 @@ class NoWrapper(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradsync(Peer):
-    """gradsync's wrapper, with one of its schedules."""
+    """gradsync's wrapper, with one of its schedules; ``communicator`` makes the wire it takes, if not its own."""
 
-    name: str = "gradsync"
+    name: str = OURS
     schedule: Schedule = "overlapped"
     bucket_mb: float | None = None
     observer: Observer | None = None
+    communicator: Callable[[], Communicator] | None = None
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         wrapper = DistributedDataParallel(
-            model, schedule=self.schedule, bucket_cap_mb=self.bucket_mb, observer=self.observer
+            model,
+            bucket_cap_mb=self.bucket_mb,
+            communicator=None if self.communicator is None else self.communicator(),
+            schedule=self.schedule,
+            observer=self.observer,
         )
         wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
         wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
@@ -122,9 +136,7 @@ class Accelerate(Peer):
 
     name: str = "Accelerate"
     bucket_mb: float | None = None
-
-    def absent(self) -> str | None:
-        return _not_installed("accelerate")
+    needs = "accelerate"
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         accelerate: Any = importlib.import_module("accelerate")
@@ -147,9 +159,7 @@ class Fabric(Peer):
     """Lightning Fabric's strategy ``ddp``."""
 
     name: str = "Lightning Fabric"
-
-    def absent(self) -> str | None:
-        return _not_installed("lightning_fabric")
+    needs = "lightning_fabric"
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         lightning: Any = importlib.import_module("lightning_fabric")
@@ -176,13 +186,15 @@ class Fabric(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Replicate(Peer):
-    """``replicate`` of torch's FSDP2: replicas without sharding, on FSDP's engine; every block a group of its own."""
+    """``replicate`` of torch's FSDP2: replicas without sharding, on FSDP's engine; every block a group of its own.
+
+    It synchronizes a group from hooks on the forward of the modules in it. A container that has no forward is never
+    called, so a group of it would never be synchronized, and nothing says so: what it contains goes into groups in its
+    place.
+    """
 
     name: str = "FSDP2 replicate"
-
-    def absent(self) -> str | None:
-        found = importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp")
-        return None if found is not None else "not in this torch"
+    needs = "torch.distributed._composable.replicate_with_fsdp"
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -220,8 +232,27 @@ def _summing(model: nn.Module, optimizer: MakeOptimizer, window: int, **others: 
     return Wrapped(model=model, optimizer=optimizer(model.parameters()), backward=backward, **others)
 
 
-def _not_installed(module: str) -> str | None:
-    return None if importlib.util.find_spec(module) is not None else "not installed"
+def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
+    """What FSDP2 synchronizes together: the modules of every block, a child of the model or of a container in it."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        blocks.extend([child] if _is_called(child) else child.children())
+    groups = [[module for module in _called_in(block) if _has_parameters(module)] for block in blocks]
+    return [group for group in groups if group]
+
+
+def _called_in(module: nn.Module) -> list[nn.Module]:
+    if _is_called(module):
+        return [module]
+    return [called for child in module.children() for called in _called_in(child)]
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 # By name, in the order in which tables show them.
@@ -231,7 +262,7 @@ PEERS: dict[str, Peer] = {
         NoWrapper(),
         Gradsync(name="naive", schedule="naive"),
         DDP(),
-        DDP(name="DDP tuned", tuned=True),
+        DDP(name=TUNED, tuned=True),
         Accelerate(),
         Fabric(),
         FSDP2Replicate(),

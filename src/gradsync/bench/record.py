@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from gradsync.bench.statistics import Ratio, Summary, ratio, summarize
+from gradsync.bench.statistics import Ratio, Summary, ratio, summarize, wire_seconds
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.files import whole_file
+from gradsync.lab.rate import Rate
 
 __all__ = [
     "CONFIG",
@@ -73,10 +74,19 @@ class Cell:
     def ranks_per_host(self) -> int:
         return self.ranks // (self.hosts or 1)
 
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Of a link; None if nothing limits it."""
+        return None if self.rate is None else Rate.parse(self.rate).bytes_per_second
+
+    def wire_seconds(self, nbytes: int, *, senders: int | None = None) -> float:
+        """What averaging so many bytes takes at least, over the links between all ranks, or so many ``senders``."""
+        return wire_seconds(nbytes, senders or self.ranks, self.bytes_per_second)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One variant in one round."""
+    """One variant in one round; in a rank, or as all ranks took it."""
 
     seconds: float
     sent: int
@@ -103,6 +113,10 @@ class CellRecord:
 
     def summary(self, variant: str) -> Summary:
         return summarize(list(self.seconds(variant).values()))
+
+    def ms(self, variant: str) -> float:
+        """The median in milliseconds."""
+        return self.summary(variant).median * 1e3
 
     def ratio(self, variant: str, baseline: str) -> Ratio:
         return ratio(self.seconds(variant), self.seconds(baseline))

@@ -69,12 +69,15 @@ class RunPlan:
         cells = list(scenario.cells(quick=self.quick))
         if self.rounds is None:
             return cells
-        scales = [(self.rounds + cell.warmup) / (cell.rounds + cell.warmup) for cell in cells]
-        pairs = zip(cells, scales, strict=True)
-        return [dataclasses.replace(cell, rounds=self.rounds, seconds=cell.seconds * scale) for cell, scale in pairs]
+        each = {cell.name: cell.seconds / (cell.rounds + cell.warmup) * (self.rounds + cell.warmup) for cell in cells}
+        return [dataclasses.replace(cell, rounds=self.rounds, seconds=each[cell.name]) for cell in cells]
 
     def runs(self, cell: Cell) -> bool:
         return cell.hosts is None or not self.no_lab
+
+    def seconds(self, scenario: Scenario) -> float:
+        """About how long it takes."""
+        return sum(cell.seconds for cell in self.cells(scenario) if self.runs(cell))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +99,20 @@ def run(plan: RunPlan, screen: Screen) -> Outcome:
     require("jinja2", "matplotlib")
     folder = ResultFolder.create(plan.out)
     folder.write_config(_config(plan))
-    left = [(scenario, cell) for scenario in plan.scenarios for cell in plan.cells(scenario)]
+    later = sum(plan.seconds(scenario) for scenario in plan.scenarios)
     interrupted = False
     try:
         for scenario in plan.scenarios:
-            cells = plan.cells(scenario)
-            screen.scenario(scenario, sum(cell.seconds for cell in cells if plan.runs(cell)))
+            screen.scenario(scenario, plan.seconds(scenario))
             with folder.rows(scenario.name) as rows:
-                for cell in cells:
-                    left.pop(0)
-                    later = sum(other.seconds for _, other in left if plan.runs(other))
-                    _run_cell(plan, scenario, cell, _Output(rows=rows, screen=screen, later=later))
+                for cell in plan.cells(scenario):
+                    rows.cell(cell)
+                    if not plan.runs(cell):
+                        rows.write("skipped", reason=plan.no_lab)
+                        screen.note(f"{cell.name} is skipped: {plan.no_lab}")
+                        continue
+                    later -= cell.seconds
+                    _run_cell(scenario, cell, rows, screen, later)
     except KeyboardInterrupt:
         interrupted = True
         screen.note("interrupted; the report shows what was measured until now")
@@ -127,45 +133,26 @@ def _config(plan: RunPlan) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    """Where a cell's lines and words go."""
-
-    rows: RowFile
-    screen: Screen
-    later: float
-
-
-def _run_cell(plan: RunPlan, scenario: Scenario, cell: Cell, output: _Output) -> None:
-    output.rows.cell(cell)
-    if not plan.runs(cell):
-        output.rows.write("skipped", reason=plan.no_lab)
-        output.screen.note(f"{cell.name} is skipped: {plan.no_lab}")
-        return
-    progress = output.screen.cell(scenario, cell, output.later)
-    try:
-        _fork(scenario, cell, output.rows, progress)
-    except KeyboardInterrupt:
-        output.rows.write("interrupted")
-        raise
-    except GradsyncError as error:
-        output.rows.write("failed", reason=str(error))
-        output.screen.note(f"{cell.name} failed: {error}")
-    else:
-        output.rows.write("done")
-    finally:
-        progress.finish()
-
-
-def _fork(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> None:
+def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, later: float) -> None:
+    progress = screen.cell(scenario, cell, later)
     # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
     importlib.import_module("torch._dynamo")
-    timeout = cell.seconds * PATIENCE + GRACE
     rate = None if cell.rate is None else Rate.parse(cell.rate)
     hosts = nullcontext() if cell.hosts is None else Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))
-    with hosts as lab:
-        work = partial(_measure, scenario, cell, rows, progress)
-        fork_ranks(lab, work, ranks_per_host=cell.ranks_per_host, timeout=timeout)
+    work = partial(_measure, scenario, cell, rows, progress)
+    try:
+        with hosts as lab:
+            fork_ranks(lab, work, ranks_per_host=cell.ranks_per_host, timeout=cell.seconds * PATIENCE + GRACE)
+    except KeyboardInterrupt:
+        rows.write("interrupted")
+        raise
+    except GradsyncError as error:
+        rows.write("failed", reason=str(error))
+        screen.note(f"{cell.name} failed: {error}")
+    else:
+        rows.write("done")
+    finally:
+        progress.finish()
 
 
 def _measure(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> None:

@@ -1,9 +1,9 @@
 """What a scenario is: one question, the runs that answer it, and the words, tables and pictures of the answer.
 
-To add one, write a class with these members in a file of ``scenarios/`` and name it in the list there. ``measure`` runs
-inside every rank of a cell, on a process group that is there already::
+To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``measure`` runs inside every
+rank of a cell, on a process group that is there already::
 
-    class MyScenario:
+    class MyScenario(Scenario):
         name, title = "my-scenario", "What it is about"
         source = "where the question comes from"
         question = "what a user wants to know"
@@ -12,28 +12,42 @@ inside every rank of a cell, on a process group that is there already::
             return [Cell(name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", seconds=30)]
 
         def measure(self, rounds: Rounds) -> None:
-            rounds.limits(compute="no wrapper", wire={"*": workload.wire_seconds(rounds.cell)})
+            rounds.limits(compute="no wrapper", wire={"*": rounds.cell.wire_seconds(gradient_bytes)})
             rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
 
 ``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must bear that some variants are missing.
+By themselves they say one sentence a cell, hold its times against a ``baseline`` and draw one picture, a panel a cell.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync.bench.measure import Rounds
+from gradsync.bench.peers import ALONE, OURS, TUNED
 from gradsync.bench.record import LIMITS, Cell, CellRecord
-from gradsync.charts.canvas import SOFT, colour
+from gradsync.charts.canvas import SOFT, canvas, colour, legend
 from gradsync.charts.kinds import Series
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ALONE", "MISSING", "OURS", "TUNED", "Picture", "Scenario", "Table", "colour_of", "times_of", "timing_table"]
+__all__ = [
+    "MISSING",
+    "Picture",
+    "Scenario",
+    "Table",
+    "colour_of",
+    "known",
+    "times_of",
+    "timing_table",
+]
+
+Key = TypeVar("Key")
 
 MISSING = "–"
-ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
 # A peer has the same colour in every picture, and gradsync is always the blue.
 COLOURS = {
     OURS: "blue",
@@ -70,29 +84,73 @@ class Picture:
     svg: str = field(default="", repr=False)
 
 
-class Scenario(Protocol):
+class Scenario(ABC):
     """One question about the cost of synchronization."""
 
     name: str
     title: str
     source: str
     question: str
+    # The variant that tables hold the others against.
+    baseline: str
+    # Of the picture that has a panel a cell.
+    slug: str
+    ylabel: str = ""
+    height: float = 4.2
+    shared: bool = True
 
-    def cells(self, *, quick: bool) -> Sequence[Cell]: ...
+    @abstractmethod
+    def cells(self, *, quick: bool) -> list[Cell]: ...
 
+    @abstractmethod
     def measure(self, rounds: Rounds) -> None: ...
 
-    def tables(self, records: Sequence[CellRecord]) -> Sequence[Table]: ...
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        """The overview, and the times of every cell."""
+        times = [timing_table(record, baseline=self.baseline, note=self.note(record)) for record in records]
+        return self.overview(records) + times
 
-    def pictures(self, records: Sequence[CellRecord]) -> Sequence[Picture]: ...
+    def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        return []
 
-    def reading(self, records: Sequence[CellRecord]) -> str: ...
+    def note(self, record: CellRecord) -> str:
+        """What a reader of a cell's times has to know."""
+        return ""
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        title, panels = self.message(records), [record.cell.name for record in records]
+        figure, axes = canvas(title, panels=panels, height=self.height, shared=self.shared)
+        for panel, record in zip(axes, records, strict=True):
+            self.draw(panel, record)
+        axes[0].set_ylabel(self.ylabel)
+        legend(axes)
+        return [Picture(slug=self.slug, title=title, figure=figure, reading=Scenario.reading(self, records))]
+
+    def message(self, records: Sequence[CellRecord]) -> str:
+        """The title of the picture: what it shows, in numbers."""
+        return self.title
+
+    def draw(self, axes: "Axes", record: CellRecord) -> None:
+        """The panel of a cell."""
+        raise NotImplementedError(f"{self.name} has neither draw() nor pictures() of its own; write one of them")
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        return " ".join(words for record in records if (words := self.sentence(record)))
+
+    def sentence(self, record: CellRecord) -> str:
+        """What a cell says."""
+        return ""
 
 
 def colour_of(name: str) -> str:
     """A peer's own colour, also where a setting is added to its name."""
     known = [key for key in COLOURS if name == key or name.startswith(f"{key} ")]
     return colour(COLOURS[max(known, key=len)]) if known else SOFT
+
+
+def known(values: Mapping[Key, float | None]) -> dict[Key, float]:
+    """Those that were measured."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def times_of(

@@ -1,20 +1,39 @@
-"""A window of micro-batches as users write it: synchronized every time, with ``no_sync``, or with ``accumulate``."""
+"""Steps to measure: a window of micro-batches as users write it, and what has to be chosen before it is timed.
+
+Models are scaled down so that many rounds fit into minutes, and a default of 25 MiB, made for whole models, would put
+all of a scaled one into one bucket. So torch's wrapper gets the best of some shares of the gradients, found by trying.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import StrEnum
 
 import torch
 
-from gradsync.bench.measure import Parts, Step
-from gradsync.bench.peers import Peer, Wrapped
-from gradsync.bench.real_workload import RealWorkload
+from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.peers import DDP, TUNED, Peer, Wrapped
 from gradsync.bench.workload import Workload
 from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.errors import ConfigurationError
+from gradsync.timeline import Timeline
 
-__all__ = ["Forward", "Pattern", "optimizer_step", "plain_step", "repeated", "settle", "timed_step", "window_step"]
+__all__ = [
+    "Forward",
+    "Pattern",
+    "best_bucket_mb",
+    "optimizer_step",
+    "plain_step",
+    "repeated",
+    "settle",
+    "timed_step",
+    "tuned_ddp",
+    "window_step",
+]
+
+MIB = 2**20
+# Of all gradients; and what DDP has by itself, which is tried where there is more than that.
+SHARES, DEFAULT = (1, 2, 4, 8), 25.0
 
 # One forward of the wrapped model, with whatever inputs it needs, to the loss.
 Forward = Callable[[torch.nn.Module], torch.Tensor]
@@ -51,7 +70,7 @@ def window_step(wrapped: Wrapped, forward: Forward, *, count: int, pattern: Patt
     return step
 
 
-def plain_step(workload: Workload | RealWorkload, peer: Peer) -> Step:
+def plain_step(workload: Workload, peer: Peer) -> Step:
     """One micro-batch, synchronized, and an update, under this peer."""
     return window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
 
@@ -86,10 +105,10 @@ def _accumulate(wrapped: Wrapped, forward: Forward, last: bool) -> None:
         (wrapped.framed_backward or wrapped.backward)(forward(wrapped.model))
 
 
-def timed_step(wrapped: Wrapped, forward: Forward, exposed: Callable[[], float] | None = None) -> Step:
+def timed_step(wrapped: Wrapped, forward: Forward, timeline: Timeline | None = None) -> Step:
     """A step of one micro-batch that says how long its parts took.
 
-    ``exposed`` reads, after backward, how much of it was waiting for the wire; without it backward is one part.
+    ``timeline`` knows how much of backward was waiting for the wire; without it backward is one part.
     """
 
     def step() -> Parts:
@@ -100,7 +119,8 @@ def timed_step(wrapped: Wrapped, forward: Forward, exposed: Callable[[], float] 
         backward_done = time.perf_counter()
         optimizer_step(wrapped)
         done = time.perf_counter()
-        waited = 0.0 if exposed is None else exposed()
+        last = None if timeline is None else timeline.last
+        waited = 0.0 if last is None else last.exposed
         return {
             "forward": forward_done - began,
             "backward": backward_done - forward_done - waited,
@@ -118,3 +138,20 @@ def settle(step: Step, *, windows: int = 1) -> None:
     """
     for _ in range(-(-(max(TUNED_AFTER) + 1) // windows)):
         step()
+
+
+def tuned_ddp(rounds: Rounds, workload: Workload, *, shares: Sequence[int] = SHARES, warmup: int = 3) -> DDP:
+    """torch's wrapper at its best, with the bucket size that suits it."""
+    return DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload, shares=shares, warmup=warmup))
+
+
+def best_bucket_mb(
+    rounds: Rounds, workload: Workload, *, tuned: bool = True, shares: Sequence[int] = SHARES, warmup: int = 3
+) -> float:
+    """The size in MiB with which torch's DDP was fastest in a few rounds; noted among the facts of the cell."""
+    whole = workload.nbytes / MIB
+    sizes = {round(whole / share, 3) for share in shares} | ({DEFAULT} if whole > DEFAULT else set())
+    steps = {f"{size:g}": plain_step(workload, DDP(tuned=tuned, bucket_mb=size)) for size in sorted(sizes)}
+    best = rounds.best(steps, warmup=warmup)
+    rounds.fact("DDP bucket MiB", f"{best}, the best of {', '.join(steps)}")
+    return float(best)

@@ -1,48 +1,122 @@
-"""The model every variant trains: a profile of layers whose computation is emulated, wrapped the same way for all."""
+"""The models that variants train, wrapped the same way for all: layers whose computation is emulated, and real ones."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from gradsync.bench.peers import Peer, Wrapped
-from gradsync.bench.record import Cell
-from gradsync.bench.statistics import wire_seconds
+from gradsync.bench.measure import Rounds
+from gradsync.bench.peers import ALONE, Peer, Wrapped
+from gradsync.bench.record import EVERY
 from gradsync.lab.emulated import EmulatedModel
-from gradsync.lab.profile import Profile
-from gradsync.lab.rate import Rate
+from gradsync.lab.profile import Profile, transformer
+from gradsync.llm.model import Block, GPTConfig
 
-__all__ = ["Workload"]
+__all__ = ["FLOAT_BYTES", "EmulatedWorkload", "RealWorkload", "Workload"]
 
 FLOAT_BYTES = 4
+VOCABULARY, HEADS = 256, 8
 SEED = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A profile, and what is known of it before anything runs."""
+class Workload(ABC):
+    """A model, and what is known of it before anything runs."""
 
-    profile: Profile
+    learning_rate: float
+
+    @property
+    @abstractmethod
+    def parameters(self) -> int: ...
+
+    @abstractmethod
+    def model(self) -> nn.Module: ...
+
+    @abstractmethod
+    def forward(self, model: nn.Module) -> Tensor: ...
 
     @property
     def nbytes(self) -> int:
         """Of the gradients."""
-        return self.profile.parameters * FLOAT_BYTES
+        return self.parameters * FLOAT_BYTES
 
     def wrap(self, peer: Peer, *, window: int = 1) -> Wrapped:
         """The same weights for everyone."""
         torch.manual_seed(SEED)
-        optimizer = partial(torch.optim.SGD, lr=1e-4, foreach=True)
-        return peer.wrap(EmulatedModel(self.profile), optimizer, window=window)
+        return peer.wrap(self.model(), partial(torch.optim.SGD, lr=self.learning_rate, foreach=True), window=window)
 
-    def wire_seconds(self, cell: Cell, *, synchronizations: int = 1) -> float:
-        """What so many synchronizations of all gradients take, at least, on the links of the cell."""
-        rate = None if cell.rate is None else Rate.parse(cell.rate).bytes_per_second
-        return wire_seconds(self.nbytes, cell.ranks, rate) * synchronizations
+    def note(self, rounds: Rounds, *, senders: int | None = None) -> None:
+        """Its size, and what bounds a step that synchronizes it once, among so many ``senders`` or all ranks."""
+        rounds.fact("gradient bytes", self.nbytes)
+        rounds.limits(compute=ALONE, wire={EVERY: rounds.cell.wire_seconds(self.nbytes, senders=senders)})
 
-    @staticmethod
-    def forward(model: torch.nn.Module) -> torch.Tensor:
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedWorkload(Workload):
+    """The layers of a profile, which sleep instead of computing."""
+
+    profile: Profile
+    learning_rate = 1e-4
+
+    @classmethod
+    def transformer(cls, options: Mapping[str, Any], **others: Any) -> "EmulatedWorkload":
+        """Of the size that these options of a cell, and ``others``, say."""
+        said = {**options, **others}
+        return cls(profile=transformer(**{key: said[key] for key in ("parameters", "layers", "seconds")}))
+
+    @property
+    def parameters(self) -> int:
+        return self.profile.parameters
+
+    def model(self) -> nn.Module:
+        return EmulatedModel(self.profile)
+
+    def forward(self, model: nn.Module) -> Tensor:
         """The gradients of rank r are r + 1 times those of rank 0, so that a mean differs from each of them."""
-        loss: torch.Tensor = model(torch.tensor(float(dist.get_rank() + 1)))
+        loss: Tensor = model(torch.tensor(float(dist.get_rank() + 1)))
         return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealWorkload(Workload):
+    """A transformer that computes, for what emulated layers cannot show: cores and memory shared with the wire.
+
+    Its layers are those of gradsync's GPT, one after another in a ``Sequential``, so that every peer may treat each
+    block as a unit. Tokens are random, the same ones in every step: speed does not depend on them.
+    """
+
+    layers: int
+    width: int
+    # The share of a rank.
+    batch: int
+    length: int
+    learning_rate = 1e-3
+
+    @cached_property
+    def parameters(self) -> int:
+        # On no device: counting must not cost memory.
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.model().parameters())
+
+    def forward(self, model: nn.Module) -> Tensor:
+        inputs, targets = self._tokens
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    @cached_property
+    def _tokens(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(SEED + dist.get_rank())
+        tokens = torch.randint(VOCABULARY, (self.batch, self.length + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def model(self) -> nn.Module:
+        config = GPTConfig(
+            vocab_size=VOCABULARY, sequence_length=self.length, layers=self.layers, heads=HEADS, width=self.width
+        )
+        blocks = (Block(config) for _ in range(self.layers))
+        ends = nn.LayerNorm(self.width), nn.Linear(self.width, VOCABULARY)
+        return nn.Sequential(nn.Embedding(VOCABULARY, self.width), *blocks, *ends)

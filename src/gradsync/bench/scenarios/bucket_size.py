@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradsync.bench.measure import Rounds, Step
-from gradsync.bench.peers import DDP, Gradsync, NoWrapper
-from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import ALONE, MISSING, OURS, TUNED, Picture, Table, colour_of, times_of, timing_table
-from gradsync.bench.windows import Pattern, plain_step, window_step
-from gradsync.bench.workload import FLOAT_BYTES, Workload
+from gradsync.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper
+from gradsync.bench.record import Cell, CellRecord
+from gradsync.bench.scenario import MISSING, Scenario, Table, colour_of, known, times_of
+from gradsync.bench.windows import MIB, Pattern, plain_step, window_step
+from gradsync.bench.workload import FLOAT_BYTES, EmulatedWorkload
 from gradsync.bucket.tuner import TUNED_AFTER
-from gradsync.charts.canvas import canvas, colour, legend, limit_line
+from gradsync.charts.canvas import colour, limit_line
 from gradsync.charts.kinds import draw_curves
 from gradsync.data_parallel import DistributedDataParallel
-from gradsync.lab.profile import transformer
 from gradsync.lab.rate import Rate
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketSize"]
 
-MIB = 2**20
 RATES = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
 AUTO = "gradsync auto"
 AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
@@ -40,13 +38,15 @@ def variant_name(peer: str, mebibytes: float) -> str:
     return f"{peer} · {mebibytes:.3f} MiB"
 
 
-class BucketSize:
+class BucketSize(Scenario):
     """Fixed sizes of gradsync and of DDP, and gradsync's own choice, at three link rates."""
 
     name = "bucket-size"
     title = "Bucket size: the best one, and the one that gradsync finds by itself"
     source = "After Li et al., PyTorch Distributed, VLDB 2020 (ResNet-50 and BERT, buckets of 0 to 100 MB)."
     question = "How large should buckets be on this link, and is the automatic choice good enough?"
+    baseline = AUTO
+    slug, ylabel, height, shared = "sizes", "ms a step (median, p5–p95)", 4.4, False
 
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 30 if quick else 100
@@ -68,14 +68,11 @@ class BucketSize:
         ]
 
     def measure(self, rounds: Rounds) -> None:
-        options = rounds.cell.options
-        profile = transformer(parameters=options["parameters"], layers=LAYERS, seconds=options["seconds"])
-        workload = Workload(profile=profile)
+        workload = EmulatedWorkload.transformer(rounds.cell.options, layers=LAYERS)
+        workload.note(rounds)
         # Fixed sizes have a little room for the alignment and the tail of a bucket.
-        sizes = [workload.nbytes * 1.02 / share / MIB for share in options["shares"]]
-        rounds.fact("gradient bytes", workload.nbytes)
+        sizes = [workload.nbytes * 1.02 / share / MIB for share in rounds.cell.options["shares"]]
         rounds.fact("sizes in MiB", sizes)
-        rounds.limits(compute=ALONE, wire={EVERY: workload.wire_seconds(rounds.cell)})
         auto = workload.wrap(Gradsync(name=AUTO))
         automatic = window_step(auto, workload.forward, count=1, pattern=Pattern.EVERY)
         variants: dict[str, Step] = {ALONE: plain_step(workload, NoWrapper()), AUTO: automatic}
@@ -87,94 +84,97 @@ class BucketSize:
         before = wrapper.synchronizer.caps
         for _ in range(TUNING_WINDOWS):
             automatic()
-        after = wrapper.synchronizer.caps
-        rounds.fact("auto before tuning", {"caps": list(before.caps), "from the end": before.from_the_end})
-        rounds.fact("auto", {"caps": list(after.caps), "from the end": after.from_the_end})
+        for name, chosen in (("auto before tuning", before), ("auto", wrapper.synchronizer.caps)):
+            rounds.fact(name, {"caps": list(chosen.caps), "from the end": chosen.from_the_end})
         rounds.fact("wire of gradsync", str(wrapper.wire))
         rounds.run(variants)
 
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        chosen = Table(
-            title="Where the automatic choice landed",
-            columns=["link", "best fixed size", "auto: largest bucket", *AGAINST.values()],
-            rows=[_landing(record) for record in records],
-            note="Buckets of auto are smaller towards the end where three sizes are given. " + _tuner_words(),
+    def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        looks = f"The tuner looks after {', '.join(map(str, TUNED_AFTER))} windows; all of them were run before."
+        return [
+            Table(
+                title="Where the automatic choice landed",
+                columns=["link", "best fixed size", "auto: largest bucket", *AGAINST.values()],
+                rows=[_landing(record) for record in records],
+                note=f"Buckets of auto are smaller towards the end where three sizes are given. {looks}",
+            )
+        ]
+
+    def message(self, records: Sequence[CellRecord]) -> str:
+        ratios = known({record.cell.name: _over_best(record, OURS) for record in records})
+        if not ratios:
+            return "Time of a step over the size of buckets"
+        worst = max(ratios.values())
+        words = "no slower than" if worst <= 1.005 else f"within {(worst - 1) * 100:.0f} % of"
+        return f"The automatic bucket size is {words} the best fixed one on every link"
+
+    def sentence(self, record: CellRecord) -> str:
+        best, theirs = _over_best(record, OURS), _over_best(record, TUNED)
+        if best is None or theirs is None:
+            return f"{record.cell.name}: not everything was measured."
+        return (
+            f"{record.cell.name}: gradsync's best fixed size was {_best(record, OURS):.2f} MiB; its own choice took "
+            f"{best:.2f} times as long as that, and {theirs:.2f} times as long as DDP tuned with its best size."
         )
-        return [chosen, *(timing_table(record, baseline=AUTO) for record in records)]
 
-    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        title = _message(records)
-        figure, axes = canvas(title, panels=[record.cell.name for record in records], height=4.4, shared=False)
-        for panel, record in zip(axes, records, strict=True):
-            _draw(panel, record)
-        axes[0].set_ylabel("ms a step (median, p5–p95)")
-        legend(axes)
-        return [Picture(slug="sizes", title=title, figure=figure, reading=self.reading(records))]
-
-    def reading(self, records: Sequence[CellRecord]) -> str:
-        return " ".join(_sentence(record) for record in records)
-
-
-def _tuner_words() -> str:
-    return f"The tuner looks after {', '.join(map(str, TUNED_AFTER))} windows; all of them were run before."
+    def draw(self, axes: "Axes", record: CellRecord) -> None:
+        for peer in (TUNED, OURS):
+            sizes = _sizes(record, peer)
+            taken = [(record, variant_name(peer, size)) for size in sizes]
+            fixed = times_of(f"{peer}, fixed size", taken, places=sizes, colour=colour_of(peer))
+            draw_curves(axes, [fixed], marker="o", markersize=4.5)
+        _mark_best(axes, record)
+        _mark_auto(axes, record)
+        limit = record.limit(AUTO)
+        if limit is not None:
+            limit_line(axes, limit * 1e3, label="limit")
+        sizes = record.facts.get("sizes in MiB", [1.0])
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        axes.set_xticks(sizes, [_short(size) for size in sizes], fontsize=8.5)
+        axes.set_xlabel("bucket size, MiB (the last: all in one)")
+        axes.set_ylim(0)
 
 
 def _sizes(record: CellRecord, peer: str) -> list[float]:
-    known: list[float] = record.facts.get("sizes in MiB", [])
-    return sorted(size for size in known if variant_name(peer, size) in record.samples)
+    tried: list[float] = record.facts.get("sizes in MiB", [])
+    return sorted(size for size in tried if variant_name(peer, size) in record.samples)
 
 
-def _best(record: CellRecord, peer: str) -> float | None:
-    """The fixed size with the lowest median."""
-    return min(_sizes(record, peer), key=lambda size: record.summary(variant_name(peer, size)).median, default=None)
+def _best(record: CellRecord, peer: str) -> float:
+    """The fixed size with the lowest median; 0 where none was measured."""
+    return min(_sizes(record, peer), key=lambda size: record.ms(variant_name(peer, size)), default=0.0)
 
 
 def _over_best(record: CellRecord, peer: str) -> float | None:
-    best = _best(record, peer)
-    return None if best is None else record.times(AUTO, variant_name(peer, best))
+    return record.times(AUTO, variant_name(peer, _best(record, peer)))
 
 
 def _landing(record: CellRecord) -> list[str]:
     best, caps = _best(record, OURS), record.facts.get("auto", {}).get("caps", [])
-    ratios = []
-    for peer in AGAINST:
-        fixed = _best(record, peer)
-        known = fixed is not None and AUTO in record.samples
-        ratios.append(str(record.ratio(AUTO, variant_name(peer, fixed))) if known and fixed is not None else MISSING)
+    fixed = [variant_name(peer, _best(record, peer)) for peer in AGAINST]
+    ratios = [MISSING if record.times(AUTO, name) is None else str(record.ratio(AUTO, name)) for name in fixed]
     largest = " / ".join(f"{cap / MIB:.2f}" for cap in caps)
-    size = MISSING if best is None else f"{best:.2f} MiB"
-    return [record.cell.name, size, f"{largest} MiB" if caps else MISSING, *ratios]
+    return [record.cell.name, f"{best:.2f} MiB" if best else MISSING, f"{largest} MiB" if caps else MISSING, *ratios]
 
 
-def _draw(axes: "Axes", record: CellRecord) -> None:
-    for peer in (TUNED, OURS):
-        sizes = _sizes(record, peer)
-        taken = [(record, variant_name(peer, size)) for size in sizes]
-        fixed = times_of(f"{peer}, fixed size", taken, places=sizes, colour=colour_of(peer))
-        draw_curves(axes, [fixed], marker="o", markersize=4.5)
-    best = _best(record, OURS)
-    if best is not None:
-        height = record.summary(variant_name(OURS, best)).median * 1e3
-        axes.plot(best, height, "o", color=colour("card"), markeredgecolor=colour_of(OURS), markersize=10, zorder=2.5)
-        axes.plot(best, height, "o", color=colour_of(OURS), markersize=4.5, zorder=3)
-    _draw_auto(axes, record)
+def _mark_best(axes: "Axes", record: CellRecord) -> None:
+    best, words = _best(record, OURS), []
+    if best:
+        height, blue = record.ms(variant_name(OURS, best)), colour_of(OURS)
+        axes.plot(best, height, "o", color=colour("card"), markeredgecolor=blue, markersize=10, zorder=2.5)
+        axes.plot(best, height, "o", color=blue, markersize=4.5, zorder=3)
+        words.append(f"best fixed, {_short(best)} MiB: {height:.1f} ms")
+    if AUTO in record.samples:
+        words.append(f"auto: {record.ms(AUTO):.1f} ms")
     # Below the curves, where nothing else is.
-    axes.text(0.03, 0.04, _values(record), transform=axes.transAxes, fontsize=9, va="bottom")
-    limit = record.limit(AUTO)
-    if limit is not None:
-        limit_line(axes, limit * 1e3, label="limit")
-    sizes = record.facts.get("sizes in MiB", [1.0])
-    axes.set_xscale("log", base=2)
-    axes.minorticks_off()
-    axes.set_xticks(sizes, [_short(size) for size in sizes], fontsize=8.5)
-    axes.set_xlabel("bucket size, MiB (the last: all in one)")
-    axes.set_ylim(0)
+    axes.text(0.03, 0.04, "\n".join(words), transform=axes.transAxes, fontsize=9, va="bottom")
 
 
-def _draw_auto(axes: "Axes", record: CellRecord) -> None:
+def _mark_auto(axes: "Axes", record: CellRecord) -> None:
     if AUTO not in record.samples:
         return
-    height = record.summary(AUTO).median * 1e3
+    height = record.ms(AUTO)
     axes.axhline(height, color=colour_of(OURS), linewidth=1, linestyle=":", zorder=1)
     largest = max(record.facts.get("auto", {}).get("caps", []), default=0) / MIB
     if largest:
@@ -182,32 +182,5 @@ def _draw_auto(axes: "Axes", record: CellRecord) -> None:
         axes.plot([place], [height], "D", color=colour_of(OURS), markersize=8, label="gradsync, auto", zorder=4)
 
 
-def _values(record: CellRecord) -> str:
-    best = _best(record, OURS)
-    known = {} if best is None else {f"best fixed, {_short(best)} MiB": variant_name(OURS, best)}
-    known |= {"auto": AUTO} if AUTO in record.samples else {}
-    return "\n".join(f"{name}: {record.summary(variant).median * 1e3:.1f} ms" for name, variant in known.items())
-
-
 def _short(size: float) -> str:
     return f"{size:.2f}" if size < 1 else f"{size:.1f}"
-
-
-def _message(records: Sequence[CellRecord]) -> str:
-    ratios = [ratio for record in records if (ratio := _over_best(record, OURS)) is not None]
-    if not ratios:
-        return "Time of a step over the size of buckets"
-    worst = max(ratios)
-    words = "no slower than" if worst <= 1.005 else f"within {(worst - 1) * 100:.0f} % of"
-    return f"The automatic bucket size is {words} the best fixed one on every link"
-
-
-def _sentence(record: CellRecord) -> str:
-    best, theirs = _over_best(record, OURS), _over_best(record, TUNED)
-    if best is None or theirs is None:
-        return f"{record.cell.name}: not everything was measured."
-    size = _best(record, OURS)
-    return (
-        f"{record.cell.name}: gradsync's best fixed size was {size:.2f} MiB; its own choice took {best:.2f} times as "
-        f"long as that, and {theirs:.2f} times as long as DDP tuned with its best size."
-    )

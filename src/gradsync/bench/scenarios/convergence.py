@@ -11,8 +11,8 @@ A variant has one curve a seed, no thirty repetitions: rounds are points of the 
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.peers import Gradsync
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Table
+from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, known
 from gradsync.bench.windows import Pattern, window_step
 from gradsync.charts.canvas import INK, canvas, colour, legend
 from gradsync.charts.kinds import Series, draw_curves
@@ -32,7 +32,7 @@ from gradsync.errors import ConfigurationError
 from gradsync.llm.text_sources import open_source
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["Convergence"]
 
@@ -40,7 +40,6 @@ PERIODS = (1, 2, 4, 8)
 ITERATIONS = max(PERIODS)
 # Learning rates by samples an iteration, over all ranks. The paper has 0.02 and 0.06; this network bears more.
 RATES = {8: 0.02, 256: 0.2}
-SMALL, LARGE = RATES
 COLOURS = {1: INK, 2: colour("sky"), 4: colour("green"), 8: colour("vermillion")}
 
 CONTEXT, SYMBOLS, WIDTH = 8, 128, 128
@@ -56,7 +55,7 @@ def variant_name(batch: int, period: int, seed: int) -> str:
     return f"batch {batch} · every {period} · seed {seed}"
 
 
-class Convergence:
+class Convergence(Scenario):
     """Loss over iterations and over time, with gradients averaged every, every 2nd, 4th and 8th iteration."""
 
     name = "convergence"
@@ -66,26 +65,16 @@ class Convergence:
 
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 40 if quick else 150
-        return [
-            Cell(
-                name="1 host, 2 ranks, loopback",
-                warmup=0,
-                rounds=rounds,
-                seconds=rounds * 0.65,
-                emulated=False,
-                options={"seeds": 2 if quick else 3},
-            ),
-            Cell(
-                name="2 hosts, 100 Mbit/s",
-                hosts=2,
-                rate="100mbit",
-                warmup=0,
-                rounds=rounds,
-                seconds=rounds * 0.55,
-                emulated=False,
-                options={"seeds": 1},
-            ),
-        ]
+        one = Cell(
+            name="1 host, 2 ranks, loopback",
+            warmup=0,
+            rounds=rounds,
+            seconds=rounds * 0.65,
+            emulated=False,
+            options={"seeds": 2 if quick else 3},
+        )
+        linked = {"name": "2 hosts, 100 Mbit/s", "hosts": 2, "rate": "100mbit"}
+        return [one, replace(one, **linked, seconds=rounds * 0.55, options={"seeds": 1})]
 
     def measure(self, rounds: Rounds) -> None:
         text = Text.read()
@@ -100,16 +89,15 @@ class Convergence:
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        return [_table(record) for record in records]
+        return [_table(Trained(record)) for record in records]
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        # The cell with most seeds shows best what is noise.
-        most = max(records, key=lambda record: len(_seeds(record)))
-        return [_loss_picture(most), *(_time_picture(record, place) for place, record in enumerate(records))]
+        times = [_time_picture(Trained(record), place) for place, record in enumerate(records)]
+        return [_loss_picture(_most(records)), *times]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
-        most = max(records, key=lambda record: len(_seeds(record)))
-        return " ".join([_harm(most), *(saving for record in records if (saving := _saving(record)))])
+        savings = [saving for record in records if (saving := _saving(Trained(record)))]
+        return " ".join([_harm(_most(records)), *savings])
 
 
 # -- the training -----------------------------------------------------------------------------------------------------
@@ -190,69 +178,78 @@ def _training(text: Text, batch: int, period: int, seed: int) -> Step:
 # -- what came of it --------------------------------------------------------------------------------------------------
 
 
-def _seeds(record: CellRecord) -> list[int]:
-    return sorted({int(name.rsplit(" ", 1)[1]) for name in record.samples})
+class Trained:
+    """A cell by batch and period: the losses of every seed, cut where the shortest ends, and the times."""
+
+    def __init__(self, record: CellRecord) -> None:
+        self.record = record
+        self.name, self.iterations = record.cell.name, record.rounds * ITERATIONS
+        self.seeds = sorted({int(name.rsplit(" ", 1)[1]) for name in record.samples})
+        self.curves = {(batch, period): self._curves(batch, period) for batch in RATES for period in PERIODS}
+
+    def _known(self, batch: int, period: int) -> list[str]:
+        names = (variant_name(batch, period, seed) for seed in self.seeds)
+        return [name for name in names if name in self.record.samples]
+
+    def _curves(self, batch: int, period: int) -> list[list[float]]:
+        taken = [self.record.samples[name] for name in self._known(batch, period)]
+        shortest = min(map(len, taken), default=0)
+        return [[samples[number].parts["loss"] for number in sorted(samples)[:shortest]] for samples in taken]
+
+    def ends(self, batch: int, period: int) -> list[float]:
+        return [statistics.fmean(curve[-LAST:]) for curve in self.curves[batch, period]]
+
+    def worse(self, batch: int, period: int) -> list[float]:
+        """By how much the loss ends above that of n = 1, seed by seed."""
+        both = zip(self.ends(batch, period), self.ends(batch, 1), strict=False)
+        return [mine - baseline for mine, baseline in both]
+
+    def iteration(self, batch: int, period: int) -> float | None:
+        """Median seconds of an iteration."""
+        rounds = [self.record.part(name, "training") for name in self._known(batch, period)]
+        return statistics.median(rounds) / ITERATIONS if rounds else None
+
+    def savings(self) -> dict[int, tuple[float, float]]:
+        """By batch: what the whole run takes if every iteration averages, and what it saves if every last one does."""
+        both = {batch: (self.iteration(batch, 1), self.iteration(batch, ITERATIONS)) for batch in RATES}
+        return {
+            batch: (first * self.iterations, (first - last) * self.iterations)
+            for batch, (first, last) in both.items()
+            if first is not None and last is not None
+        }
 
 
-def _known(record: CellRecord, batch: int, period: int) -> list[str]:
-    names = (variant_name(batch, period, seed) for seed in _seeds(record))
-    return [name for name in names if name in record.samples]
+def _most(records: Sequence[CellRecord]) -> Trained:
+    """The cell with most seeds shows best what is noise."""
+    return max(map(Trained, records), key=lambda cell: len(cell.seeds))
 
 
-def _curves(record: CellRecord, batch: int, period: int) -> list[list[float]]:
-    """The losses of every seed, cut where the shortest ends."""
-    curves = [
-        [record.samples[name][number].parts["loss"] for number in sorted(record.samples[name])]
-        for name in _known(record, batch, period)
-    ]
-    shortest = min(map(len, curves), default=0)
-    return [curve[:shortest] for curve in curves]
-
-
-def _ends(record: CellRecord, batch: int, period: int) -> list[float]:
-    return [statistics.fmean(curve[-LAST:]) for curve in _curves(record, batch, period)]
-
-
-def _iteration(record: CellRecord, batch: int, period: int) -> float | None:
-    """Median seconds of an iteration."""
-    rounds = [record.part(name, "training") for name in _known(record, batch, period)]
-    return statistics.median(rounds) / ITERATIONS if rounds else None
-
-
-def _worse(record: CellRecord, batch: int, period: int) -> list[float]:
-    """By how much the loss ends above that of n = 1, seed by seed."""
-    return [
-        mine - baseline for mine, baseline in zip(_ends(record, batch, period), _ends(record, batch, 1), strict=False)
-    ]
-
-
-def _spread(values: Iterable[float], form: str) -> str:
+def _spread(values: Sequence[float], form: str) -> str:
     """The mean, and the lowest and highest where there are several."""
-    known = list(values)
-    if not known:
+    if not values:
         return MISSING
-    middle = format(statistics.fmean(known), form)
-    return middle if len(known) == 1 else f"{middle} ({min(known):{form}} to {max(known):{form}})"
+    middle = format(statistics.fmean(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
-def _table(record: CellRecord) -> Table:
+def _table(cell: Trained) -> Table:
     rows = []
     for batch in RATES:
-        alone = _iteration(record, batch, 1)
+        alone = cell.iteration(batch, 1)
         for period in PERIODS:
-            taken = _iteration(record, batch, period)
+            taken = cell.iteration(batch, period)
             if taken is None:
                 continue
-            whole = ITERATIONS * record.rounds
-            saved = MISSING if alone is None else f"{(alone - taken) * whole:.2f}"
+            saved = MISSING if alone is None else f"{(alone - taken) * cell.iterations:.2f}"
             name = "every iteration" if period == 1 else f"every {period}"
-            ends = _spread(_ends(record, batch, period), ".3f")
-            worse = _spread(_worse(record, batch, period), "+.3f") if period > 1 else MISSING
-            times = f"{taken * 1e3:.2f}", f"{taken * whole:.2f}"
-            rows.append([f"batch {batch}, {name}", ends, worse, *times, saved])
-    seeds = len(_seeds(record))
+            worse = _spread(cell.worse(batch, period), "+.3f") if period > 1 else MISSING
+            losses = _spread(cell.ends(batch, period), ".3f"), worse
+            rows.append(
+                [f"batch {batch}, {name}", *losses, f"{taken * 1e3:.2f}", f"{taken * cell.iterations:.2f}", saved]
+            )
+    seeds = len(cell.seeds)
     return Table(
-        title=f"{record.cell.name}: {record.rounds * ITERATIONS} iterations, real computation",
+        title=f"{cell.name}: {cell.iterations} iterations, real computation",
         columns=["averaged", "loss at the end", "above n = 1", "ms an iteration", "seconds", "seconds saved"],
         rows=rows,
         note=(
@@ -263,37 +260,51 @@ def _table(record: CellRecord) -> Table:
     )
 
 
-def _loss_picture(record: CellRecord) -> Picture:
-    title, seeds = _message(record), len(_seeds(record))
-    figure, axes = canvas(title, panels=_panels(), height=4.4)
-    for panel, batch in zip(axes, RATES, strict=True):
-        draw_curves(panel, [_curve(record, batch, period, 1.0) for period in PERIODS])
-        panel.set_xlabel("iterations")
-    _frame(axes, record)
+def _loss_picture(cell: Trained) -> Picture:
+    seeds, title = len(cell.seeds), "Loss over iterations"
+    worse = {batch: cell.worse(batch, ITERATIONS) for batch in RATES}
+    if all(worse.values()):
+        changes = [f"by {statistics.fmean(values):+.2f} at batch {batch}" for batch, values in worse.items()]
+        title = f"Averaging only every {ITERATIONS}th iteration changes the final loss {' and '.join(changes)}"
+    figure = _figure(title, cell, "iterations", dict.fromkeys(cell.curves, 1.0))
     band = f" Lines are means of {seeds} seeds, bands reach from the lowest to the highest." if seeds > 1 else ""
-    return Picture(slug="loss", title=title, figure=figure, reading=_harm(record) + band)
+    return Picture(slug="loss", title=title, figure=figure, reading=_harm(cell) + band)
 
 
-def _time_picture(record: CellRecord, place: int) -> Picture:
-    title = f"Loss over time, {record.cell.name}: {_time_message(record)}"
-    figure, axes = canvas(title, panels=_panels(), height=4.4)
-    for panel, batch in zip(axes, RATES, strict=True):
-        taken = {period: _iteration(record, batch, period) for period in PERIODS}
-        known = [_curve(record, batch, period, each) for period, each in taken.items() if each is not None]
-        draw_curves(panel, known)
-        panel.set_xlabel("seconds of training")
+def _time_picture(cell: Trained, place: int) -> Picture:
+    parts = [f"{saved:.1f} s at batch {batch}" for batch, (_, saved) in cell.savings().items()]
+    saving = f"every {ITERATIONS}th saves {' and '.join(parts)}" if parts else "no comparison"
+    title = f"Loss over time, {cell.name}: {saving}"
+    figure = _figure(title, cell, "seconds of training", {key: cell.iteration(*key) for key in cell.curves})
+    for panel in figure.axes:
         panel.set_xlim(left=0)
-    _frame(axes, record)
-    return Picture(slug=f"time-{place}", title=title, figure=figure, reading=_saving(record) or title)
+    return Picture(slug=f"time-{place}", title=title, figure=figure, reading=_saving(cell) or title)
 
 
-def _panels() -> list[str]:
-    return [f"batch {batch}, learning rate {rate}" for batch, rate in RATES.items()]
+def _figure(title: str, cell: Trained, xlabel: str, lengths: Mapping[tuple[int, int], float | None]) -> "Figure":
+    """A panel a batch; an iteration of each batch and period is so long on the axis.
+
+    Its range is that of the curves that every iteration averages: what leaves it at the top has diverged.
+    """
+    panels = [f"batch {batch}, learning rate {rate}" for batch, rate in RATES.items()]
+    figure, axes = canvas(title, panels=panels, height=4.4)
+    losses = {key: [loss for curve in curves for loss in curve] for key, curves in cell.curves.items()}
+    every = [loss for values in losses.values() for loss in values]
+    low, high = min(every), max([loss for batch in RATES for loss in losses[batch, 1]] or every)
+    margin = (high - low) * 0.06 or 0.1
+    for panel, batch in zip(axes, RATES, strict=True):
+        each = known({period: lengths[batch, period] for period in PERIODS})
+        draw_curves(panel, [_curve(cell, batch, period, length) for period, length in each.items()])
+        panel.set_xlabel(xlabel)
+        panel.set_ylim(low - margin, high + margin * 4)
+    axes[0].set_ylabel("loss on held-out text")
+    legend(axes)
+    return figure
 
 
-def _curve(record: CellRecord, batch: int, period: int, each: float) -> Series:
+def _curve(cell: Trained, batch: int, period: int, each: float) -> Series:
     """The mean of all seeds, and their range; an iteration is ``each`` long on the axis."""
-    rounds = list(zip(*_curves(record, batch, period), strict=True))
+    rounds = list(zip(*cell.curves[batch, period], strict=True))
     places = [(number + 1) * ITERATIONS * each for number in range(len(rounds))]
     return Series(
         label="averaged every iteration" if period == 1 else f"every {period}",
@@ -305,72 +316,25 @@ def _curve(record: CellRecord, batch: int, period: int, each: float) -> Series:
     )
 
 
-def _frame(axes: "Sequence[Axes]", record: CellRecord) -> None:
-    """The range of the curves that every iteration averages: what leaves it at the top has diverged."""
-    whole = [loss for batch in RATES for curve in _curves(record, batch, 1) for loss in curve]
-    every = [
-        loss for batch in RATES for period in PERIODS for curve in _curves(record, batch, period) for loss in curve
-    ]
-    low, high = min(every), max(whole or every)
-    margin = (high - low) * 0.06 or 0.1
-    for panel in axes:
-        panel.set_ylim(low - margin, high + margin * 4)
-    axes[0].set_ylabel("loss on held-out text")
-    legend(axes)
-
-
-def _message(record: CellRecord) -> str:
-    small, large = (_worse(record, batch, ITERATIONS) for batch in (SMALL, LARGE))
-    if not small or not large:
-        return "Loss over iterations"
-    means = [statistics.fmean(values) for values in (small, large)]
-    return (
-        f"Averaging only every {ITERATIONS}th iteration changes the final loss by {means[0]:+.2f} at batch {SMALL} "
-        f"and by {means[1]:+.2f} at batch {LARGE}"
-    )
-
-
-def _seconds(record: CellRecord) -> dict[int, tuple[float, float]]:
-    """By batch: what the whole run takes if every iteration averages, and if every last one does."""
-    both = {batch: (_iteration(record, batch, 1), _iteration(record, batch, ITERATIONS)) for batch in RATES}
-    whole = ITERATIONS * record.rounds
-    return {
-        batch: (first * whole, last * whole)
-        for batch, (first, last) in both.items()
-        if first is not None and last is not None
-    }
-
-
-def _time_message(record: CellRecord) -> str:
-    parts = [f"{first - last:.1f} s at batch {batch}" for batch, (first, last) in _seconds(record).items()]
-    return f"every {ITERATIONS}th saves {' and '.join(parts)}" if parts else "no comparison"
-
-
-def _harm(record: CellRecord) -> str:
+def _harm(cell: Trained) -> str:
     """By how much each n ends above n = 1, and which of them do so with every seed."""
     sentences = []
     for batch in RATES:
-        worse = {period: _worse(record, batch, period) for period in PERIODS[1:]}
-        known = {period: values for period, values in worse.items() if values}
-        if not known:
+        worse = {period: values for period in PERIODS[1:] if (values := cell.worse(batch, period))}
+        if not worse:
             continue
-        shown = ", ".join(f"n = {period} {statistics.fmean(values):+.3f}" for period, values in known.items())
-        always = [f"n = {period}" for period, values in known.items() if min(values) > _noise(record, batch)]
+        shown = ", ".join(f"n = {period} {statistics.fmean(values):+.3f}" for period, values in worse.items())
+        noise = NEGLIGIBLE * statistics.fmean(cell.ends(batch, 1))
+        always = [f"n = {period}" for period, values in worse.items() if min(values) > noise]
         verdict = f"harmed with every seed: {', '.join(always)}" if always else "no harm"
         sentences.append(f"Batch {batch}, final loss against averaging every iteration: {shown} ({verdict}).")
     return " ".join(sentences) or "There is nothing to compare yet."
 
 
-def _noise(record: CellRecord, batch: int) -> float:
-    """What counts as nothing."""
-    ends = _ends(record, batch, 1)
-    return NEGLIGIBLE * statistics.fmean(ends) if ends else 0.0
-
-
-def _saving(record: CellRecord) -> str:
+def _saving(cell: Trained) -> str:
     parts = [
-        f"{first - last:.1f} s of {first:.1f} s at batch {batch} ({(1 - last / first) * 100:.0f} %)"
-        for batch, (first, last) in _seconds(record).items()
+        f"{saved:.1f} s of {whole:.1f} s at batch {batch} ({saved / whole * 100:.0f} %)"
+        for batch, (whole, saved) in cell.savings().items()
     ]
-    saves = f"{record.cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
+    saves = f"{cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
     return saves if parts else ""

@@ -6,30 +6,42 @@ transformers are trained as well, one that mostly communicates and one that most
 Memory is measured in cells of its own, one a peer: in ranks that have nothing else. Each first wraps and steps a tiny
 model, so that imports and first uses are not counted, then watches its proportional set size while it wraps and steps
 the real one (see :mod:`gradsync.bench.memory`).
+
+Where gradsync is behind a peer, the words say so: in time if the whole interval of the ratio lies above 1, in bytes,
+which hardly vary, if it sends 2 % more, in memory if it needs 2 % more in its best run than the peer in its worst.
 """
 
 import gc
-from dataclasses import replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.memory import PeakMemory, memory_unreadable
-from gradsync.bench.peers import DDP, PEERS, Peer
-from gradsync.bench.real_workload import RealWorkload
-from gradsync.bench.record import EVERY, Cell
-from gradsync.bench.scenario import ALONE, OURS, TUNED
-from gradsync.bench.scenarios.peers_shown import MEMORY, PEAK, read, show_pictures, show_tables
-from gradsync.bench.statistics import wire_seconds
-from gradsync.bench.tuning import best_bucket_mb
-from gradsync.bench.windows import plain_step, settle
-from gradsync.bench.workload import Workload
-from gradsync.lab.profile import transformer
-from gradsync.lab.rate import Rate
+from gradsync.bench.peers import ALONE, OURS, PEERS, TUNED, Peer
+from gradsync.bench.record import Cell, CellRecord
+from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, colour_of, known, timing_table
+from gradsync.bench.statistics import percent
+from gradsync.bench.windows import plain_step, settle, tuned_ddp
+from gradsync.bench.workload import EmulatedWorkload, RealWorkload, Workload
+from gradsync.charts.canvas import canvas, colour, limit_line
+from gradsync.charts.kinds import draw_rows
+from gradsync.charts.words import count
 
 __all__ = ["Peers"]
 
+STOCK = "DDP stock"
+# From the top down.
+SHOWN = (OURS, TUNED, STOCK, "Accelerate", "Lightning Fabric", "FSDP2 replicate", "naive")
+# A cell with this option measures memory; its samples have this part.
+MEMORY, PEAK = "memory", "peak bytes"
+# Of those that measure memory.
+LAST_STEPS = 3
+# Bytes and memory within this share of each other are the same.
+SAME = 0.02
 # Rounds of a cell whose times spread, against those of the others.
 MORE = 1.5
 # Model and computation of the emulated cells; what is sent takes about as long as what is computed.
@@ -43,7 +55,7 @@ MEMORY_STEPS = 7
 MEMORY_RUNS = 5
 
 
-class Peers:
+class Peers(Scenario):
     """gradsync beside naive averaging, torch's DDP, Accelerate, Lightning Fabric and FSDP2's replicate."""
 
     name = "peers"
@@ -61,13 +73,32 @@ class Peers:
         if MEMORY in options:
             _measure_memory(rounds, PEERS[options.pop(MEMORY)], RealWorkload(**options))
         elif rounds.cell.emulated:
-            _measure_time(rounds, Workload(profile=transformer(**options)))
+            _measure_time(rounds, EmulatedWorkload.transformer(options))
         else:
             _measure_time(rounds, RealWorkload(**options))
 
-    tables = staticmethod(show_tables)
-    pictures = staticmethod(show_pictures)
-    reading = staticmethod(read)
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        memory = Memory(records)
+        return [_table(record) for record in _timed(records)] + ([_memory_table(memory)] if memory.peak else [])
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        timed, memory = _timed(records), Memory(records)
+        emulated = [record for record in timed if record.cell.emulated]
+        hosts = [record for record in emulated if record.cell.hosts is not None]
+        real = [record for record in timed if not record.cell.emulated]
+        pictures = [_time_picture("links", emulated)] if emulated else []
+        pictures += [_bytes_picture(hosts)] if hosts else []
+        pictures += [_time_picture("real", real)] if real else []
+        return pictures + ([_memory_picture(memory)] if memory.peak else [])
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        sentences = [sentence for record in _timed(records) if (sentence := _lead(record))]
+        behind = [words for record in _timed(records) for words in _behind(record)] + _heavier(Memory(records))
+        if behind:
+            sentences.append(f"gradsync is behind in: {'; '.join(behind)}.")
+        elif sentences:
+            sentences.append("No peer is ahead of gradsync in time, bytes or memory by more than the noise.")
+        return " ".join(sentences) or "There is nothing to compare yet."
 
 
 def _memory_cell(name: str, repeat: int) -> Cell:
@@ -112,10 +143,10 @@ def _real(*, quick: bool) -> list[Cell]:
     ]
 
 
-def _measure_time(rounds: Rounds, workload: Workload | RealWorkload) -> None:
-    rounds.fact("gradient bytes", workload.nbytes)
-    rounds.limits(compute=ALONE, wire={EVERY: _least_wire(rounds.cell, workload.nbytes)})
-    peers = {**PEERS, TUNED: DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload))}
+def _measure_time(rounds: Rounds, workload: Workload) -> None:
+    # The ranks of a host can add up among themselves before anything crosses its link.
+    workload.note(rounds, senders=rounds.cell.hosts or 1)
+    peers = {**PEERS, TUNED: tuned_ddp(rounds, workload)}
     variants: dict[str, Step] = {}
     for name, peer in peers.items():
         reason = peer.absent()
@@ -126,12 +157,6 @@ def _measure_time(rounds: Rounds, workload: Workload | RealWorkload) -> None:
     # DDP tuned had its trials; this is where gradsync makes its own choice of buckets.
     settle(variants[OURS])
     rounds.run(variants)
-
-
-def _least_wire(cell: Cell, nbytes: int) -> float:
-    """What must cross the link of a host, at least: its ranks can add up among themselves first."""
-    rate = None if cell.rate is None else Rate.parse(cell.rate).bytes_per_second
-    return wire_seconds(nbytes, cell.hosts or 1, rate)
 
 
 def _measure_memory(rounds: Rounds, peer: Peer, workload: RealWorkload) -> None:
@@ -153,3 +178,220 @@ def _measure_memory(rounds: Rounds, peer: Peer, workload: RealWorkload) -> None:
             return {PEAK: float(total) / rounds.world_size}
 
         rounds.run({peer.name: step})
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Bytes of a rank, run by run, by variant: the most in any step, and what the last steps need."""
+
+    def __init__(self, records: Sequence[CellRecord]) -> None:
+        self.peak: dict[str, list[float]] = {}
+        self.settled: dict[str, list[float]] = {}
+        self.absent: dict[str, str] = {}
+        self.gradients = 0.0
+        for record in records:
+            if MEMORY in record.cell.options:
+                self._add(record)
+
+    def _add(self, record: CellRecord) -> None:
+        self.absent |= record.absent
+        self.gradients = max(self.gradients, float(record.facts.get("gradient bytes", 0)))
+        for variant, samples in record.samples.items():
+            steps = [samples[number].parts[PEAK] for number in sorted(samples)]
+            self.peak.setdefault(variant, []).append(max(steps))
+            self.settled.setdefault(variant, []).append(statistics.median(steps[-LAST_STEPS:]))
+
+
+def _timed(records: Sequence[CellRecord]) -> list[CellRecord]:
+    return [record for record in records if MEMORY not in record.cell.options]
+
+
+def _rivals(record: CellRecord) -> list[str]:
+    return [name for name in SHOWN if name in record.samples and name != OURS]
+
+
+def _exposed(record: CellRecord, variant: str) -> float | None:
+    """Median over the rounds of what the step takes longer than the computation alone."""
+    alone, mine = record.samples.get(ALONE, {}), record.samples[variant]
+    waits = [sample.seconds - alone[number].seconds for number, sample in mine.items() if number in alone]
+    return statistics.median(waits) if waits else None
+
+
+def _share_sent(record: CellRecord) -> float:
+    return record.sent(OURS) / max(record.sent(STOCK), 1.0)
+
+
+def _lead(record: CellRecord) -> str:
+    rivals = _rivals(record)
+    if OURS not in record.samples or not rivals:
+        return ""
+    best = min(rivals, key=lambda name: record.summary(name).median)
+    names = [STOCK, best] if STOCK in rivals and best != STOCK else [best]
+    faster = " and ".join(f"{record.ratio(name, OURS).median:.2f}× {name}" for name in names)
+    limit = record.limit(OURS)
+    near = "" if limit is None else f", a step takes {record.summary(OURS).median / limit:.2f} of the limit"
+    sent = ""
+    if record.cell.hosts is not None and STOCK in rivals and _share_sent(record) < 1 - SAME:
+        sent = f", with {percent(_share_sent(record))} of the bytes of {STOCK}"
+    return f"{record.cell.name}: the speed of gradsync is {faster} (the best other){near}{sent}."
+
+
+def _behind(record: CellRecord) -> list[str]:
+    """Where a peer of this cell is ahead, outside the noise."""
+    if OURS not in record.samples:
+        return []
+    words = []
+    for name in _rivals(record):
+        slower = record.ratio(OURS, name)
+        if slower.low > 1:
+            words.append(f"time, {record.cell.name}, {slower} of {name}")
+    lightest = min(_rivals(record), key=record.sent, default=None)
+    if record.cell.hosts is not None and lightest is not None:
+        more = record.sent(OURS) / max(record.sent(lightest), 1.0)
+        if more > 1 + SAME:
+            words.append(f"bytes, {record.cell.name}, {more:.2f} of {lightest}")
+    return words
+
+
+def _heavier(memory: Memory) -> list[str]:
+    """The peers whose worst run needs less than the best of gradsync."""
+    words = []
+    for when, runs in (("peak", memory.peak), ("settled", memory.settled)):
+        for name in SHOWN:
+            if OURS in runs and name in runs and min(runs[OURS]) > (1 + SAME) * max(runs[name]):
+                more = statistics.median(runs[OURS]) / statistics.median(runs[name])
+                words.append(f"{when} memory, {more:.2f} of {name} ({count(len(runs[name]), 'run')})")
+    return words
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _table(record: CellRecord) -> Table:
+    def exposed(name: str) -> str:
+        waited = _exposed(record, name)
+        return MISSING if waited is None or name == ALONE else f"{waited * 1e3:.1f}"
+
+    table = timing_table(record, baseline=OURS, note=_bucket_note(record), more={"exposed ms": exposed})
+    kind = "emulated computation" if record.cell.emulated else "real computation"
+    size = f"{record.facts.get('gradient bytes', 0) / 1e6:.1f} MB of gradients"
+    return replace(table, title=f"{record.cell.name}: {size}, {kind} ({record.rounds} rounds)")
+
+
+def _bucket_note(record: CellRecord) -> str:
+    tuned = record.facts.get("DDP bucket MiB")
+    if tuned is None:
+        return ""
+    small = record.facts.get("gradient bytes", 0) < 25 * 2**20
+    whole = " DDP stock, Accelerate and Lightning Fabric have buckets of 25 MiB, which hold this model whole."
+    return f"Buckets of DDP tuned, in MiB: {tuned}.{whole if small else ''}"
+
+
+def _memory_table(memory: Memory) -> Table:
+    rows = []
+    for name, peaks in memory.peak.items():
+        settled, more = memory.settled[name], MISSING
+        if ALONE in memory.settled and memory.gradients:
+            above = statistics.median(settled) - statistics.median(memory.settled[ALONE])
+            more = f"{above / memory.gradients:+.2f}"
+        rows.append([name, _megabytes(peaks), _megabytes(settled), more])
+    rows += [[name, reason, MISSING, MISSING] for name, reason in memory.absent.items()]
+    most = max(map(len, memory.peak.values()))
+    spread = "median, lowest and highest" if most > 1 else "so its noise is not known"
+    return Table(
+        title=f"Memory of a rank, 1 host, 2 ranks, {memory.gradients / 1e6:.0f} MB of gradients",
+        columns=["variant", "peak MB", "settled MB", "settled above no wrapper, in sizes of the gradients"],
+        rows=rows,
+        note=(
+            "Model, gradients, activations and everything the wrapper adds, in processes of its own; memory that ranks "
+            "share is counted once, half for each. The peak includes wrapping and the first steps, in which buckets "
+            f"are made anew; settled is what the last steps need. {count(most, 'run')} a peer: {spread}."
+        ),
+    )
+
+
+def _megabytes(runs: Sequence[float]) -> str:
+    middle = f"{statistics.median(runs) / 1e6:.0f}"
+    return middle if len(runs) == 1 else f"{middle} ({min(runs) / 1e6:.0f}–{max(runs) / 1e6:.0f})"
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One bar a peer, from the top down, or why it has none; what of it is ``grey``, and where the ``limit`` is."""
+
+    name: str
+    values: Mapping[str, float]
+    absent: Mapping[str, str]
+    grey: float | None = None
+    limit: float | None = None
+
+
+def _picture(
+    slug: str, title: str, panels: Sequence[Panel], *, form: str, xlabel: str, reading: str, height: float = 3.7
+) -> Picture:
+    figure, axes = canvas(title, panels=[panel.name for panel in panels], height=height)
+    for each, panel in zip(axes, panels, strict=True):
+        rows = {name: panel.values.get(name, panel.absent.get(name, MISSING)) for name in SHOWN}
+        draw_rows(each, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)
+        if panel.grey is not None:
+            places = [place for place, name in enumerate(SHOWN) if name in panel.values]
+            each.barh(places, [panel.grey] * len(places), 0.7, color=colour("palest"))
+        if panel.limit is not None:
+            limit_line(each, panel.limit, across=False)
+        each.set_xlabel(xlabel)
+    return Picture(slug=slug, title=title, figure=figure, reading=reading)
+
+
+def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
+    # Not stock: where its one bucket holds a scaled model whole, it is easily beaten.
+    gains = known({record.cell.name: record.times(TUNED, OURS) for record in records}).values()
+    title = _title("Speed of gradsync against tuned DDP", [f"{times:.2f}×" for times in gains]) or "Time of a step"
+    panels = []
+    for record in records:
+        times = {name: record.ms(name) for name in record.samples}
+        limit = record.limit(OURS)
+        bound = None if limit is None else limit * 1e3
+        # What is left of colour is the cost of synchronization.
+        grey = times.get(ALONE)
+        panels.append(Panel(name=record.cell.name, values=times, absent=record.absent, grey=grey, limit=bound))
+    words = " ".join(sentence for record in records if (sentence := _lead(record)))
+    reading = f"{words} Grey is the computation without a wrapper, the dashed line the limit."
+    return _picture(slug, title, panels, form="{:.0f}", xlabel="ms a step", reading=reading, height=3.9)
+
+
+def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
+    shares = [percent(_share_sent(record)) for record in records if {OURS, STOCK} <= record.samples.keys()]
+    title = _title("Bytes of gradsync against stock DDP", shares) or "Bytes that a host sends"
+    panels = []
+    for record in records:
+        sent = {name: record.sent(name) / 1e6 for name in record.samples}
+        panels.append(Panel(name=record.cell.name, values=sent, absent=record.absent))
+    reading = "Read from the counters of the hosts' interfaces; where a host has two ranks, both send through one link."
+    return _picture("bytes", title, panels, form="{:.2f}", xlabel="MB a step, sent by a host", reading=reading)
+
+
+def _memory_picture(memory: Memory) -> Picture:
+    panels = []
+    for when, runs in (("Peak, first steps included", memory.peak), ("Settled", memory.settled)):
+        sizes = {name: statistics.median(values) / 1e6 for name, values in runs.items()}
+        panels.append(Panel(name=when, values=sizes, absent=memory.absent, limit=sizes.get(ALONE)))
+    title, settled = "Memory of a rank", panels[-1].values
+    rivals = [name for name in settled if name in SHOWN and name != OURS]
+    if OURS in settled and rivals:
+        best = min(rivals, key=lambda name: settled[name])
+        other = f"the best other, {best} {settled[best]:.0f} MB"
+        title = f"Memory in the long run: gradsync {settled[OURS]:.0f} MB a rank; {other}"
+    xlabel = f"MB a rank, {memory.gradients / 1e6:.1f} MB of gradients"
+    reading = "The dashed line is the model without a wrapper. Memory that ranks share is counted once."
+    return _picture("memory", title, panels, form="{:.0f}", xlabel=xlabel, reading=reading)
+
+
+def _title(words: str, values: Sequence[str]) -> str:
+    """With the values of the panels, if there are any."""
+    order = ", from left to right" if len(values) > 1 else ""
+    return f"{words}{order}: {', '.join(values)}" if values else ""

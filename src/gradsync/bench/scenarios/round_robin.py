@@ -5,35 +5,31 @@ one bucket leaves the link idle (many small ones), and cannot help where the lin
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
-from torch import nn
 
 from gradsync.bench.measure import Rounds
-from gradsync.bench.peers import Gradsync, MakeOptimizer, NoWrapper, Peer, Wrapped
-from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import ALONE, Picture, Table, times_of, timing_table
+from gradsync.bench.peers import ALONE, Gradsync, NoWrapper, Peer
+from gradsync.bench.record import Cell, CellRecord
+from gradsync.bench.scenario import Picture, Scenario, known, times_of
 from gradsync.bench.statistics import percent
-from gradsync.bench.windows import plain_step
-from gradsync.bench.workload import Workload
+from gradsync.bench.windows import MIB, plain_step
+from gradsync.bench.workload import EmulatedWorkload
 from gradsync.charts.canvas import canvas, colour, legend
 from gradsync.charts.kinds import draw_bars
 from gradsync.communicator.round_robin import RoundRobinCommunicator
-from gradsync.data_parallel import DistributedDataParallel
-from gradsync.lab.profile import transformer
 
-__all__ = ["InTurn", "RoundRobin"]
+__all__ = ["RoundRobin"]
 
-MIB = 2**20
-GROUPS = (1, 3, 5)
 OWN = "gradsync, its own wire"
 # Where only latency counts, times are those of threads that are woken, and need many rounds; so the steps are short.
 MODELS = {
     "many small buckets": {"parameters": 250_000, "layers": 8, "seconds": 0.018, "buckets": 25, "times": 3},
     "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4, "times": 1},
 }
-# Blues from light to dark: they are all gradsync.
+RATES = {"many small buckets": None, "few large buckets": "400mbit"}
+# How many groups, in blues from light to dark: they are all gradsync.
 SHADES = {1: "light-blue", 3: "mid-blue", 5: "blue"}
 
 
@@ -41,31 +37,7 @@ def variant_name(groups: int) -> str:
     return f"{groups} Gloo group{'s' if groups > 1 else ''}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class InTurn(Peer):
-    """gradsync over several Gloo groups in turn, with buckets of a given size."""
-
-    groups: int
-    bucket_mb: float
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return variant_name(self.groups)
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
-        everybody = dist.group.WORLD
-        assert everybody is not None
-        communicator = RoundRobinCommunicator.over(everybody, self.groups)
-        wrapper = DistributedDataParallel(model, communicator=communicator, bucket_cap_mb=self.bucket_mb)
-        return Wrapped(
-            model=wrapper,
-            optimizer=optimizer(wrapper.parameters()),
-            backward=lambda loss: (loss / window).backward(),
-            no_sync=wrapper.no_sync,
-        )
-
-
-class RoundRobin:
+class RoundRobin(Scenario):
     """One, three and five groups, where latency counts and where bandwidth counts."""
 
     name = "round-robin"
@@ -74,11 +46,11 @@ class RoundRobin:
         "After Li et al., PyTorch Distributed, VLDB 2020 (three groups: 33 % less for BERT over NCCL, else nothing)."
     )
     question = "Is a step faster if buckets take turns on several process groups?"
+    baseline = variant_name(1)
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rates = {"many small buckets": None, "few large buckets": "400mbit"}
         cells = []
-        for model, rate in rates.items():
+        for model, rate in RATES.items():
             rounds = int(MODELS[model]["times"]) * (30 if quick else 100)
             cells.append(
                 Cell(
@@ -93,49 +65,47 @@ class RoundRobin:
         return cells
 
     def measure(self, rounds: Rounds) -> None:
-        options = rounds.cell.options
-        profile = transformer(parameters=options["parameters"], layers=options["layers"], seconds=options["seconds"])
-        workload = Workload(profile=profile)
-        size = workload.nbytes / options["buckets"] / MIB
-        rounds.fact("gradient bytes", workload.nbytes)
+        workload = EmulatedWorkload.transformer(rounds.cell.options)
+        workload.note(rounds)
+        size = workload.nbytes / rounds.cell.options["buckets"] / MIB
         rounds.fact("bucket MiB", size)
-        rounds.limits(compute=ALONE, wire={EVERY: workload.wire_seconds(rounds.cell)})
-        peers: dict[str, Peer] = {ALONE: NoWrapper()}
-        peers |= {variant_name(count): InTurn(groups=count, bucket_mb=size) for count in GROUPS}
-        peers[OWN] = Gradsync(bucket_mb=size)
-        rounds.run({name: plain_step(workload, peer) for name, peer in peers.items()})
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        peers: list[Peer] = [NoWrapper()]
+        for groups in SHADES:
+            turns = partial(RoundRobinCommunicator.over, everybody, groups)
+            peers.append(Gradsync(name=variant_name(groups), bucket_mb=size, communicator=turns))
+        peers.append(Gradsync(name=OWN, bucket_mb=size))
+        rounds.run({peer.name: plain_step(workload, peer) for peer in peers})
 
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        return [timing_table(record, baseline=variant_name(1), note=_sizes(record)) for record in records]
+    def note(self, record: CellRecord) -> str:
+        size = record.facts.get("bucket MiB")
+        same = f"all but {ALONE} are gradsync, with the same buckets."
+        return "" if size is None else f"Buckets of {size:.2f} MiB; {same}"
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        title = _message(records)
+        title, cells = _message(records), [record.cell.name for record in records]
         figure, (axes,) = canvas(title, height=4.0)
-        shades = {variant_name(count): colour(SHADES[count]) for count in GROUPS} | {OWN: colour("green")}
-        series = [
-            times_of(name, [(record, name) for record in records], colour=shade) for name, shade in shades.items()
-        ]
-        draw_bars(axes, [record.cell.name for record in records], series, form="{:.0f}")
-        axes.set_xticks(range(len(records)), [record.cell.name for record in records], fontsize=10)
+        shades = {variant_name(count): colour(shade) for count, shade in SHADES.items()} | {OWN: colour("green")}
+        bars = [times_of(name, [(record, name) for record in records], colour=shade) for name, shade in shades.items()]
+        draw_bars(axes, cells, bars, form="{:.0f}")
+        axes.set_xticks(range(len(cells)), cells, fontsize=10)
         axes.set_ylabel("ms a step (median, p5–p95)")
         legend([axes])
         return [Picture(slug="groups", title=title, figure=figure, reading=self.reading(records))]
 
-    def reading(self, records: Sequence[CellRecord]) -> str:
-        return " ".join(_sentence(record) for record in records)
-
-
-def _sizes(record: CellRecord) -> str:
-    size = record.facts.get("bucket MiB")
-    return "" if size is None else f"Buckets of {size:.2f} MiB; all but {ALONE} are gradsync, with the same buckets."
+    def sentence(self, record: CellRecord) -> str:
+        one = variant_name(1)
+        several = known({count: record.times(variant_name(count), one) for count in SHADES if count > 1})
+        gains = [f"{_change(times)} with {count} groups" for count, times in several.items()]
+        alone = record.times(OWN, one)
+        own = "" if alone is None else f"; {_change(alone)} on the wire that gradsync takes by itself"
+        return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."
 
 
 def _message(records: Sequence[CellRecord]) -> str:
-    gains = [
-        f"{_change(times)} with {record.cell.options['model']}"
-        for record in records
-        if (times := record.times(variant_name(3), variant_name(1))) is not None
-    ]
+    three = known({each.cell.options["model"]: each.times(variant_name(3), variant_name(1)) for each in records})
+    gains = [f"{_change(times)} with {model}" for model, times in three.items()]
     return f"Three groups in turn: a step takes {', '.join(gains)}" if gains else "Several groups in turn"
 
 
@@ -143,15 +113,3 @@ def _change(times: float) -> str:
     if abs(1 - times) < 0.005:
         return "as long"
     return f"{percent(abs(1 - times))} {'less' if times < 1 else 'more'}"
-
-
-def _sentence(record: CellRecord) -> str:
-    one = variant_name(1)
-    gains = [
-        f"{_change(times)} with {count} groups"
-        for count in GROUPS[1:]
-        if (times := record.times(variant_name(count), one)) is not None
-    ]
-    alone = record.times(OWN, one)
-    own = "" if alone is None else f"; {_change(alone)} on the wire that gradsync takes by itself"
-    return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."

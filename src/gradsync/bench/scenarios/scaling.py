@@ -10,16 +10,14 @@ import time
 from collections.abc import Sequence
 
 from gradsync.bench.measure import Parts, Rounds, Step
-from gradsync.bench.peers import DDP, Gradsync, NoWrapper, Peer
-from gradsync.bench.record import EVERY, Cell, CellRecord
-from gradsync.bench.scenario import ALONE, MISSING, OURS, TUNED, Picture, Table, colour_of, times_of, timing_table
+from gradsync.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
+from gradsync.bench.record import Cell, CellRecord
+from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, colour_of, known, times_of
 from gradsync.bench.statistics import percent
-from gradsync.bench.tuning import best_bucket_mb
-from gradsync.bench.windows import plain_step, settle
-from gradsync.bench.workload import Workload
+from gradsync.bench.windows import plain_step, settle, tuned_ddp
+from gradsync.bench.workload import EmulatedWorkload, Workload
 from gradsync.charts.canvas import canvas
 from gradsync.charts.kinds import Series, name_ends
-from gradsync.lab.profile import transformer
 
 __all__ = ["Scaling"]
 
@@ -32,13 +30,14 @@ SHARES = (1, 4)
 HOST = "host work"
 
 
-class Scaling:
+class Scaling(Scenario):
     """Time of a step and efficiency over the number of ranks, at two link rates."""
 
     name = "scaling"
     title = "Scaling: what each further host costs"
     source = "After the scalability figures of Li et al., PyTorch Distributed, VLDB 2020 (up to 256 GPUs)."
     question = "How much of the speed of N hosts is left when their gradients are averaged?"
+    baseline = ALONE
 
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 30 if quick else 60
@@ -59,28 +58,24 @@ class Scaling:
         ]
 
     def measure(self, rounds: Rounds) -> None:
-        options = rounds.cell.options
-        profile = transformer(parameters=options["parameters"], layers=options["layers"], seconds=options["seconds"])
-        workload = Workload(profile=profile)
-        rounds.fact("gradient bytes", workload.nbytes)
+        workload = EmulatedWorkload.transformer(rounds.cell.options)
+        workload.note(rounds)
         rounds.fact("cores", len(os.sched_getaffinity(0)))
-        rounds.limits(compute=ALONE, wire={EVERY: workload.wire_seconds(rounds.cell)})
-        tuned = DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload, shares=SHARES, warmup=2))
-        peers: tuple[Peer, ...] = (NoWrapper(), tuned, Gradsync())
-        variants = {peer.name: _step(workload, peer) for peer in peers}
+        tuned = tuned_ddp(rounds, workload, shares=SHARES, warmup=2)
+        variants = {peer.name: _step(workload, peer) for peer in (NoWrapper(), tuned, Gradsync())}
         settle(variants[OURS])
         rounds.run(variants)
 
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        note = "Efficiency: one process without a wrapper over this. Host work: the share of all cores that the "
-        rows = [_row(record, records, peer) for record in records for peer in SHOWN]
-        summary = Table(
-            title="Weak scaling",
-            columns=["ranks and link", "variant", "median ms", "efficiency", "host work of a step"],
-            rows=[row for row in rows if row is not None],
-            note=note + "ranks together keep busy during a step. Real hosts would have cores of their own.",
-        )
-        return [summary, *(timing_table(record, baseline=ALONE) for record in records)]
+    def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        return [
+            Table(
+                title="Weak scaling",
+                columns=["ranks and link", "variant", "median ms", "efficiency", "host work of a step"],
+                rows=[_row(each, records, peer) for each in records for peer in SHOWN if peer in each.samples],
+                note="Efficiency: one process without a wrapper over this. Host work: the share of all cores that the "
+                "ranks together keep busy during a step. Real hosts would have cores of their own.",
+            )
+        ]
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         links = [words for words in RATES.values() if _of_link(records, words)]
@@ -92,7 +87,7 @@ class Scaling:
         for words, share, time_taken in zip(links, axes, panels, strict=True):
             shown = _of_link(records, words)
             ranks = [str(record.cell.ranks) for record in shown]
-            name_ends(share, ranks, [_efficiencies(shown, records, peer) for peer in SHOWN], form="{:.0f} %", room=1.5)
+            name_ends(share, ranks, [_shares(shown, records, peer) for peer in SHOWN], form="{:.0f} %", room=1.5)
             share.set_ylim(0, 108)
             name_ends(time_taken, ranks, [_times(shown, peer) for peer in SHOWN], form="{:.0f} ms", room=1.6)
             for panel in (share, time_taken):
@@ -108,13 +103,9 @@ class Scaling:
         sentences = []
         for words in RATES.values():
             shown = [record for record in _of_link(records, words) if record.cell.ranks > 1]
-            if shown:
-                last = shown[-1]
-                parts = [
-                    f"{peer} {percent(value)}"
-                    for peer in (TUNED, OURS)
-                    if (value := _efficiency(last, records, peer)) is not None
-                ]
+            for last in shown[-1:]:
+                shares = known({peer: _efficiency(last, records, peer) for peer in (TUNED, OURS)})
+                parts = [f"{peer} {percent(value)}" for peer, value in shares.items()]
                 sentences.append(f"{last.cell.name}: {', '.join(parts)} of the speed of as many single processes.")
         return " ".join([*sentences, _host_words(records)])
 
@@ -132,22 +123,18 @@ def _step(workload: Workload, peer: Peer) -> Step:
 
 def _of_link(records: Sequence[CellRecord], words: str) -> list[CellRecord]:
     """The cells of a link by ranks, with the one rank that needs none in front."""
-    return sorted(
-        (record for record in records if record.cell.options["link"] in ("", words)),
-        key=lambda record: record.cell.ranks,
-    )
+    cells = [record for record in records if record.cell.options["link"] in ("", words)]
+    return sorted(cells, key=lambda record: record.cell.ranks)
 
 
 def _efficiency(record: CellRecord, records: Sequence[CellRecord], peer: str) -> float | None:
     single = next((other for other in records if other.cell.ranks == 1 and ALONE in other.samples), None)
-    if single is None or peer not in record.samples:
-        return None
-    return single.summary(ALONE).median / record.summary(peer).median
+    return None if single is None or peer not in record.samples else single.ms(ALONE) / record.ms(peer)
 
 
-def _efficiencies(shown: Sequence[CellRecord], records: Sequence[CellRecord], peer: str) -> Series:
-    values = [(place, _efficiency(record, records, peer)) for place, record in enumerate(shown)]
-    points = [(float(place), value * 100) for place, value in values if value is not None]
+def _shares(shown: Sequence[CellRecord], records: Sequence[CellRecord], peer: str) -> Series:
+    values = known({place: _efficiency(record, records, peer) for place, record in enumerate(shown)})
+    points = [(float(place), value * 100) for place, value in values.items()]
     return Series(label=peer, points=points, colour=colour_of(peer), style="dashed" if peer == ALONE else "line")
 
 
@@ -155,41 +142,28 @@ def _times(shown: Sequence[CellRecord], peer: str) -> Series:
     return times_of(peer, [(record, peer) for record in shown], style="dashed" if peer == ALONE else "line")
 
 
-def _host_share(record: CellRecord, peer: str) -> float:
+def _host_share(record: CellRecord, peer: str) -> str:
     """Seconds of processor time of all ranks, over those that the cores have during a step."""
     cores = int(record.facts.get("cores", 1))
-    return record.part(peer, HOST) * record.cell.ranks / (cores * record.summary(peer).median)
+    return percent(record.part(peer, HOST) * record.cell.ranks / (cores * record.summary(peer).median))
 
 
-def _row(record: CellRecord, records: Sequence[CellRecord], peer: str) -> list[str] | None:
-    if peer not in record.samples:
-        return None
-    efficiency = _efficiency(record, records, peer)
-    return [
-        record.cell.name,
-        peer,
-        f"{record.summary(peer).median * 1e3:.1f}",
-        MISSING if efficiency is None else percent(efficiency),
-        percent(_host_share(record, peer)),
-    ]
+def _row(record: CellRecord, records: Sequence[CellRecord], peer: str) -> list[str]:
+    share = _efficiency(record, records, peer)
+    efficiency = MISSING if share is None else percent(share)
+    return [record.cell.name, peer, f"{record.ms(peer):.1f}", efficiency, _host_share(record, peer)]
 
 
 def _host_words(records: Sequence[CellRecord]) -> str:
     largest = max(records, key=lambda record: record.cell.ranks)
-    shares = [f"{percent(_host_share(largest, peer))} ({peer})" for peer in (TUNED, OURS) if peer in largest.samples]
-    if not shares:
-        return ""
-    return (
-        f"Emulated compute: with {largest.cell.ranks} ranks on one machine, the work of the hosts themselves keeps "
-        f"{', '.join(shares)} of its cores busy during a step."
-    )
+    shares = [f"{_host_share(largest, peer)} ({peer})" for peer in (TUNED, OURS) if peer in largest.samples]
+    many = f"with {largest.cell.ranks} ranks on one machine, the work of the hosts themselves"
+    return f"Emulated compute: {many} keeps {', '.join(shares)} of its cores busy during a step." if shares else ""
 
 
 def _message(records: Sequence[CellRecord]) -> str:
-    largest = max((record.cell.ranks for record in records), default=0)
-    parts = [
-        f"{percent(value)} at {record.cell.options['link']}"
-        for record in records
-        if record.cell.ranks == largest > 1 and (value := _efficiency(record, records, OURS)) is not None
-    ]
+    largest = max((record.cell.ranks for record in records if record.cell.ranks > 1), default=0)
+    most = [record for record in records if record.cell.ranks == largest]
+    shares = known({record.cell.options["link"]: _efficiency(record, records, OURS) for record in most})
+    parts = [f"{percent(value)} at {link}" for link, value in shares.items()]
     return f"{largest} hosts with gradsync: efficiency {' and '.join(parts)}" if parts else "Efficiency over ranks"

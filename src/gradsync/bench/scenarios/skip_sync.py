@@ -6,16 +6,14 @@ A step here is eight iterations, so that every n has whole windows in it; times 
 from collections.abc import Sequence
 
 from gradsync.bench.measure import Rounds, Step
-from gradsync.bench.peers import DDP, Gradsync, NoWrapper, Peer
+from gradsync.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import ALONE, OURS, TUNED, Picture, Table, times_of, timing_table
+from gradsync.bench.scenario import Picture, Scenario, known, times_of
 from gradsync.bench.statistics import percent
-from gradsync.bench.tuning import best_bucket_mb
-from gradsync.bench.windows import Pattern, plain_step, repeated, settle, window_step
-from gradsync.bench.workload import Workload
+from gradsync.bench.windows import Pattern, plain_step, repeated, settle, tuned_ddp, window_step
+from gradsync.bench.workload import EmulatedWorkload
 from gradsync.charts.canvas import INK, canvas
 from gradsync.charts.kinds import Series, name_ends
-from gradsync.lab.profile import transformer
 
 __all__ = ["SkipSync"]
 
@@ -28,13 +26,14 @@ def variant_name(peer: str, period: int) -> str:
     return f"{peer} · every {period}" if period > 1 else f"{peer} · every iteration"
 
 
-class SkipSync:
+class SkipSync(Scenario):
     """Synchronizing every, every second, fourth and eighth iteration."""
 
     name = "skip-sync"
     title = "Skipping synchronization: the gain, and where it ends"
     source = "After Li et al., PyTorch Distributed, VLDB 2020 (up to 38 % less time with NCCL, 57 % with Gloo)."
     question = "How much faster is an iteration if gradients are averaged only every n-th time?"
+    baseline = variant_name(TUNED, 1)
 
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 30 if quick else 100
@@ -44,64 +43,53 @@ class SkipSync:
         return [Cell(name=name, hosts=2, rate="400mbit", rounds=rounds, seconds=seconds, options=options)]
 
     def measure(self, rounds: Rounds) -> None:
-        workload = Workload(profile=transformer(**rounds.cell.options))
+        workload = EmulatedWorkload.transformer(rounds.cell.options)
         rounds.fact("gradient bytes", workload.nbytes)
         variants: dict[str, Step] = {ALONE: repeated(plain_step(workload, NoWrapper()), ITERATIONS)}
         wire: dict[str, float] = {}
-        tuned = DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload))
-        peers: tuple[Peer, ...] = (tuned, Gradsync())
+        peers: tuple[Peer, ...] = (tuned_ddp(rounds, workload), Gradsync())
         for peer in peers:
             for period in PERIODS:
-                name = variant_name(peer.name, period)
+                name, windows = variant_name(peer.name, period), ITERATIONS // period
                 wrapped = workload.wrap(peer, window=period)
                 window = window_step(wrapped, workload.forward, count=period, pattern=Pattern.NO_SYNC)
-                variants[name] = repeated(window, ITERATIONS // period)
+                variants[name] = repeated(window, windows)
                 if peer.name == OURS:
                     settle(window)
-                wire[name] = workload.wire_seconds(rounds.cell, synchronizations=ITERATIONS // period)
+                wire[name] = rounds.cell.wire_seconds(workload.nbytes) * windows
         rounds.limits(compute=ALONE, wire=wire)
         rounds.run(variants)
 
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        note = f"Times and bytes of {ITERATIONS} iterations."
-        return [timing_table(record, baseline=variant_name(TUNED, 1), note=note) for record in records]
+    def note(self, record: CellRecord) -> str:
+        return f"Times and bytes of {ITERATIONS} iterations."
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        return [_picture(record, number) for number, record in enumerate(records)]
+        return [self._picture(record, number) for number, record in enumerate(records)]
 
-    def reading(self, records: Sequence[CellRecord]) -> str:
-        return " ".join(_saving(record) for record in records)
+    def _picture(self, record: CellRecord, number: int) -> Picture:
+        # Who is ahead at n = 1 stands beside the gain of each: a gain alone would flatter the slower.
+        title = f"Averaging every eighth time saves {_gains(record)}{_compared(record)}"
+        figure, (axes,) = canvas(title, panels=[record.cell.name])
+        each = 1e3 / ITERATIONS
+        series = [times_of(peer, [(record, variant_name(peer, n)) for n in PERIODS], each=each) for peer in PEERS]
+        limits = known({float(place): record.limit(variant_name(OURS, n)) for place, n in enumerate(PERIODS)})
+        least = [(place, limit * each) for place, limit in limits.items()]
+        series.append(Series(label="limit", points=least, colour=INK, style="dashed"))
+        name_ends(axes, [str(n) for n in PERIODS], series, form="{:.1f} ms")
+        axes.set_xlabel("synchronized every n-th iteration, n")
+        axes.set_ylabel("ms an iteration (median, p5–p95)")
+        return Picture(slug=f"periods-{number}", title=title, figure=figure, reading=self.sentence(record))
 
-
-def _picture(record: CellRecord, number: int) -> Picture:
-    title = _message(record)
-    figure, (axes,) = canvas(title, panels=[record.cell.name], height=4.2)
-    each = 1e3 / ITERATIONS
-    series = [times_of(peer, [(record, variant_name(peer, n)) for n in PERIODS], each=each) for peer in PEERS]
-    limits = [(place, record.limit(variant_name(OURS, n))) for place, n in enumerate(PERIODS)]
-    least = [(float(place), limit * each) for place, limit in limits if limit is not None]
-    series.append(Series(label="limit", points=least, colour=INK, style="dashed"))
-    name_ends(axes, [str(n) for n in PERIODS], series, form="{:.1f} ms")
-    axes.set_xlabel("synchronized every n-th iteration, n")
-    axes.set_ylabel("ms an iteration (median, p5–p95)")
-    return Picture(slug=f"periods-{number}", title=title, figure=figure, reading=_saving(record))
-
-
-def _message(record: CellRecord) -> str:
-    """The title: the gain of each, and who is ahead at n = 1. A gain alone would flatter the slower."""
-    return f"Averaging every eighth time saves {', '.join(_gains(record))}{_compared(record)}"
+    def sentence(self, record: CellRecord) -> str:
+        saved = f"averaging every eighth iteration only saves {_gains(record)} of the time"
+        return f"{record.cell.name}: {saved}{_compared(record)}."
 
 
-def _gains(record: CellRecord) -> list[str]:
+def _gains(record: CellRecord) -> str:
     left = {peer: record.times(variant_name(peer, PERIODS[-1]), variant_name(peer, PERIODS[0])) for peer in PEERS}
-    return [f"{peer} {percent(1 - share)}" for peer, share in left.items() if share is not None]
+    return ", ".join(f"{peer} {percent(1 - share)}" for peer, share in known(left).items())
 
 
 def _compared(record: CellRecord) -> str:
     share = record.times(variant_name(OURS, PERIODS[0]), variant_name(TUNED, PERIODS[0]))
     return "" if share is None else f"; at n = 1 {OURS} takes {share:.2f} of {TUNED}'s time"
-
-
-def _saving(record: CellRecord) -> str:
-    gains = ", ".join(_gains(record))
-    return f"{record.cell.name}: averaging every eighth iteration only saves {gains} of the time{_compared(record)}."

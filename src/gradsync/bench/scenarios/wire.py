@@ -5,39 +5,44 @@ at least, so that it can be held against the link whatever N is. Small messages 
 among the wires: its ranks must be started by mpirun.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from gradsync.bench.measure import Rounds, Step
-from gradsync.bench.record import Cell
-from gradsync.bench.scenarios.wire_shown import (
-    COPY,
-    EXCHANGE,
-    GLOO,
-    HALVES,
-    LAYERS,
-    SHARED,
-    TURNS,
-    WIRES,
-    calls_of,
-    read,
-    show_pictures,
-    show_tables,
-    variant_name,
-)
-from gradsync.bench.windows import repeated
+from gradsync.bench.record import Cell, CellRecord
+from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, known
+from gradsync.bench.statistics import percent, ring_bytes
+from gradsync.bench.windows import MIB, repeated
+from gradsync.charts.canvas import canvas, colour, legend, limit_line
+from gradsync.charts.kinds import Series, draw_curves
+from gradsync.charts.words import size as size_words
 from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 
-__all__ = ["Wire"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-KIB, MIB = 2**10, 2**20
+__all__ = ["GLOO", "Wire", "calls_of", "fit_line", "places_of", "variant_name"]
 
+GLOO, EXCHANGE, HALVES = "Gloo group", "peer exchange", "peer exchange RS+AG"
+SHARED, TURNS, LAYERS, COPY = "shared memory", "round-robin of 3", "hierarchical", "plain copy"
+COLOURS = {
+    GLOO: "orange",
+    EXCHANGE: "blue",
+    HALVES: "sky",
+    SHARED: "green",
+    TURNS: "pink",
+    LAYERS: "vermillion",
+    COPY: "grey",
+}
+WIRES = tuple(COLOURS)
+KIB = 2**10
 IN_TURN = 3
 SMALL = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
 LARGE = (MIB, 4 * MIB, 25 * MIB, 100 * MIB)
@@ -46,51 +51,30 @@ QUICK_SMALL, QUICK_LARGE, QUICK_SHAPED = (4 * KIB, 64 * KIB, 256 * KIB), (MIB, 4
 # Reduces so many bytes once, or copies them.
 Call = Callable[[], None]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where ranks are, and how many rounds and sizes that allows."""
-
-    name: str
-    hosts: int | None
-    ranks: int
-    rate: str | None = None
-
-    def cells(self, *, quick: bool) -> list[Cell]:
-        """One of small messages, and one of large ones, which are repeated less often."""
-        shaped = self.rate is not None
-        large = (QUICK_SHAPED if shaped else QUICK_LARGE) if quick else LARGE
-        rounds = (5 if shaped else 8) if quick else 20
-        small = (QUICK_SMALL if self.ranks == 2 else QUICK_SMALL[::2]) if quick else SMALL
-        sizes = {"small": small, "large": large}
-        counts = {"small": 30 if quick else 100, "large": rounds}
-        seconds = {"small": 4.0 if quick else 30.0, "large": 4.0 if quick else (300.0 if shaped else 50.0)}
-        return [
-            Cell(
-                name=f"{self.name}, {kind} messages",
-                ranks=self.ranks,
-                hosts=self.hosts,
-                rate=self.rate,
-                warmup=3 if kind == "small" else 1,
-                rounds=counts[kind],
-                seconds=seconds[kind],
-                emulated=False,
-                options={"place": self.name, "sizes": list(sizes[kind])},
-            )
-            for kind in sizes
-        ]
-
-
+# Where ranks are.
 PLACES = (
-    Place(name="1 host × 2 ranks, loopback", hosts=None, ranks=2),
-    Place(name="2 hosts × 1 rank, 400 Mbit/s", hosts=2, ranks=2, rate="400mbit"),
-    Place(name="2 hosts × 1 rank, unshaped", hosts=2, ranks=2),
-    Place(name="2 hosts × 2 ranks, 400 Mbit/s", hosts=2, ranks=4, rate="400mbit"),
-    Place(name="2 hosts × 2 ranks, unshaped", hosts=2, ranks=4),
+    Cell(name="1 host × 2 ranks, loopback", emulated=False),
+    Cell(name="2 hosts × 1 rank, 400 Mbit/s", hosts=2, rate="400mbit", emulated=False),
+    Cell(name="2 hosts × 1 rank, unshaped", hosts=2, emulated=False),
+    Cell(name="2 hosts × 2 ranks, 400 Mbit/s", hosts=2, ranks=4, rate="400mbit", emulated=False),
+    Cell(name="2 hosts × 2 ranks, unshaped", hosts=2, ranks=4, emulated=False),
 )
 
 
-class Wire:
+def variant_name(wire: str, size: int) -> str:
+    return f"{wire} · {size_words(size)}"
+
+
+def calls_of(cell: Cell, wire: str, size: int) -> int:
+    """How often a sample repeats a message: ranks leave their meeting up to milliseconds apart."""
+    if wire in (SHARED, COPY):
+        return 128 if size <= MIB else 16 if size <= 4 * MIB else 4
+    if size < MIB:
+        return 8 // cell.ranks
+    return 4 if size == MIB and cell.hosts is None else 1
+
+
+class Wire(Scenario):
     """Time and bandwidth of every communicator over the size of the message."""
 
     name = "wire"
@@ -99,64 +83,88 @@ class Wire:
     question = "How fast do bytes travel here, on each of the wires that gradsync can take?"
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        return [cell for place in PLACES for cell in place.cells(quick=quick)]
+        return [cell for place in PLACES for cell in _cells(place, quick=quick)]
 
     def measure(self, rounds: Rounds) -> None:
-        wires = _Wires(rounds)
+        wires = _wires(rounds)
         variants: dict[str, Step] = {}
         for size in rounds.cell.options["sizes"]:
-            for wire, call in wires.calls(size).items():
+            for wire, call in _calls(wires, size).items():
                 variants[variant_name(wire, size)] = repeated(call, calls_of(rounds.cell, wire, size))
         rounds.run(variants)
 
-    tables = staticmethod(show_tables)
-    pictures = staticmethod(show_pictures)
-    reading = staticmethod(read)
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        places = places_of(records)
+        return [_fit_table(places), *(table for place in places for table in _size_tables(place))]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        return [_picture(place, number) for number, place in enumerate(places_of(records))]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        return " ".join(_sentence(place) for place in places_of(records))
 
 
-class _Wires:
-    """The communicators that work here, and memory for them. Making them is collective."""
+def _cells(place: Cell, *, quick: bool) -> list[Cell]:
+    """One of small messages, and one of large ones, which are repeated less often."""
+    shaped = place.rate is not None
+    # Sizes, rounds to warm up, rounds, seconds.
+    kinds = {"small": (SMALL, 3, 100, 30.0), "large": (LARGE, 1, 20, 300.0 if shaped else 50.0)}
+    if quick:
+        small = QUICK_SMALL if place.ranks == 2 else QUICK_SMALL[::2]
+        large = (QUICK_SHAPED, 1, 5, 4.0) if shaped else (QUICK_LARGE, 1, 8, 4.0)
+        kinds = {"small": (small, 3, 30, 4.0), "large": large}
+    return [
+        replace(
+            place,
+            name=f"{place.name}, {kind} messages",
+            warmup=warmup,
+            rounds=rounds,
+            seconds=seconds,
+            options={"place": place.name, "sizes": list(sizes)},
+        )
+        for kind, (sizes, warmup, rounds, seconds) in kinds.items()
+    ]
 
-    def __init__(self, rounds: Rounds) -> None:
-        group = dist.group.WORLD
-        assert group is not None
-        cell = rounds.cell
-        self._group = ProcessGroupCommunicator(group)
-        self._exchange = PeerExchangeCommunicator(group)
-        self._turns = RoundRobinCommunicator.over(group, IN_TURN)
-        self._shared: SharedMemoryCommunicator | None = None
-        self._layers: HierarchicalCommunicator | None = None
-        if cell.hosts is None:
-            self._shared = SharedMemoryCommunicator(self._group)
-            rounds.absent(LAYERS, "needs several hosts")
+
+def _wires(rounds: Rounds) -> dict[str, Communicator]:
+    """The communicators that work here. Making them is collective."""
+    group, cell = dist.group.WORLD, rounds.cell
+    assert group is not None
+    plain = ProcessGroupCommunicator(group)
+    wires: dict[str, Communicator] = {GLOO: plain, EXCHANGE: PeerExchangeCommunicator(group)}
+    wires[TURNS] = RoundRobinCommunicator.over(group, IN_TURN)
+    if cell.hosts is None:
+        wires[SHARED] = SharedMemoryCommunicator(plain)
+        rounds.absent(LAYERS, "needs several hosts")
+    else:
+        rounds.absent(SHARED, "needs all ranks on one host")
+        rounds.absent(COPY, "is the yardstick of one host")
+        if cell.ranks_per_host > 1:
+            wires[LAYERS] = HierarchicalCommunicator.over(group, inside=_share_memory)
         else:
-            rounds.absent(SHARED, "needs all ranks on one host")
-            rounds.absent(COPY, "is the yardstick of one host")
-        if cell.hosts is not None and cell.ranks_per_host > 1:
-            self._layers = HierarchicalCommunicator.over(group, inside=_share_memory)
-        elif cell.hosts is not None:
             rounds.absent(LAYERS, "needs several ranks on a host")
-        rounds.absent("MPI", "needs ranks that mpirun has started")
+    rounds.absent("MPI", "needs ranks that mpirun has started")
+    return wires
 
-    def calls(self, size: int) -> dict[str, Call]:
-        """What to time, by the name of the wire."""
-        tensor = self._group.allocate(size // 4, torch.float32, torch.device("cpu"))
+
+def _calls(wires: Mapping[str, Communicator], size: int) -> dict[str, Call]:
+    """What to time, by the name of the wire."""
+
+    def allocate(wire: str) -> torch.Tensor:
         # Written once, or all of it would be one page of zeros.
-        tensor.zero_()
-        calls = {
-            GLOO: _reducing(self._group, tensor),
-            EXCHANGE: _reducing(self._exchange, tensor),
-            HALVES: _halves(self._exchange, tensor),
-            TURNS: _in_parts(self._turns, tensor),
-        }
-        layered = ((SHARED, self._shared), (LAYERS, self._layers))
-        for name, communicator in layered:
-            if communicator is not None:
-                own = communicator.allocate(size // 4, torch.float32, torch.device("cpu"))
-                calls[name] = _reducing(communicator, own.zero_())
-        if self._shared is not None:
-            calls[COPY] = _copying(tensor)
-        return {name: calls[name] for name in WIRES if name in calls}
+        return wires[wire].allocate(size // 4, torch.float32, torch.device("cpu")).zero_()
+
+    tensor = allocate(GLOO)
+    calls = {
+        GLOO: _reducing(wires[GLOO], tensor),
+        EXCHANGE: _reducing(wires[EXCHANGE], tensor),
+        HALVES: _halves(wires[EXCHANGE], tensor),
+        TURNS: _in_parts(wires[TURNS], tensor),
+    }
+    calls |= {wire: _reducing(wires[wire], allocate(wire)) for wire in (SHARED, LAYERS) if wire in wires}
+    if SHARED in wires:
+        calls[COPY] = _copying(tensor)
+    return {name: calls[name] for name in WIRES if name in calls}
 
 
 def _share_memory(group: dist.ProcessGroup) -> Communicator:
@@ -196,3 +204,164 @@ def _copying(tensor: torch.Tensor) -> Call:
         target.copy_(tensor)
 
     return call
+
+
+# -- what came of it --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceTimes:
+    """Seconds by wire and size, of the cells of one place."""
+
+    name: str
+    ranks: int
+    rate: float | None
+    seconds: Mapping[str, Mapping[int, float]]
+    absent: Mapping[str, str]
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({size for times in self.seconds.values() for size in times})
+
+    def bus(self, wire: str, size: int) -> float:
+        """Bytes per second; a copy moves each byte once."""
+        moved = float(size) if wire == COPY else ring_bytes(size, self.ranks)
+        return moved / self.seconds[wire][size]
+
+    def over_gloo(self, wire: str, size: int) -> float | None:
+        """How many times as fast as Gloo."""
+        known = size in self.seconds.get(wire, {}) and size in self.seconds.get(GLOO, {})
+        return self.seconds[GLOO][size] / self.seconds[wire][size] if known else None
+
+
+def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
+    """Latency and seconds per byte, neither below 0, with the least sum of squared relative errors."""
+    weights = {size: 1 / seconds**2 for size, seconds in times.items()}
+    total = sum(weights.values())
+    mean_size = sum(weight * size for size, weight in weights.items()) / total
+    mean_time = sum(weights[size] * seconds for size, seconds in times.items()) / total
+    spread = sum(weight * (size - mean_size) ** 2 for size, weight in weights.items())
+    product = sum(weights[size] * (size - mean_size) * (seconds - mean_time) for size, seconds in times.items())
+    slope = max(product / spread, 0.0) if spread > 0 else 0.0
+    latency = mean_time - slope * mean_size
+    if latency >= 0:
+        return latency, slope
+    # The best line through the origin.
+    squares = sum(weight * size**2 for size, weight in weights.items())
+    return 0.0, sum(weights[size] * size * seconds for size, seconds in times.items()) / squares
+
+
+def places_of(records: Sequence[CellRecord]) -> list[PlaceTimes]:
+    names = dict.fromkeys(record.cell.options["place"] for record in records)
+    places = [_place(name, [record for record in records if record.cell.options["place"] == name]) for name in names]
+    return [place for place in places if place.seconds]
+
+
+def _place(name: str, records: Sequence[CellRecord]) -> PlaceTimes:
+    cell = records[0].cell
+    seconds: dict[str, dict[int, float]] = {}
+    for wire in WIRES:
+        for record in records:
+            for size in record.cell.options["sizes"]:
+                if variant_name(wire, size) in record.samples:
+                    median = record.summary(variant_name(wire, size)).median
+                    seconds.setdefault(wire, {})[size] = median / calls_of(cell, wire, size)
+    absent = {wire: reason for record in records for wire, reason in record.absent.items()}
+    return PlaceTimes(name=name, ranks=cell.ranks, rate=cell.bytes_per_second, seconds=seconds, absent=absent)
+
+
+def _size_tables(place: PlaceTimes) -> Iterator[Table]:
+    """Times and bandwidths of the wires, by the size of the message."""
+
+    def milliseconds(wire: str, size: int) -> str:
+        faster = place.over_gloo(wire, size)
+        against = f" ({faster:.1f}×)" if faster is not None and wire != GLOO else ""
+        return f"{place.seconds[wire][size] * 1e3:.3g}{against}"
+
+    def bandwidths(wire: str, size: int) -> str:
+        return f"{size / place.seconds[wire][size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}"
+
+    note = "In brackets: how many times as fast as the Gloo group. The round-robin gets the message in three parts. "
+    missing = "; ".join(f"{wire}: {reason}" for wire, reason in place.absent.items())
+    link = "" if place.rate is None else f"The link carries {place.rate / 1e6:.0f} MB/s in each direction."
+    for unit, words, remark in (
+        ("ms", milliseconds, note + (f"Not here: {missing}." if missing else "")),
+        ("algorithm / bus bandwidth, MB/s", bandwidths, link),
+    ):
+        rows = []
+        for size in place.sizes:
+            cells = (words(wire, size) if size in taken else MISSING for wire, taken in place.seconds.items())
+            rows.append([size_words(size), *cells])
+        yield Table(title=f"{place.name}: {unit}", columns=["message", *place.seconds], rows=rows, note=remark)
+
+
+def _fit_table(places: Sequence[PlaceTimes]) -> Table:
+    rows = []
+    for place in places:
+        for wire, times in place.seconds.items():
+            latency, slope = fit_line(times)
+            rate = MISSING if slope <= 0 else f"{1 / slope / 1e6:.4g}"
+            share = MISSING if place.rate is None else percent(place.bus(wire, max(times)) / place.rate)
+            rows.append([place.name, wire, f"{latency * 1e6:.0f}", rate, share])
+    return Table(
+        title="Fitted: a message of n bytes takes latency + n / bandwidth",
+        columns=["place", "wire", "latency µs", "bandwidth MB/s", "largest message: bus bandwidth / link"],
+        rows=rows,
+        note="Least squares of relative errors. A shaped link lets the first 256 kB after a pause pass at once, which "
+        "flatters small messages. A hierarchy may exceed the link: it sends less than every rank's share.",
+    )
+
+
+def _picture(place: PlaceTimes, number: int) -> Picture:
+    title = _message(place)
+    figure, axes = canvas(title, panels=["time of a collective", "bus bandwidth"], height=4.6, shared=False)
+    for wire, times in place.seconds.items():
+        took = [(float(size), times[size] * 1e3) for size in sorted(times)]
+        carried = [(float(size), place.bus(wire, size) / 1e6) for size in sorted(times)]
+        style: Any = "dashed" if wire in (HALVES, COPY) else "line"
+        for panel, points in zip(axes, (took, carried), strict=True):
+            one = Series(label=wire, points=points, colour=colour(COLOURS[wire]), style=style)
+            draw_curves(panel, [one], marker="o", markersize=4)
+    for panel, label in zip(axes, ("ms", "MB/s"), strict=True):
+        _log_axes(panel, place.sizes, label)
+    if place.rate is not None:
+        limit_line(axes[1], place.rate / 1e6, f"link\n{place.rate / 1e6:.0f} MB/s")
+    legend(axes, columns=4)
+    return Picture(slug=f"place-{number}", title=title, figure=figure, reading=_sentence(place))
+
+
+def _log_axes(axes: "Axes", sizes: Sequence[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.set_xticks(list(sizes), [size_words(size).replace(" ", "\n") for size in sizes], fontsize=8.5)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel(label)
+    axes.grid(True)
+
+
+def _message(place: PlaceTimes) -> str:
+    """The title: the fastest of the whole all-reduces at the largest size, against Gloo."""
+    largest = place.sizes[-1]
+    gains = known({wire: place.over_gloo(wire, largest) for wire in WIRES if wire != COPY})
+    best = max(gains, key=lambda wire: gains[wire], default=GLOO)
+    if best == GLOO:
+        return f"{place.name}: nothing is faster than the Gloo group at {size_words(largest)}"
+    return f"{place.name}: {best} is {gains[best]:.1f}× as fast as Gloo at {size_words(largest)}"
+
+
+def _sentence(place: PlaceTimes) -> str:
+    largest = place.sizes[-1]
+    parts = []
+    for wire in (HALVES, SHARED, LAYERS):
+        gains = known({size: place.over_gloo(wire, size) for size in place.sizes})
+        if gains:
+            first, last = (f"{gains[size]:.1f}× at {size_words(size)}" for size in (min(gains), max(gains)))
+            parts.append(f"{wire} {first} and {last}")
+    words = place.name + (f", speed against Gloo: {', '.join(parts)}." if parts else ": only Gloo was measured.")
+    if place.rate is not None and largest in place.seconds.get(HALVES, {}):
+        words += f" Peer exchange fills {percent(place.bus(HALVES, largest) / place.rate)} of the link."
+    if largest in place.seconds.get(COPY, {}) and largest in place.seconds.get(SHARED, {}):
+        times = place.seconds[SHARED][largest] / place.seconds[COPY][largest]
+        words += f" Shared memory takes {times:.1f} times as long as a plain copy of {size_words(largest)}."
+    return words
