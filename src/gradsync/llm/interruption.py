@@ -43,8 +43,3 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
-
-    @staticmethod
-    def exit_code(number: int) -> int:
-        """What a shell expects of a process that a signal has ended."""
-        return 128 + number

@@ -9,7 +9,7 @@ from torch import nn
 from gradsync.accelerator.operations import gather_objects
 from gradsync.communicator import Communicator
 
-__all__ = ["ReplicaProof", "compare_replicas", "digest_of"]
+__all__ = ["ReplicaProof", "compare_replicas"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,10 @@ class ReplicaProof:
         return "REPLICAS DIFFER: " + ", ".join(f"rank {rank} {each[:12]}" for rank, each in enumerate(self.digests))
 
 
-def digest_of(model: nn.Module) -> str:
-    """SHA-256 over names and bits of all parameters."""
+def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaProof:
+    """Every rank digests names and bits of its own parameters; all learn all digests. Collective."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaProof:
-    """Every rank digests its own parameters; all learn all digests. Collective."""
-    return ReplicaProof(digests=tuple(gather_objects(communicator, [digest_of(model)])))
+    return ReplicaProof(digests=tuple(gather_objects(communicator, [digest.hexdigest()])))
