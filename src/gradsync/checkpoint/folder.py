@@ -55,7 +55,6 @@ __all__ = ["CheckpointFolder", "Loaded"]
 VISIBLE_WITHIN = 20.0
 
 Encoded = dict[str, tuple[Any, dict[str, torch.Tensor]]]
-Outcome = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +217,7 @@ class CheckpointFolder:
             raise ConfigurationError(f"{self.root} has no checkpoint of step {step!r}. There are: {there}")
         return {step: found[step]}
 
-    def _read(self, folder: Path, step: int) -> tuple[Loaded | None, Outcome]:
+    def _read(self, folder: Path, step: int) -> tuple[Loaded | None, dict[str, str]]:
         """What this rank needs, and a share of the files that nobody needs: all ranks together verify everything."""
         rank, world_size = self._communicator.rank, self._communicator.world_size
         try:
@@ -242,7 +241,7 @@ def _read_tree(folder: Path, stem: str, manifest: Manifest) -> Any:
     return decode(node, read_tensors(tensors))
 
 
-def _reason(outcomes: list[Outcome]) -> str | None:
+def _reason(outcomes: list[dict[str, str]]) -> str | None:
     """What is wrong with a checkpoint, in the words of the ranks that found it."""
     ranks: dict[str, list[str]] = {}
     for rank, outcome in enumerate(outcomes):

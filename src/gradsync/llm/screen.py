@@ -107,28 +107,22 @@ class Screen(Listener):
 
     def summarize(self, outcome: Outcome, report: str) -> None:
         """The table at the end."""
+        from rich.markup import escape
         from rich.table import Table
 
-        self._progress.stop()
-        table = Table(show_header=False, box=None, padding=(0, 2), title="summary", title_justify="left")
-        for name, value in self._rows(outcome, report):
-            table.add_row(f"[dim]{name}[/dim]", value)
-        self.console.print(table, highlight=False)
-
-    def _rows(self, outcome: Outcome, report: str) -> list[tuple[str, str]]:
-        from rich.markup import escape
-
-        rows = [("steps", f"{outcome.step} in {self.elapsed:.0f} s")]
+        rows = {"steps": f"{outcome.step} in {self.elapsed:.0f} s"}
         if self.first_loss is not None and self.last_loss is not None:
-            rows.append(("training loss", f"{self.first_loss:.4f} → {self.last_loss:.4f}"))
+            rows["training loss"] = f"{self.first_loss:.4f} → {self.last_loss:.4f}"
         if outcome.validation_loss is not None:
-            rows.append(("validation loss", f"{outcome.validation_loss:.4f}"))
+            rows["validation loss"] = f"{outcome.validation_loss:.4f}"
+        rows["throughput"] = f"{self.speed:,.0f} tokens/s (median)"
+        rows["time"] = ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.shares.items())
+        rows["wire"] = self._wire
         style = "green" if outcome.proof.equal else "bold red"
-        return [
-            *rows,
-            ("throughput", f"{self.speed:,.0f} tokens/s (median)"),
-            ("time", ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.shares.items())),
-            ("wire", self._wire),
-            ("replicas", f"[{style}]{outcome.proof}[/{style}]"),
-            ("report", escape(report)),
-        ]
+        rows["replicas"] = f"[{style}]{outcome.proof}[/{style}]"
+        rows["report"] = escape(report)
+        table = Table(show_header=False, box=None, padding=(0, 2), title="summary", title_justify="left")
+        for name, value in rows.items():
+            table.add_row(f"[dim]{name}[/dim]", value)
+        self._progress.stop()
+        self.console.print(table, highlight=False)

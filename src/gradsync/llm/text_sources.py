@@ -255,19 +255,15 @@ class HuggingFaceSource:
             if path.is_file():
                 return datasets.load_dataset(KINDS.get(path.suffix, "text"), data_files=str(path), split=self.split)
             if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-                return self._saved(datasets.load_from_disk(str(path)))
+                loaded = datasets.load_from_disk(str(path))
+                # Splits by name, or rows that are no split of anything.
+                if isinstance(loaded, dict) and self.split not in loaded:
+                    raise ConfigurationError(
+                        f"the dataset {self.name} has the splits {', '.join(loaded)} and no {self.split!r}. Name one: "
+                        f"hf:{self.name}:SPLIT"
+                    )
+                return loaded[self.split] if isinstance(loaded, dict) else loaded
             return datasets.load_dataset(str(path), self.config, split=self.split)
-
-    def _saved(self, loaded: Any) -> Any:
-        """What save_to_disk wrote: splits by name, or rows that are no split of anything."""
-        if not isinstance(loaded, dict):
-            return loaded
-        if self.split not in loaded:
-            raise ConfigurationError(
-                f"the dataset {self.name} has the splits {', '.join(loaded)} and no {self.split!r}. Name one: "
-                f"hf:{self.name}:SPLIT"
-            )
-        return loaded[self.split]
 
 
 # Documents, with a description for people and a stamp for the cache, which changes when the text may have changed.

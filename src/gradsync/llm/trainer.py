@@ -1,5 +1,6 @@
 """The training loop: windows of micro-batches, weighted by their tokens, on gradsync's own Accelerator."""
 
+import hashlib
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,13 +9,14 @@ import torch
 from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs
+from gradsync.accelerator.operations import gather_objects
+from gradsync.communicator import Communicator
 from gradsync.engine import SyncPolicy
 from gradsync.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
 from gradsync.llm.interruption import Interruption
 from gradsync.llm.model import build_model, count_targets, loss_of
 from gradsync.llm.phases import Phases
-from gradsync.llm.replicas import ReplicaProof, compare_replicas
 from gradsync.llm.saving import Saving
 from gradsync.llm.schedule import warmup_cosine
 from gradsync.llm.settings import TrainSettings
@@ -22,7 +24,7 @@ from gradsync.llm.tokens import TokenFile
 from gradsync.reduction import Cast, Mean
 from gradsync.timeline import StepTimes, Timeline
 
-__all__ = ["Listener", "Outcome", "StepRecord", "Trainer", "make_accelerator"]
+__all__ = ["Listener", "Outcome", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
 
 DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
@@ -44,6 +46,24 @@ class StepRecord:
     learning_rate: float
     seconds: dict[str, float]
     timeline: StepTimes | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaProof:
+    """The digests of all ranks' parameters."""
+
+    digests: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return len(set(self.digests)) == 1
+
+    def __str__(self) -> str:
+        if len(self.digests) == 1:
+            return f"one replica, digest {self.digests[0][:12]}"
+        if self.equal:
+            return f"all {len(self.digests)} replicas hold the same parameters, digest {self.digests[0][:12]}"
+        return "REPLICAS DIFFER: " + ", ".join(f"rank {rank} {each[:12]}" for rank, each in enumerate(self.digests))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +279,15 @@ class _Ran(NamedTuple):
     rate: float
     wall: float
     times: tuple[dict[str, float], StepTimes | None] | None
+
+
+def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaProof:
+    """Every rank digests names and bits of its own parameters; all learn all digests. Collective."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return ReplicaProof(digests=tuple(gather_objects(communicator, [digest.hexdigest()])))
 
 
 def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
