@@ -148,9 +148,9 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for module in ("datasets", "transformers"):
         monkeypatch.setitem(sys.modules, module, None)
     write(tmp_path, a_txt="a")
-    with pytest.raises(ConfigurationError, match=r"datasets.*pip install gradsync\[hf\]"):
+    with pytest.raises(ConfigurationError, match=r"datasets.*pip install 'gradsync\[hf\]'"):
         list(open_source(f"hf:{tmp_path}"))
-    with pytest.raises(ConfigurationError, match=r"transformers.*pip install gradsync\[hf\]"):
+    with pytest.raises(ConfigurationError, match=r"transformers.*pip install 'gradsync\[hf\]'"):
         prepare_tokens(str(tmp_path), tokenizer="any", cache_folder=tmp_path / "cache")
 
 

@@ -215,7 +215,7 @@ def test_what_transformers_cannot_read_is_named(config_folder: Path) -> None:
 
 def test_a_missing_extra_is_named(config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigurationError, match=r"pip install gradsync\[hf\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'gradsync\[hf\]'"):
         build_model(str(config_folder), vocab_size=256, sequence_length=32)
 
 

@@ -228,11 +228,10 @@ def thin(points: Sequence[Point], limit: int = THINNED) -> list[Point]:
     stretch = math.ceil(len(points) / max(limit // kinds, 1))
     kept: list[Point] = []
     for begin in range(0, len(points), stretch):
-        part = range(begin, min(begin + stretch, len(points)))
-        finite = [index for index in part if math.isfinite(points[index][1])]
-        gap = next((index for index in part if not math.isfinite(points[index][1])), None)
-        chosen = {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])} if finite else set()
-        kept += [points[index] for index in sorted(chosen | ({gap} if gap is not None else set()))]
+        part = points[begin : begin + stretch]
+        finite = sorted((point for point in part if math.isfinite(point[1])), key=lambda point: point[1])
+        gaps = [point for point in part if not math.isfinite(point[1])]
+        kept += sorted({*finite[:1], *finite[-1:], *gaps[:1]})
     return kept
 
 
@@ -282,12 +281,9 @@ def _step_axis(axes: "Axes", steps: Sequence[float]) -> None:
 
 def draw_columns(axes: "Axes", edges: Sequence[float], parts: Mapping[str, Sequence[float]]) -> None:
     """Columns of shares on top of each other, as wide as the steps they stand for; ``edges`` frames them all."""
-    base = [0.0] * len(edges)
-    for name, shares in parts.items():
-        # The last edge has no column of its own, and repeats the one before it.
-        tops = [low + share for low, share in zip(base, [*shares, shares[-1]], strict=True)]
-        axes.fill_between(edges, base, tops, step="post", color=PARTS[name], linewidth=0)
-        base = tops
+    # The last edge has no column of its own, and repeats the one before it.
+    tops = [[*shares, shares[-1]] for shares in parts.values()]
+    axes.stackplot(edges, *tops, colors=[PARTS[name] for name in parts], step="post", linewidth=0)
     _step_axis(axes, edges)
     marks = [0.0, 0.25, 0.5, 0.75, 1.0]
     axes.set_yticks(marks, [f"{mark:.0%}" for mark in marks])

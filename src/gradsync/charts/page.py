@@ -46,10 +46,6 @@ def read_out(figure: "Figure", words: Mapping[float, str]) -> dict[str, Any]:
 def page_svg(svg: str, *, slug: str, title: str, hover: Mapping[str, Any] | None = None) -> str:
     """What :func:`svg_file` drew as a part of a page, where it goes by its ``slug``."""
     root = ElementTree.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):
-                parent.remove(child)
     for element in list(root.iter()):
         _settle(element)
     root.attrib = {"class": "chart", "role": "img", "viewBox": root.attrib["viewBox"]}
@@ -65,6 +61,8 @@ def page_svg(svg: str, *, slug: str, title: str, hover: Mapping[str, Any] | None
 def _settle(element: ElementTree.Element) -> None:
     """Without namespaces, which a page's own SVG does without, and without names that nothing refers to."""
     element.tag = element.tag.rpartition("}")[2]
+    for child in [each for each in element if each.tag.endswith(("}metadata", "}style"))]:
+        element.remove(child)
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     if element.tag == "g":
         name = attributes.pop("id", "")

@@ -10,9 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 from gradsync.errors import GradsyncError
 from gradsync.files import whole_file
@@ -46,8 +45,7 @@ class CorruptFileError(GradsyncError):
         return f"{self.path}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileRecord:
+class FileRecord(TypedDict):
     """What a file must hold: so many bytes, with this hash."""
 
     size: int
@@ -121,14 +119,13 @@ def _verified_chunks(path: Path, record: FileRecord) -> Iterator[bytes]:
     digest = hashlib.sha256()
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size < record.size:
-            raise CorruptFileError(path, f"truncated ({size} of {record.size} bytes)")
-        if size > record.size:
-            raise CorruptFileError(path, f"too long ({size} instead of {record.size} bytes)")
+        if size != record["size"]:
+            what = "truncated" if size < record["size"] else "too long"
+            raise CorruptFileError(path, f"{what} ({size} instead of {record['size']} bytes)")
         while chunk := file.read(CHUNK):
             digest.update(chunk)
             yield chunk
-    if digest.hexdigest() != record.sha256:
+    if digest.hexdigest() != record["sha256"]:
         raise CorruptFileError(path, "hash differs")
 
 
@@ -138,7 +135,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as file:
             yield file
-    except FileNotFoundError as error:
-        raise CorruptFileError(path, "missing") from error
     except OSError as error:
-        raise CorruptFileError(path, f"cannot be read ({error.strerror})") from error
+        missing = isinstance(error, FileNotFoundError)
+        raise CorruptFileError(path, "missing" if missing else f"cannot be read ({error.strerror})") from error

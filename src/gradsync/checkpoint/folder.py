@@ -14,7 +14,6 @@ earlier checkpoints are touched by none of them until the new one stands.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -35,7 +34,7 @@ from gradsync.checkpoint.files import (
     verify_file,
     write_file,
 )
-from gradsync.checkpoint.layout import create_hidden, find_checkpoints, publish, remove_old, step_name, sweep
+from gradsync.checkpoint.layout import create_hidden, find_checkpoints, publish, remove_old, step_name
 from gradsync.checkpoint.manifest import (
     SHARED_STEM,
     Manifest,
@@ -45,7 +44,7 @@ from gradsync.checkpoint.manifest import (
     write_manifest,
 )
 from gradsync.checkpoint.tensor_file import read_tensors, require_safetensors, write_tensors
-from gradsync.checkpoint.together import Undo, refuse, together
+from gradsync.checkpoint.together import refuse, together
 from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
 from gradsync.errors import ConfigurationError, MismatchError
@@ -56,7 +55,6 @@ __all__ = ["CheckpointFolder", "Loaded"]
 VISIBLE_WITHIN = 20.0
 
 Encoded = dict[str, tuple[Any, dict[str, torch.Tensor]]]
-Outcome = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +106,21 @@ class CheckpointFolder:
         raises on all ranks, and all checkpoints are as before.
         """
         wire, what = self._communicator, f"save the checkpoint of step {step}"
-        encoded, told = together(wire, what, lambda: self._prepare(step, shared, own, facts))
-        folder = self._make_folder(step, told, what)
+        encoded, steps = together(wire, what, lambda: self._prepare(step, shared, own, facts))
+        if len(set(steps)) > 1:
+            raise MismatchError(f"all ranks must save the same step, but ranks 0, 1, … save {steps}")
+        _, names = together(wire, what, lambda: (None, create_hidden(self.root, step).name if wire.rank == 0 else ""))
+        folder = self.root / names[0]
 
         def undo() -> None:
             if wire.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
 
-        self._require_shared_disk(folder, what, undo)
         _, written = together(wire, what, lambda: (None, self._write(folder, encoded)), undo)
-        files = {name: FileRecord(**record) for records in written for name, record in records.items()}
+        blind = [rank for rank, records in enumerate(written) if records is None]
+        if blind:
+            refuse(wire, _not_shared(self.root, _unseen_by(blind)), undo)
+        files: dict[str, FileRecord] = {name: each for records in written for name, each in records.items()}
         manifest = Manifest(step=step, world_size=wire.world_size, facts=facts, files=files)
         final, _ = together(wire, what, lambda: (self._finish(folder, manifest), None), undo)
         return final
@@ -130,50 +133,32 @@ class CheckpointFolder:
         if self._communicator.rank == 0:
             encoded[SHARED_STEM] = encode(shared)
             try:
-                json.dumps(facts, allow_nan=False)
+                dump_json(facts)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ConfigurationError(f"facts must be what JSON can say: {error}") from error
             if not isinstance(facts, dict):
                 raise ConfigurationError(f"facts must be a dict, got {type(facts).__name__}")
         return encoded, step
 
-    def _make_folder(self, step: int, steps: list[int], what: str) -> Path:
-        if len(set(steps)) > 1:
-            raise MismatchError(f"all ranks must save the same step, but ranks 0, 1, … save {steps}")
+    def _write(self, folder: Path, encoded: Encoded) -> dict[str, FileRecord] | None:
+        """Size and hash of what this rank has written; None if it does not see the folder that rank 0 has made.
 
-        def make() -> tuple[None, str | None]:
-            if self._communicator.rank != 0:
-                return None, None
-            sweep(self.root)
-            return None, create_hidden(self.root, step).name
-
-        _, names = together(self._communicator, what, make)
-        return self.root / str(names[0])
-
-    def _require_shared_disk(self, folder: Path, what: str, undo: Undo) -> None:
-        """All ranks see the folder that rank 0 has made. Its name is random, so it cannot be another one."""
-
-        def look() -> tuple[None, bool]:
-            deadline = time.monotonic() + VISIBLE_WITHIN
-            while not folder.is_dir() and time.monotonic() < deadline:
-                time.sleep(0.05)
-                with contextlib.suppress(OSError):
-                    os.listdir(self.root.parent)  # makes a network file system ask its server again
-            return None, folder.is_dir()
-
-        _, seen = together(self._communicator, what, look, undo)
-        blind = [rank for rank, sees in enumerate(seen) if not sees]
-        if blind:
-            refuse(self._communicator, _not_shared(self.root, _unseen_by(blind)), undo)
-
-    def _write(self, folder: Path, encoded: Encoded) -> dict[str, Outcome]:
+        The name of that folder is random, so it cannot be another one.
+        """
+        deadline = time.monotonic() + VISIBLE_WITHIN
+        while not folder.is_dir():
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+            with contextlib.suppress(OSError):
+                os.listdir(self.root.parent)  # makes a network file system ask its server again
         records: dict[str, FileRecord] = {}
         for stem, (structure, tensors) in encoded.items():
             structure_name, tensors_name = file_names(stem)
             records[structure_name] = write_file(folder / structure_name, [dump_json(structure)])
             records[tensors_name] = write_tensors(folder / tensors_name, tensors)
         fsync_directory(folder)
-        return {name: vars(record) for name, record in records.items()}
+        return records
 
     def _finish(self, folder: Path, manifest: Manifest) -> Path:
         if self._communicator.rank == 0:
@@ -195,7 +180,7 @@ class CheckpointFolder:
         damaged: dict[str, str] = {}
         for number, path in reversed(candidates.items()):
             name, communicator = step_name(number), self._communicator
-            loaded, outcomes = together(communicator, f"load {name}", partial(self._try_to_read, path, number))
+            loaded, outcomes = together(communicator, f"load {name}", partial(self._read, path, number))
             if len({outcome["manifest"] for outcome in outcomes if "manifest" in outcome}) > 1:
                 raise _not_shared(self.root, f"ranks see different checkpoints named {name}")
             reason = _reason(outcomes)
@@ -213,13 +198,12 @@ class CheckpointFolder:
 
     def _candidates(self, step: int | None) -> dict[int, Path]:
         """The checkpoints to try, by step, ascending: those that rank 0 sees."""
-
-        def look() -> tuple[dict[int, Path], Any]:
-            found = find_checkpoints(self.root)
-            return found, [repr(step), [[number, path.name] for number, path in found.items()]]
-
-        _, told = together(self._communicator, f"look for checkpoints in {self.root}", look)
-        wanted, listings = [wish for wish, _ in told], [listing for _, listing in told]
+        _, told = together(
+            self._communicator,
+            f"look for checkpoints in {self.root}",
+            lambda: (None, [repr(step), [[number, path.name] for number, path in find_checkpoints(self.root).items()]]),
+        )
+        wanted, listings = zip(*told, strict=True)
         if any(wish != wanted[0] for wish in wanted):
             raise MismatchError(f"all ranks must load the same step, but ranks 0, 1, … load {', '.join(wanted)}")
         blind = [rank for rank, listing in enumerate(listings) if not listing]
@@ -233,30 +217,21 @@ class CheckpointFolder:
             raise ConfigurationError(f"{self.root} has no checkpoint of step {step!r}. There are: {there}")
         return {step: found[step]}
 
-    def _try_to_read(self, folder: Path, step: int) -> tuple[Loaded | None, Outcome]:
-        try:
-            loaded, digest = self._read(folder, step)
-        except CorruptFileError as error:
-            return None, {"damage": f"{error.path.name}: {error.reason}"}
-        return loaded, {"manifest": digest}
-
-    def _read(self, folder: Path, step: int) -> tuple[Loaded, str]:
+    def _read(self, folder: Path, step: int) -> tuple[Loaded | None, dict[str, str]]:
         """What this rank needs, and a share of the files that nobody needs: all ranks together verify everything."""
         rank, world_size = self._communicator.rank, self._communicator.world_size
-        manifest, digest = read_manifest(folder, step)
-        for other in range(rank + world_size, manifest.world_size, world_size):
-            for name in file_names(rank_stem(other)):
-                verify_file(folder / name, manifest.files[name])
-        loaded = Loaded(
-            step=step,
-            world_size=manifest.world_size,
-            facts=manifest.facts,
-            shared=_read_tree(folder, SHARED_STEM, manifest),
-            own=_read_tree(folder, rank_stem(rank), manifest) if rank < manifest.world_size else None,
-            path=folder,
-            notes=[],
-        )
-        return loaded, digest
+        try:
+            manifest, digest = read_manifest(folder, step)
+            for other in range(rank + world_size, manifest.world_size, world_size):
+                for name in file_names(rank_stem(other)):
+                    verify_file(folder / name, manifest.files[name])
+            shared = _read_tree(folder, SHARED_STEM, manifest)
+            own = _read_tree(folder, rank_stem(rank), manifest) if rank < manifest.world_size else None
+        except CorruptFileError as error:
+            return None, {"damage": f"{error.path.name}: {error.reason}"}
+        writers, facts = manifest.world_size, manifest.facts
+        loaded = Loaded(step=step, world_size=writers, facts=facts, shared=shared, own=own, path=folder, notes=[])
+        return loaded, {"manifest": digest}
 
 
 def _read_tree(folder: Path, stem: str, manifest: Manifest) -> Any:
@@ -266,16 +241,14 @@ def _read_tree(folder: Path, stem: str, manifest: Manifest) -> Any:
     return decode(node, read_tensors(tensors))
 
 
-def _reason(outcomes: list[Outcome]) -> str | None:
+def _reason(outcomes: list[dict[str, str]]) -> str | None:
     """What is wrong with a checkpoint, in the words of the ranks that found it."""
     ranks: dict[str, list[str]] = {}
     for rank, outcome in enumerate(outcomes):
         if "damage" in outcome:
             ranks.setdefault(outcome["damage"], []).append(str(rank))
-    if not ranks:
-        return None
-    if len(ranks) == 1:
-        return next(iter(ranks))
+    if len(ranks) <= 1:
+        return next(iter(ranks), None)
     return "; ".join(f"{damage} on rank {', '.join(who)}" for damage, who in ranks.items())
 
 

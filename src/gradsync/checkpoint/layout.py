@@ -25,8 +25,6 @@ from gradsync.checkpoint.files import fsync_directory
 
 __all__ = ["create_hidden", "find_checkpoints", "publish", "remove_old", "step_name", "sweep"]
 
-Purpose = Literal["writing", "replaced", "removed"]
-
 CHECKPOINT = re.compile(r"step-(\d{8,})")
 HIDDEN = re.compile(r"\.(writing|replaced|removed)-step-(\d{8,})-[0-9a-f]{16}")
 
@@ -48,27 +46,24 @@ def find_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def create_hidden(root: Path, step: int) -> Path:
-    """A new folder for the checkpoint of ``step``. Nobody else knows its name."""
-    root.mkdir(parents=True, exist_ok=True)
+    """A new folder for the checkpoint of ``step``. Nobody else knows its name. What is left of others makes room."""
+    sweep(root)
     folder = _hidden(root, "writing", step)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     return folder
 
 
-def publish(folder: Path, step: int) -> Path:
+def publish(folder: Path, step: int) -> None:
     """Give a folder that :func:`create_hidden` made, complete and synced, its final name."""
     root, final = folder.parent, folder.parent / step_name(step)
-    replaced = _hidden(root, "replaced", step) if final.exists() else None
-    if replaced is not None:
-        os.rename(final, replaced)
+    if final.exists():
+        os.rename(final, _hidden(root, "replaced", step))
     try:
         os.rename(folder, final)
     except OSError:
-        if replaced is not None:
-            os.rename(replaced, final)
+        sweep(root)
         raise
     fsync_directory(root)
-    return final
 
 
 def remove_old(root: Path, *, keep: int, newest: int) -> None:
@@ -104,7 +99,7 @@ def _warning_of(path: Path) -> Iterator[None]:
         warnings.warn(f"{path}, which is no longer needed, could not be removed: {error}", stacklevel=4)
 
 
-def _hidden(root: Path, purpose: Purpose, step: int) -> Path:
+def _hidden(root: Path, purpose: Literal["writing", "replaced", "removed"], step: int) -> Path:
     return root / f".{purpose}-{step_name(step)}-{secrets.token_hex(8)}"
 
 

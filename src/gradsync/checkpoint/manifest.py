@@ -48,7 +48,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = {"format": FORMAT, **dataclasses.asdict(manifest)}
     data = json.dumps(content, allow_nan=False, indent=1).encode() + b"\n"
     record = write_file(folder / MANIFEST, [data])
-    write_file(folder / GUARD, [_guard(record.sha256)])
+    write_file(folder / GUARD, [_guard(record["sha256"])])
 
 
 def read_manifest(folder: Path, step: int) -> tuple[Manifest, str]:
@@ -66,21 +66,16 @@ def read_manifest(folder: Path, step: int) -> tuple[Manifest, str]:
             "load an older checkpoint by its step"
         )
     try:
-        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        manifest = Manifest(files=files, **content)
-    except (AttributeError, KeyError, TypeError) as error:
+        manifest = Manifest(**content)
+    except TypeError as error:
         raise CorruptFileError(path, f"not a manifest ({error})") from error
-    _check(path, manifest, step)
-    return manifest, digest
-
-
-def _guard(digest: str) -> bytes:
-    return f"{digest}  {MANIFEST}\n".encode()
-
-
-def _check(path: Path, manifest: Manifest, step: int) -> None:
     if manifest.step != step:
         raise CorruptFileError(path, f"is that of step {manifest.step}; was the folder renamed?")
     stems = [SHARED_STEM, *map(rank_stem, range(manifest.world_size))]
     if set(manifest.files) != {name for stem in stems for name in file_names(stem)}:
         raise CorruptFileError(path, f"does not list the files of {manifest.world_size} ranks")
+    return manifest, digest
+
+
+def _guard(digest: str) -> bytes:
+    return f"{digest}  {MANIFEST}\n".encode()

@@ -1,5 +1,6 @@
 """Where the random number generators of this process stand, as a tree that a checkpoint can hold."""
 
+import contextlib
 import random
 import sys
 from typing import Any
@@ -33,11 +34,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"].cpu())
     if "numpy" in state:
-        try:
+        with contextlib.suppress(ImportError):
             import numpy
-        except ImportError:
-            pass
-        else:
+
             numpy.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())

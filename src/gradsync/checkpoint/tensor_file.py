@@ -6,6 +6,7 @@ weight, is left to the package.
 """
 
 import ctypes
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -61,9 +62,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord
     """Write ``tensors``, from any device, one after the other: no more than one is in memory twice."""
     # The widest first: every tensor then lies at a multiple of its element's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header = json.dumps(_describe(ordered)).encode()
-    header += b" " * (-len(header) % ALIGNMENT)
-    return write_file(path, _chunks(header, ordered))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    pieces = itertools.chain.from_iterable(map(_bytes_of, ordered.values()))
+    return write_file(path, itertools.chain([len(text).to_bytes(8, "little"), text], pieces))
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -75,24 +83,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, safetensors.SafetensorError) as error:
         raise CorruptFileError(path, f"not a safetensors file ({error})") from error
-
-
-def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        dtype = DTYPE_NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    return header
-
-
-def _chunks(header: bytes, tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for tensor in tensors.values():
-        yield from _bytes_of(tensor)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -14,6 +14,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,14 +33,14 @@ DEPTH = 100
 PLAIN_INT = 2**63
 
 # Stored as tensors of another dtype, over the same bytes.
-PAIRS_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-BYTES_OF = dict.fromkeys(
-    [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], torch.uint8
-)
+BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+PAIRS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+STORED_AS = {**dict.fromkeys(DTYPE_NAMES), **dict.fromkeys(BYTES, torch.uint8), **PAIRS}
 
 TAKEN = (
     "A checkpoint holds dicts, lists, tuples, texts, numbers, None, dense tensors, NumPy arrays and scalars, "
-    "torch.Size, torch.dtype, torch.device, Counter and OrderedDict. Turn it into these, or leave it out"
+    "torch.Size, torch.dtype, torch.device, Counter and OrderedDict; keys are texts, numbers, booleans, None and "
+    "tuples of these. Turn it into these, or leave it out"
 )
 
 
@@ -92,19 +93,18 @@ class _Encoder:
             return {"dtype": str(value).removeprefix("torch.")}
         if kind is torch.device:
             return {"device": str(value)}
-        if _is_numpy(value):
-            return self._numpy(value, path)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            return self._numpy(value, path, numpy)
         return _scalar(value, path)
 
     def _container(self, value: Any, path: Path) -> Any:
+        kind = CONTAINERS[type(value)]
         if isinstance(value, list | tuple):
             children = [self.node(child, (*path, str(number))) for number, child in enumerate(value)]
-            return children if type(value) is list else {CONTAINERS[type(value)]: children}
-        node: dict[str, Any] = {
-            CONTAINERS[type(value)]: [
-                [_key(key, path), self.node(child, (*path, str(key)))] for key, child in value.items()
-            ]
-        }
+            return children if kind == "list" else {kind: children}
+        pairs = [[_key(key, path), self.node(child, (*path, str(key)))] for key, child in value.items()]
+        node: dict[str, Any] = {kind: pairs}
         attributes = dict(getattr(value, "__dict__", {}))
         # The versions of a module's state, which load_state_dict looks for there.
         if "_metadata" in attributes:
@@ -115,7 +115,8 @@ class _Encoder:
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         stored = _storable(tensor, path)
-        memory = _memory_of(tensor)
+        reading = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), *reading)
         name = self._name_of_memory.get(memory)
         if name is None:
             name = self._name_of_memory[memory] = self._store(stored, path)
@@ -128,8 +129,8 @@ class _Encoder:
             node["requires_grad"] = True
         return node
 
-    def _numpy(self, value: Any, path: Path) -> dict[str, Any]:
-        numpy, dtype = sys.modules["numpy"], value.dtype
+    def _numpy(self, value: Any, path: Path, numpy: Any) -> dict[str, Any]:
+        dtype = value.dtype
         # The text names the dtype, except where there are fields, Python objects or somebody's own type.
         if dtype.hasobject or numpy.dtype(dtype.str) != dtype:
             raise _refusal(path, f"numpy.{type(value).__name__} of dtype {dtype}")
@@ -176,14 +177,7 @@ def _scalar(value: Any, path: Path) -> Any:
 def _key(key: Any, path: Path) -> Any:
     if type(key) is tuple:
         return {"tuple": [_key(part, path) for part in key]}
-    try:
-        return _scalar(key, path)
-    except ConfigurationError:
-        kind = f"{type(key).__module__}.{type(key).__qualname__}"
-        raise ConfigurationError(
-            f"{_spell(path)} has a key of type {kind}, {key!r}, which a checkpoint cannot hold. Keys are texts, "
-            "numbers, booleans, None and tuples of these"
-        ) from None
+    return _scalar(key, (*path, f"key {key!r}"))
 
 
 def _storable(tensor: torch.Tensor, path: Path) -> torch.Tensor:
@@ -192,23 +186,10 @@ def _storable(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise _refusal(path, "a tensor without memory (meta)" if tensor.is_meta else f"a {kind} tensor")
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype in DTYPE_NAMES:
-        return plain
-    if tensor.dtype in PAIRS_OF:
-        return plain.unsqueeze(-1).view(PAIRS_OF[tensor.dtype])
-    if tensor.dtype in BYTES_OF:
-        return plain.view(BYTES_OF[tensor.dtype])
-    raise _refusal(path, f"a tensor of {tensor.dtype}")
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    reading = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), *reading)
-
-
-def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+    if tensor.dtype not in STORED_AS:
+        raise _refusal(path, f"a tensor of {tensor.dtype}")
+    dtype = STORED_AS[tensor.dtype]
+    return plain if dtype is None else (plain.unsqueeze(-1) if tensor.is_complex() else plain).view(dtype)
 
 
 def _spell(path: Iterable[str]) -> str:
@@ -224,15 +205,12 @@ def _refusal(path: Path, what: str) -> ConfigurationError:
 Tensors = Mapping[str, torch.Tensor]
 
 
-def _pairs(pairs: list[Any], tensors: Tensors) -> list[tuple[Any, Any]]:
-    return [(decode(key, tensors), decode(value, tensors)) for key, value in pairs]
-
-
-def _ordered(node: dict[str, Any], tensors: Tensors) -> OrderedDict[Any, Any]:
-    ordered = OrderedDict(_pairs(node["ordered"], tensors))
+def _mapping(make: Callable[..., Any], node: dict[str, Any], tensors: Tensors) -> Any:
+    pairs = next(iter(node.values()))
+    mapping = make({decode(key, tensors): decode(value, tensors) for key, value in pairs})
     if "metadata" in node:
-        ordered._metadata = decode(node["metadata"], tensors)  # type: ignore[attr-defined]
-    return ordered
+        mapping._metadata = decode(node["metadata"], tensors)
+    return mapping
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -246,7 +224,7 @@ def _tensor(node: dict[str, Any], tensors: Tensors) -> torch.Tensor:
     tensor = tensors[node["tensor"]]
     if "dtype" in node:
         dtype = _dtype(node["dtype"])
-        tensor = tensor.view(dtype).squeeze(-1) if dtype in PAIRS_OF else tensor.view(dtype)
+        tensor = tensor.view(dtype).squeeze(-1) if dtype.is_complex else tensor.view(dtype)
     if "parameter" in node:
         return torch.nn.Parameter(tensor, requires_grad="requires_grad" in node)
     return tensor.detach().requires_grad_() if "requires_grad" in node else tensor
@@ -266,9 +244,9 @@ DECODERS: dict[str, Callable[[dict[str, Any], Tensors], Any]] = {
     "float": lambda node, _: struct.unpack(">d", bytes.fromhex(node["float"]))[0],
     "tuple": lambda node, tensors: tuple(decode(child, tensors) for child in node["tuple"]),
     "size": lambda node, _: torch.Size(node["size"]),
-    "dict": lambda node, tensors: dict(_pairs(node["dict"], tensors)),
-    "ordered": _ordered,
-    "counter": lambda node, tensors: Counter(dict(_pairs(node["counter"], tensors))),
+    "dict": partial(_mapping, dict),
+    "ordered": partial(_mapping, OrderedDict),
+    "counter": partial(_mapping, Counter),
     "dtype": lambda node, _: _dtype(node["dtype"]),
     "device": lambda node, _: torch.device(node["device"]),
     "tensor": _tensor,

@@ -86,25 +86,19 @@ class Batches:
     def window(self, number: int) -> list[MicroBatch]:
         """This rank's micro-batches of window ``number``, counted from 0. Empty where there are too many ranks."""
         _check_whole("the number of a window", number, at_least=0)
-        begin = number * self.plan.global_batch
-        share = _share(self.plan.global_batch, self._rank, self._world_size)
+        count, begin = len(self._samples), number * self.plan.global_batch
         # The epochs of the whole window, not of this rank's share: all ranks do the same at the same time.
-        last = begin + self.plan.global_batch - 1
-        epochs = range(begin // len(self._samples), last // len(self._samples) + 1)
-        for gone in self._permutations.keys() - set(epochs):
-            del self._permutations[gone]
-        stream = torch.cat([self._part(epoch, begin + share.start, begin + share.stop) for epoch in epochs])
-        return _micro_batches(self._samples, stream, self.plan)
-
-    def _part(self, epoch: int, begin: int, end: int) -> Tensor:
-        """Which samples of that epoch are at the places ``begin`` to ``end`` of the stream."""
-        count = len(self._samples)
-        low, high = (min(max(place - epoch * count, 0), count) for place in (begin, end))
-        if low == high:
-            return torch.empty(0, dtype=torch.int64)
-        if epoch not in self._permutations:
-            self._permutations[epoch] = _permutation(count, self.plan.seed, epoch)
-        return self._permutations[epoch][low:high]
+        epochs = range(begin // count, (begin + self.plan.global_batch - 1) // count + 1)
+        known = self._permutations
+        self._permutations = {
+            epoch: known[epoch] if epoch in known else _permutation(count, self.plan.seed, epoch) for epoch in epochs
+        }
+        share = _share(self.plan.global_batch, self._rank, self._world_size)
+        parts = [
+            order[max(0, begin + share.start - epoch * count) : max(0, begin + share.stop - epoch * count)]
+            for epoch, order in self._permutations.items()
+        ]
+        return _micro_batches(self._samples, torch.cat(parts), self.plan)
 
 
 def validation_batches(
@@ -156,12 +150,8 @@ def _share(count: int, rank: int, world_size: int) -> range:
 def _micro_batches(samples: Tensor, chosen: Tensor, plan: BatchPlan) -> list[MicroBatch]:
     # Not torch.split: that makes one empty part of nothing.
     begins = range(0, len(chosen), plan.micro_batch)
-    return [_pair(samples[chosen[begin : begin + plan.micro_batch]]) for begin in begins]
-
-
-def _pair(rows: Tensor) -> MicroBatch:
-    rows = rows.to(torch.int64)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    batches = [samples[chosen[begin : begin + plan.micro_batch]].to(torch.int64) for begin in begins]
+    return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in batches]
 
 
 def _check_place(rank: int, world_size: int) -> None:

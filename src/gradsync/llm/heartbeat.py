@@ -27,7 +27,7 @@ class Heartbeat:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._sent: tuple[torch.Tensor, Handle, torch.Tensor, Handle] | None = None
+        self._sent: tuple[torch.Tensor, torch.Tensor, list[Handle]] | None = None
 
     def beat(self, loss_times_tokens: torch.Tensor | float, tokens: int, signal: int) -> Pulse | None:
         """Send a step; returns the step before it."""
@@ -37,22 +37,17 @@ class Heartbeat:
         numbers[0] = torch.as_tensor(loss_times_tokens, dtype=torch.float64).detach().to(device)
         numbers[1].fill_(tokens)
         flag = torch.full((1,), signal, dtype=torch.int32, device=device)
-        self._sent = (
-            numbers,
-            self._communicator.all_reduce(numbers),
-            flag,
-            self._communicator.all_reduce(flag, "max"),
-        )
+        handles = [self._communicator.all_reduce(numbers), self._communicator.all_reduce(flag, "max")]
+        self._sent = (numbers, flag, handles)
         return previous
 
     def read(self) -> Pulse | None:
         """The step that was sent last and not yet read. Waits for it."""
         if self._sent is None:
             return None
-        numbers, sum_handle, flag, flag_handle = self._sent
-        self._sent = None
-        sum_handle.wait()
-        flag_handle.wait()
+        (numbers, flag, handles), self._sent = self._sent, None
+        for handle in handles:
+            handle.wait()
         total, tokens = numbers.tolist()
         loss = total / tokens if tokens else float("nan")
         return Pulse(loss=loss, tokens=int(tokens), signal=int(flag.item()))

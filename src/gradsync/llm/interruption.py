@@ -24,27 +24,18 @@ class Interruption:
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+            self._previous = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
     def _note(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if not self.signal:
             self.signal, self._noted_at = number, now
         elif now - self._noted_at > self.ECHO_SECONDS:
-            self._restore()
+            self.__exit__()
             signal.raise_signal(number)
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    @staticmethod
-    def exit_code(number: int) -> int:
-        """What a shell expects of a process that a signal has ended."""
-        return 128 + number

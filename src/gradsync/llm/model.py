@@ -14,19 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradsync.errors import ConfigurationError
-from gradsync.llm.text_sources import import_extra
+from gradsync.llm.text_sources import explained, import_extra
 
 __all__ = ["GPT", "IGNORED", "SIZES", "CausalLM", "GPTConfig", "GPTSize", "build_model", "count_targets", "loss_of"]
 
 # A target that counts for nothing, as in F.cross_entropy.
 IGNORED = -100
 
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+# In one piece, or in several that an index names.
+WEIGHT_FILES = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +43,11 @@ SIZES: dict[str, GPTSize] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(GPTSize):
     """The shape of a :class:`GPT`."""
 
     vocab_size: int
     sequence_length: int
-    layers: int
-    heads: int
-    width: int
     dropout: float = 0.0
     tie_embeddings: bool = True
 
@@ -200,16 +193,7 @@ def build_model(name: str, *, vocab_size: int, sequence_length: int) -> CausalLM
     torch's global generator.
     """
     if name in SIZES:
-        size = SIZES[name]
-        return GPT(
-            GPTConfig(
-                vocab_size=vocab_size,
-                sequence_length=sequence_length,
-                layers=size.layers,
-                heads=size.heads,
-                width=size.width,
-            )
-        )
+        return GPT(GPTConfig(vocab_size=vocab_size, sequence_length=sequence_length, **vars(SIZES[name])))
     place = name.removeprefix("hf:")
     # Path("") is the current folder, which nobody has named.
     if place and Path(place).expanduser().is_dir():
@@ -231,22 +215,18 @@ def _from_transformers(place: str, *, vocab_size: int, sequence_length: int) -> 
             "config.json alone for random weights"
         )
     transformers = import_extra("transformers", f"the model {place}")
-    try:
+    with explained(f"transformers cannot load a config of {place!r}"):
         config = transformers.AutoConfig.from_pretrained(place, local_files_only=local)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"transformers cannot load a config of {place!r}: {_first_line(error)}") from error
     _check_fit(place, config.get_text_config(), vocab_size=vocab_size, sequence_length=sequence_length)
     # A cache of keys and values is for generation.
     config.use_cache = False
     causal = transformers.AutoModelForCausalLM
-    try:
+    with explained(f"transformers cannot build {place!r}"):
         # Without a dtype transformers takes that of the checkpoint; the optimizer's copy of weights is float32.
         if local and not any((folder / each).is_file() for each in WEIGHT_FILES):
             model = causal.from_config(config, dtype=torch.float32)
         else:
             model = causal.from_pretrained(place, config=config, dtype=torch.float32, local_files_only=local)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"transformers cannot build {place!r}: {_first_line(error)}") from error
     return HuggingFaceModel(model).train()
 
 
@@ -262,10 +242,6 @@ def _check_fit(place: str, config: Any, *, vocab_size: int, sequence_length: int
             f"the model {place} has positions for {positions} tokens, the sequences have {sequence_length}. Choose a "
             f"sequence length of at most {positions}"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 # -- loss -------------------------------------------------------------------------------------------------------------

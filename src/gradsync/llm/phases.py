@@ -5,14 +5,13 @@ clock is enough.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gradsync.timeline import Timeline
+from gradsync.timeline import StepTimes, Timeline
 
 __all__ = ["PHASES", "Phases"]
 
@@ -43,16 +42,16 @@ class Phases:
         event.record()
         return event
 
-    def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call. On a GPU it waits for the last of them."""
-        seconds: dict[str, float] = defaultdict(float)
+    def take(self) -> tuple[dict[str, float], StepTimes | None]:
+        """Seconds by phase since the last call, and the last synchronization. On a GPU it waits for all of them."""
+        seconds = dict.fromkeys(PHASES, 0.0)
         for name, begin, end in self._spans:
             seconds[name] += self._between(begin, end)
         self._spans.clear()
-        exposed = sum(step.exposed for step in self._timeline.take())
-        seconds["synchronization"] = exposed
-        seconds["backward"] = max(0.0, seconds["backward"] - exposed)
-        return {name: seconds[name] for name in PHASES}
+        steps = self._timeline.take()
+        seconds["synchronization"] = sum(step.exposed for step in steps)
+        seconds["backward"] = max(0.0, seconds["backward"] - seconds["synchronization"])
+        return seconds, steps[-1] if steps else None
 
     def _between(self, begin: Any, end: Any) -> float:
         if not self._on_gpu:

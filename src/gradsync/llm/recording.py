@@ -10,23 +10,21 @@ from gradsync.errors import ConfigurationError
 from gradsync.llm.report import write_report
 from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
-from gradsync.llm.trainer import Outcome, StepRecord, Trainer
+from gradsync.llm.trainer import Listener, Outcome, StepRecord, Trainer
 from gradsync.timeline import StepTimes
 
 __all__ = ["Recording"]
 
 
-class Recording:
+class Recording(Listener):
     """Hears of the run, passes everything on to the screen, and keeps it in the run folder."""
 
     def __init__(self, folder: RunFolder, screen: Screen) -> None:
         self._folder = folder
         self._screen = screen
         self._timeline_due = 1
-        self._trainer: Trainer | None = None
 
     def began(self, trainer: Trainer, notes: list[str]) -> None:
-        self._trainer = trainer
         self._timeline_due = trainer.step + 3
         self._folder.rewind(trainer.step)
         self._folder.write_config(_config(trainer))
@@ -35,19 +33,8 @@ class Recording:
         self._screen.began(trainer, notes)
 
     def stepped(self, record: StepRecord) -> None:
-        self._folder.append(
-            {
-                "kind": "step",
-                "step": record.step,
-                "time": record.elapsed,
-                "loss": record.loss,
-                "tokens": record.tokens,
-                "tokens_per_second": record.tokens_per_second,
-                "gradient_norm": record.gradient_norm,
-                "learning_rate": record.learning_rate,
-                "seconds": record.seconds,
-            }
-        )
+        fields = {name: value for name, value in vars(record).items() if name != "timeline"}
+        self._folder.append({"kind": "step", **fields})
         if record.timeline is not None and record.step >= self._timeline_due:
             # A few over the run, more and more apart: the last one is the one the report draws.
             self._timeline_due = 2 * record.step
@@ -99,7 +86,7 @@ def _config(trainer: Trainer) -> dict[str, Any]:
         "device": str(accelerator.device),
         "global_batch": trainer.plan.global_batch,
         "total_steps": trainer.total_steps,
-        "parameters": sum(parameter.numel() for parameter in trainer.plain_model.parameters()),
+        "parameters": trainer.plain_model.parameter_count,
         "data_description": trainer.data_description,
         "wire": trainer.wire,
         "torch": torch.__version__,

@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +57,11 @@ FILTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Chart:
     """A drawing, what it says by places along x, and the facts of which the sentence below it is made.
 
-    ``draw`` returns how much lies beyond it.
+    ``draw`` returns how many outliers lie beyond it. ``svgs`` are its pictures by width, once it is drawn.
     """
 
     slug: str
@@ -71,15 +72,8 @@ class Chart:
     height: float = 220
     half: bool = False
     said: Mapping[float, str] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
-class Drawings:
-    """What came of drawing: pictures by slug and width, outliers by slug, and why there are none."""
-
-    svgs: dict[str, dict[int, str]] = field(default_factory=dict)
-    outliers: dict[str, int] = field(default_factory=dict)
-    problem: str = ""
+    svgs: dict[int, str] = field(default_factory=dict)
+    outliers: int = 0
 
 
 def write_report(run_folder: Path) -> Path:
@@ -101,7 +95,7 @@ def write_report(run_folder: Path) -> Path:
         totals=_totals(run),
         colours={phase: NAMES[PARTS[phase]] for phase in PHASES},
         charts=charts,
-        drawn=_draw(charts),
+        problem=_draw(charts),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     path = Path(run_folder) / "report.html"
@@ -109,27 +103,26 @@ def write_report(run_folder: Path) -> Path:
     return path
 
 
-def _draw(charts: Sequence[Chart]) -> Drawings:
-    drawn = Drawings()
+def _draw(charts: Sequence[Chart]) -> str:
+    """Gives charts their pictures. Returns why there are none, or nothing."""
     try:
         with style(size=12):
             for chart in charts:
-                drawn.svgs[chart.slug] = {}
                 for width in (HALF,) if chart.half else (FULL, HALF):
                     slug = f"{chart.slug}-{width}"
                     figure, (axes,) = canvas(panels=[chart.unit], width=width / POINTS, height=chart.height / POINTS)
-                    drawn.outliers[chart.slug] = chart.draw(axes) or 0
+                    chart.outliers = chart.draw(axes) or 0
                     if len(axes.get_legend_handles_labels()[1]) > 1:
                         legend([axes], above=True, columns=5 if width == FULL else 3)
                     svg, title = svg_file(figure, slug), f"{chart.title}, over steps" if chart.unit else chart.title
                     hover = read_out(figure, chart.said) if chart.said else None
-                    drawn.svgs[chart.slug][width] = page_svg(svg, slug=slug, title=title, hover=hover)
+                    chart.svgs[width] = page_svg(svg, slug=slug, title=title, hover=hover)
     except ConfigurationError as error:
-        drawn.problem = f"There are no charts on this page: {error} Then write it again: {_AGAIN}"
+        return f"There are no charts on this page: {error} Then write it again: {_AGAIN}"
     except Exception as error:
         # Whatever is wrong with a picture, the training that it shows has done its work.
-        drawn.problem = f"Not all charts could be drawn: {type(error).__name__}: {error}"
-    return drawn
+        return f"Not all charts could be drawn: {type(error).__name__}: {error}"
+    return ""
 
 
 _AGAIN = "python -c \"from gradsync.llm.report import write_report; write_report('FOLDER')\""
@@ -238,10 +231,7 @@ def _lines(
         step: f"step {step:,.0f}: " + (form.format(value) if form and math.isfinite(value) else compact(value))
         for step, value in thin(raw)
     }
-
-    def draw(axes: "Axes") -> int:
-        return draw_steps(axes, lines, zero=slug != "loss")
-
+    draw = partial(draw_steps, series=lines, zero=slug != "loss")
     return Chart(slug=slug, title=title, unit=unit, facts=facts, draw=draw, said=said, **looks)
 
 
@@ -292,16 +282,13 @@ def _time(run: Run) -> Iterator[Chart]:
         + ", ".join(f"{phase} {parts[phase]:.0%}" for phase in PHASES)
         for (left, right), parts in zip(itertools.pairwise(edges), shares, strict=True)
     }
-
-    def draw(axes: "Axes") -> None:
-        draw_columns(axes, edges, {phase: [parts[phase] for parts in shares] for phase in PHASES})
-
+    parts_of = {phase: [parts[phase] for parts in shares] for phase in PHASES}
     yield Chart(
         slug="time",
         title="Where the time went",
         unit="share of the step's time",
         facts={"totals": totals, "steps": run.count, "per_column": per_column * run.stride},
-        draw=draw,
+        draw=lambda axes: draw_columns(axes, edges, parts_of),
         height=250,
         said=said,
     )
@@ -321,11 +308,8 @@ def _timeline(run: Run) -> Iterator[Chart]:
         "hidden": _covered(bars, end),
         "shares": [_covered(rows, one["backward"][1]) / _covered(rows, math.inf) for one, rows in known],
     }
-
-    def draw(axes: "Axes") -> None:
-        draw_timeline(axes, bars, (begin, end))
-
     height = 100 + min(24.0, max(7.0, 560 / (len(bars) + 1))) * (len(bars) + 1)
+    draw = partial(draw_timeline, bars=bars, backward=(begin, end))
     yield Chart(slug="timeline", title="Buckets of one step", facts=facts, draw=draw, height=height)
 
 

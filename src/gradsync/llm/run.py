@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from gradsync.accelerator import Accelerator
-from gradsync.accelerator.operations import gather_objects
-from gradsync.errors import GradsyncError, PeerFailedError
-from gradsync.llm.interruption import Interruption
+from gradsync.checkpoint.together import together
 from gradsync.llm.recording import Recording
 from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
 from gradsync.llm.settings import TrainSettings
-from gradsync.llm.tokens import TokenFile, prepare_tokens
+from gradsync.llm.tokens import prepare_tokens
 from gradsync.llm.trainer import Outcome, Trainer, make_accelerator
 
 __all__ = ["exit_code_of", "run"]
@@ -23,7 +21,9 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
     """Train on this rank. Rank 0 shows and records; all ranks return the same outcome."""
     accelerator, timeline = make_accelerator(settings, cpu=cpu)
     try:
-        tokens = _read_tokens(settings, accelerator)
+        # Rank 0 may have to build the token file; the others find it there.
+        _on_main(accelerator, lambda: prepare_tokens(settings.data, tokenizer=settings.tokenizer))
+        tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
         folder = _on_main(
             accelerator,
             lambda: RunFolder(settings.run_folder, resume=settings.resume, tensorboard=settings.tensorboard),
@@ -40,27 +40,16 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
 def exit_code_of(outcome: Outcome) -> int:
     """0 if all went well, 130 or 143 after Ctrl-C or SIGTERM, 1 if replicas differ."""
     if outcome.signal:
-        return Interruption.exit_code(outcome.signal)
+        # What a shell expects of a process that a signal has ended.
+        return 128 + outcome.signal
     return 0 if outcome.proof.equal else 1
-
-
-def _read_tokens(settings: TrainSettings, accelerator: Accelerator) -> TokenFile:
-    """Rank 0 may have to build the token file; the others find it there."""
-    _on_main(accelerator, lambda: prepare_tokens(settings.data, tokenizer=settings.tokenizer))
-    return prepare_tokens(settings.data, tokenizer=settings.tokenizer)
 
 
 def _on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
     """What ``function`` returns, on rank 0; None elsewhere. If it raises there, every rank raises. Collective."""
-    result, error = None, None
-    if accelerator.is_main_process:
-        try:
-            result = function()
-        except GradsyncError as raised:
-            error = raised
-    told = gather_objects(accelerator.world.communicator, [error is not None])
-    if error is not None:
-        raise error
-    if any(told):
-        raise PeerFailedError("rank 0 could not prepare the run; see the error there")
+    result, _ = together(
+        accelerator.world.communicator,
+        "prepare or end the run",
+        lambda: (function() if accelerator.is_main_process else None, None),
+    )
     return result

@@ -19,13 +19,14 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.files import PARTIAL, whole_file
+from gradsync.llm.text_sources import import_extra
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
 
@@ -34,7 +35,7 @@ KINDS = ("step", "validation", "timeline", "note")
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """Writes a run's folder; for rank 0 alone.
 
     A new run needs a folder that is new or empty. With ``resume`` the folder may hold an earlier part of the run; call
@@ -43,9 +44,10 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool, tensorboard: bool = False) -> None:
         self.path = Path(path)
-        if tensorboard:
-            _require_tensorboard()
-        self._tensorboard = tensorboard
+        purpose = f"writing TensorBoard events, beside {METRICS} with the same numbers,"
+        self._tensorboard: Any = (
+            import_extra("torch.utils.tensorboard", purpose, "tensorboard") if tensorboard else None
+        )
         self._events: Any = None
         self._config_written = False
         self._last_step = 0
@@ -76,12 +78,9 @@ class RunFolder:
 
     def rewind(self, step: int) -> int:
         """Drops what was recorded after ``step``, which a resumed run does again. Returns how many records went."""
-        kept, dropped = [], 0
-        for number, line in enumerate(_whole_lines(self.path / METRICS), start=1):
-            if _parse(line, number, self.path / METRICS)["step"] > step:
-                dropped += 1
-            else:
-                kept.append(line)
+        lines, records = _whole_lines(self.path / METRICS), read_metrics(self.path)
+        kept = [line for line, record in zip(lines, records, strict=True) if record["step"] <= step]
+        dropped = len(lines) - len(kept)
         self._last_step = step
         self._purge_step = step + 1
         if dropped:
@@ -102,7 +101,7 @@ class RunFolder:
         plain: dict[str, Any] = _plain(config)
         before = read_json(self.path / CONFIG)
         if before is None:
-            write_whole(self.path / CONFIG, json.dumps(plain, indent=2, allow_nan=False) + "\n")
+            write_whole(self.path / CONFIG, _as_json(plain, indent=2))
             return
         # That it is resumed is no difference worth a note.
         keys = [key for key in {**before, **plain} if before.get(key) != plain.get(key) and key != "resume"]
@@ -118,12 +117,11 @@ class RunFolder:
                 f"a record needs a kind ({', '.join(KINDS)}) and a whole number as step, but kind is {kind!r} and step "
                 f"is {step!r}"
             )
-        plain = _plain(record)
+        line = _as_json(record).encode()
         self._last_step = step
-        line = (json.dumps(plain, allow_nan=False) + "\n").encode()
         with _said_clearly(self.path / METRICS):
             self._write_line(line)
-        if self._tensorboard:
+        if self._tensorboard is not None:
             with _said_clearly(self.path / EVENTS):
                 self._write_events(record)
 
@@ -133,7 +131,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json``: the run is finished."""
-        write_whole(self.path / SUMMARY, json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n")
+        write_whole(self.path / SUMMARY, _as_json(summary, indent=2))
 
     def close(self) -> None:
         """Ends the writing. Nothing is lost without it but TensorBoard's last two minutes."""
@@ -143,16 +141,10 @@ class RunFolder:
             with _said_clearly(self.path / EVENTS):
                 events.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        try:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What went wrong first is the better message.
+        with nullcontext() if kind is None else suppress(GradsyncError):
             self.close()
-        except GradsyncError:
-            # What went wrong first is the better message.
-            if kind is None:
-                raise
 
     def _write_line(self, line: bytes) -> None:
         end = self._metrics.seek(0, os.SEEK_END)
@@ -167,11 +159,9 @@ class RunFolder:
 
     def _write_events(self, record: Mapping[str, Any]) -> None:
         if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
-
             # TensorBoard's files cannot be cut; a purge hides what an earlier part of the run wrote from that step on.
-            self._events = SummaryWriter(str(self.path / EVENTS), purge_step=self._purge_step)
-        for name, value in _scalars(record):
+            self._events = self._tensorboard.SummaryWriter(str(self.path / EVENTS), purge_step=self._purge_step)
+        for name, value in _scalars(record).items():
             self._events.add_scalar(name, value, record["step"])
         if record["kind"] == "note":
             self._events.add_text("notes", str(record["text"]), record["step"])
@@ -217,7 +207,7 @@ def read_run(folder: Path) -> Run:
             f"gradsync train wrote to."
         )
     records = read_metrics(folder) if (folder / METRICS).exists() else []
-    kinds = {kind: [record for record in records if record["kind"] == kind] for kind in ("step", "validation")}
+    kinds = {kind: [record for record in records if record["kind"] == kind] for kind in KINDS}
     return Run(
         name=folder.resolve().name,
         config=config or {},
@@ -225,8 +215,8 @@ def read_run(folder: Path) -> Run:
         finished=summary is not None,
         steps=sorted(kinds["step"], key=lambda record: int(record["step"])),
         validations=sorted(kinds["validation"], key=lambda record: int(record["step"])),
-        timelines=[record for record in records if record["kind"] == "timeline" and record.get("buckets")],
-        notes=[record for record in records if record["kind"] == "note"],
+        timelines=[record for record in kinds["timeline"] if record.get("buckets")],
+        notes=kinds["note"],
     )
 
 
@@ -285,6 +275,10 @@ def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:
     )
 
 
+def _as_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
+
+
 def _plain(value: Any) -> Any:
     """What JSON can write: names for numbers it has no digits for, text for paths, dtypes and devices."""
     if hasattr(value, "item"):
@@ -306,25 +300,12 @@ def _numbers(value: Any) -> Any:
     return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    if record["kind"] == "validation":
-        yield "validation/loss", record["loss"]
-    elif record["kind"] == "step":
-        for name, value in record.items():
-            if name == "seconds":
-                yield from ((f"seconds/{phase}", seconds) for phase, seconds in value.items())
-            elif name not in ("kind", "step", "time") and not isinstance(value, str | None):
-                yield f"training/{name}", value
-
-
-def _require_tensorboard() -> None:
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            f"TensorBoard events were asked for, but they need the package tensorboard ({error}). "
-            f"Install it with pip install 'gradsync[tensorboard]', or leave them out: {METRICS} holds the same numbers."
-        ) from error
+def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """What TensorBoard draws of a record, by its name there."""
+    group = {"step": "training", "validation": "validation"}.get(record["kind"])
+    known = {name: value for name, value in record.items() if name not in ("kind", "step", "time", "seconds") and group}
+    numbers = {f"{group}/{name}": value for name, value in known.items() if not isinstance(value, str | None)}
+    return numbers | {f"seconds/{phase}": seconds for phase, seconds in record.get("seconds", {}).items()}
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-from typing import Any
 
 import torch
 
@@ -39,33 +38,25 @@ class Saving:
             if self._settings.resume:
                 return plan, ["nothing to resume from: the run begins at its first step"]
             return plan, []
-        facts = self.loaded.facts
-        self._require_same(facts["settings"])
-        notes = [*self.loaded.notes, f"resumed from step {self.loaded.step}"]
-        ranks = self._accelerator.num_processes
-        if ranks != self.loaded.world_size:
-            notes.append(
-                f"the checkpoint was written by {self.loaded.world_size} ranks, this run has {ranks}: windows keep "
-                f"their {facts['global_batch']} sequences, each rank takes another share of them, and random numbers "
-                "of dropout differ"
-            )
-        for name in TOLD:
-            before, now = facts["settings"].get(name), self._settings.as_json()[name]
-            if before != now and not (name == "grad_accum" and ranks != self.loaded.world_size):
-                notes.append(f"--{name.replace('_', '-')} was {before} and is {now} now")
-        if ranks != self.loaded.world_size:
-            plan = dataclasses.replace(plan, global_batch=facts["global_batch"])
-        return plan, notes
-
-    def _require_same(self, before: dict[str, Any]) -> None:
-        now = self._settings.as_json()
-        for name in FIXED:
-            if before.get(name) != now[name]:
+        loaded, ranks = self.loaded, self._accelerator.num_processes
+        before, now, global_batch = loaded.facts["settings"], self._settings.as_json(), loaded.facts["global_batch"]
+        other = [name for name in FIXED + TOLD if before.get(name) != now[name]]
+        for name in other:
+            if name in FIXED:
                 raise ConfigurationError(
-                    f"the checkpoint in {self._settings.run_folder} is of a run with --{name.replace('_', '-')} "
+                    f"the checkpoint in {self._settings.run_folder} is of a run with {_option(name)} "
                     f"{before.get(name)}, and this one has {now[name]}. Resume with the former value, or choose "
                     "another --run-folder"
                 )
+        notes = [*loaded.notes, f"resumed from step {loaded.step}"]
+        if ranks != loaded.world_size:
+            notes.append(
+                f"the checkpoint was written by {loaded.world_size} ranks, this run has {ranks}: windows keep their "
+                f"{global_batch} sequences, each rank takes another share of them, and random numbers of dropout differ"
+            )
+            plan = dataclasses.replace(plan, global_batch=global_batch)
+            other = [name for name in other if name != "grad_accum"]
+        return plan, notes + [f"{_option(name)} was {before.get(name)} and is {now[name]} now" for name in other]
 
     def restore(self) -> int:
         """Bring everything prepared into the state of the checkpoint; returns its step, or 0."""
@@ -80,10 +71,11 @@ class Saving:
 
     def save(self, step: int, plan: BatchPlan) -> None:
         """Write a checkpoint of the state between two steps. Collective."""
-        facts = {
-            "settings": self._settings.as_json(),
-            "global_batch": plan.global_batch,
-            "torch": torch.__version__,
-        }
+        settings = self._settings.as_json()
+        facts = {"settings": settings, "global_batch": plan.global_batch, "torch": torch.__version__}
         save_prepared(self._accelerator.prepared, self._folder, step=step, facts=facts)
         self.latest = step
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -3,10 +3,11 @@
 import statistics
 import time
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
+from gradsync.charts.words import count
 from gradsync.llm.phases import PHASES
-from gradsync.llm.trainer import Outcome, StepRecord, Trainer
+from gradsync.llm.trainer import Listener, Outcome, StepRecord, Trainer
 
 __all__ = ["Screen"]
 
@@ -15,22 +16,27 @@ SECONDS_BETWEEN_LINES = 10.0
 SMOOTHING = 0.9
 
 
-class _Display(Protocol):
-    def update(self, step: int, total: int, words: dict[str, str]) -> None: ...
-
-    def line(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Screen:
+class Screen(Listener):
     """Shows loss, tokens a second, time left and the share of time that was lost to synchronization."""
 
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.console = console if console is not None else Console()
-        self._display: _Display | None = None
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss [bold]{task.fields[loss]}[/bold]"),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("[dim]{task.fields[lost]}[/dim]"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            expand=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("", start=False, loss="…", speed="", lost="")
+        self._line_due = 0.0
         self._total = 0
         self._wire = ""
         self._seconds: Counter[str] = Counter()
@@ -43,21 +49,21 @@ class Screen:
     # -- what the trainer tells --------------------------------------------------------------------------------
 
     def began(self, trainer: Trainer, notes: list[str]) -> None:
-        settings, accelerator = trainer.settings, trainer.accelerator
-        parameters = sum(parameter.numel() for parameter in trainer.plain_model.parameters())
-        plan = trainer.plan
+        settings, accelerator, plan = trainer.settings, trainer.accelerator, trainer.plan
+        millions = trainer.plain_model.parameter_count / 1e6
         self.console.print(
-            f"[bold]gradsync train[/bold]: {settings.model}, {parameters / 1e6:.2f}M parameters, {settings.precision}; "
-            f"{accelerator.num_processes} {'rank' if accelerator.num_processes == 1 else 'ranks'} on "
-            f"{accelerator.device.type}; windows of {plan.global_batch} sequences × {plan.sequence_length} tokens",
+            f"[bold]gradsync train[/bold]: {settings.model}, {millions:.2f}M parameters, {settings.precision}; "
+            f"{count(accelerator.num_processes, 'rank')} on {accelerator.device.type}; "
+            f"windows of {plan.global_batch} sequences × {plan.sequence_length} tokens",
             highlight=False,
         )
         for note in notes:
             self.console.print(f"  {note}", highlight=False, style="yellow")
         self._total = trainer.total_steps
         self._wire = trainer.wire
-        self._display = _Bar(self.console, trainer) if self.console.is_terminal else _Lines(self.console)
         self._began = time.perf_counter()
+        self._progress.start()
+        self._progress.reset(self._task, total=self._total, completed=trainer.step)
 
     def stepped(self, record: StepRecord) -> None:
         self._seconds.update(record.seconds)
@@ -66,21 +72,21 @@ class Screen:
         if self.first_loss is None:
             self.first_loss = record.loss
         self._loss = record.loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * record.loss
-        if self._display is not None:
-            words = {
-                "loss": f"{self._loss:.3f}",
-                "speed": f"{self.speed:,.0f} tokens/s",
-                "lost": f"{100 * self.shares['synchronization']:.1f} % lost to sync",
-            }
-            self._display.update(record.step, self._total, words)
+        loss, speed = f"{self._loss:.3f}", f"{self.speed:,.0f} tokens/s"
+        lost = f"{100 * self.shares['synchronization']:.1f} % lost to sync"
+        self._progress.update(self._task, completed=record.step, loss=loss, speed=speed, lost=lost)
+        if self._progress.disable and (self.elapsed >= self._line_due or record.step == self._total):
+            self._line_due = self.elapsed + SECONDS_BETWEEN_LINES
+            self._line(f"step {record.step}/{self._total}  loss {loss}  {speed}  {lost}")
 
     def validated(self, step: int, loss: float) -> None:
-        if self._display is not None:
-            self._display.line(f"step {step}: validation loss {loss:.4f}")
+        self._line(f"step {step}: validation loss {loss:.4f}")
 
     def saved(self, step: int) -> None:
-        if self._display is not None:
-            self._display.line(f"step {step}: checkpoint written")
+        self._line(f"step {step}: checkpoint written")
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, style="dim")
 
     # -- what it knows -----------------------------------------------------------------------------------------
 
@@ -99,87 +105,24 @@ class Screen:
     def elapsed(self) -> float:
         return time.perf_counter() - self._began
 
-    def close(self) -> None:
-        if self._display is not None:
-            self._display.close()
-            self._display = None
-
-    def summarize(self, outcome: Outcome, report: str | None) -> None:
+    def summarize(self, outcome: Outcome, report: str) -> None:
         """The table at the end."""
+        from rich.markup import escape
         from rich.table import Table
 
-        self.close()
-        table = Table(show_header=False, box=None, padding=(0, 2), title="summary", title_justify="left")
-        for name, value in self._rows(outcome, report):
-            table.add_row(f"[dim]{name}[/dim]", value)
-        self.console.print(table, highlight=False)
-
-    def _rows(self, outcome: Outcome, report: str | None) -> list[tuple[str, str]]:
-        from rich.markup import escape
-
-        rows = [("steps", f"{outcome.step} in {self.elapsed:.0f} s")]
+        rows = {"steps": f"{outcome.step} in {self.elapsed:.0f} s"}
         if self.first_loss is not None and self.last_loss is not None:
-            rows.append(("training loss", f"{self.first_loss:.4f} → {self.last_loss:.4f}"))
+            rows["training loss"] = f"{self.first_loss:.4f} → {self.last_loss:.4f}"
         if outcome.validation_loss is not None:
-            rows.append(("validation loss", f"{outcome.validation_loss:.4f}"))
-        rows.append(("throughput", f"{self.speed:,.0f} tokens/s (median)"))
-        shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.shares.items())
-        rows.append(("time", shares))
-        rows.append(("wire", self._wire))
+            rows["validation loss"] = f"{outcome.validation_loss:.4f}"
+        rows["throughput"] = f"{self.speed:,.0f} tokens/s (median)"
+        rows["time"] = ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.shares.items())
+        rows["wire"] = self._wire
         style = "green" if outcome.proof.equal else "bold red"
-        rows.append(("replicas", f"[{style}]{outcome.proof}[/{style}]"))
-        if report is not None:
-            rows.append(("report", escape(report)))
-        return rows
-
-
-class _Bar:
-    """A rich progress bar."""
-
-    def __init__(self, console: Any, trainer: Trainer) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss [bold]{task.fields[loss]}[/bold]"),
-            TextColumn("{task.fields[speed]}"),
-            TextColumn("[dim]{task.fields[lost]}[/dim]"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            expand=True,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task(
-            "", total=trainer.total_steps, completed=trainer.step, loss="…", speed="", lost=""
-        )
-
-    def update(self, step: int, total: int, words: dict[str, str]) -> None:
-        fields: dict[str, Any] = {**words}
-        self._progress.update(self._task, completed=step, **fields)
-
-    def line(self, text: str) -> None:
-        self._progress.console.print(f"[dim]{text}[/dim]", highlight=False)
-
-    def close(self) -> None:
+        rows["replicas"] = f"[{style}]{outcome.proof}[/{style}]"
+        rows["report"] = escape(report)
+        table = Table(show_header=False, box=None, padding=(0, 2), title="summary", title_justify="left")
+        for name, value in rows.items():
+            table.add_row(f"[dim]{name}[/dim]", value)
         self._progress.stop()
-
-
-class _Lines:
-    """For log files: a line every few seconds."""
-
-    def __init__(self, console: Any) -> None:
-        self._console = console
-        self._shown = float("-inf")
-
-    def update(self, step: int, total: int, words: dict[str, str]) -> None:
-        now = time.monotonic()
-        if now - self._shown >= SECONDS_BETWEEN_LINES or step == total:
-            self._shown = now
-            self.line(f"step {step}/{total}  loss {words['loss']}  {words['speed']}  {words['lost']}")
-
-    def line(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        pass
+        self.console.print(table, highlight=False)

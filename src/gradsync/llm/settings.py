@@ -1,6 +1,7 @@
 """What a training run is asked to do. Checked before anything is opened."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,6 +12,18 @@ __all__ = ["Precision", "TrainSettings", "WireReduction"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 WireReduction = Literal["mean", "bf16", "fp16"]
+
+AT_LEAST_1 = ("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every", "steps")
+# What is expected, and of which settings; None is always allowed.
+RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "a whole number of at least 1": (lambda value: value >= 1, AT_LEAST_1),
+    "a whole number of at least 0": (lambda value: value >= 0, ("warmup",)),
+    "a finite number greater than 0": (lambda value: 0 < value < math.inf, ("learning_rate", "clip")),
+    "a number of at least 0": (lambda value: value >= 0, ("weight_decay",)),
+    "a number greater than 0": (lambda value: value > 0, ("epochs", "bucket_mb")),
+    f"one of {', '.join(get_args(Precision))}": (get_args(Precision).__contains__, ("precision",)),
+    f"one of {', '.join(get_args(WireReduction))}": (get_args(WireReduction).__contains__, ("reduction",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +54,14 @@ class TrainSettings:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every"):
-            _require(self, name, "a whole number of at least 1", getattr(self, name) >= 1)
-        for name in ("learning_rate", "clip"):
-            value = getattr(self, name)
-            _require(self, name, "a finite number greater than 0", math.isfinite(value) and value > 0)
-        _require(self, "warmup", "a whole number of at least 0", self.warmup >= 0)
-        _require(self, "weight_decay", "a number of at least 0", self.weight_decay >= 0)
-        _require(self, "steps", "a whole number of at least 1", self.steps is None or self.steps >= 1)
-        _require(self, "epochs", "a number greater than 0", self.epochs is None or self.epochs > 0)
-        _require(self, "bucket_mb", "a number greater than 0", self.bucket_mb is None or self.bucket_mb > 0)
-        _require(self, "precision", f"one of {', '.join(get_args(Precision))}", self.precision in get_args(Precision))
-        _require(
-            self, "reduction", f"one of {', '.join(get_args(WireReduction))}", self.reduction in get_args(WireReduction)
-        )
+        for expected, (holds, names) in RULES.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not holds(value):
+                    raise ConfigurationError(f"--{name.replace('_', '-')} must be {expected}, got {value!r}")
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for config.json and checkpoints."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-
-
-def _require(settings: TrainSettings, name: str, expected: str, holds: bool) -> None:
-    if not holds:
-        option = "--" + name.replace("_", "-")
-        raise ConfigurationError(f"{option} must be {expected}, got {getattr(settings, name)!r}")

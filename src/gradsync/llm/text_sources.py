@@ -6,18 +6,29 @@ built from it is named after those.
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 from gradsync.errors import ConfigurationError
 
-__all__ = ["FileSource", "HuggingFaceSource", "TextSource", "import_extra", "open_source", "stamp_of"]
+__all__ = [
+    "FileSource",
+    "HuggingFaceSource",
+    "TextSource",
+    "blocks_of",
+    "explained",
+    "import_extra",
+    "open_source",
+    "stamp_of",
+]
 
 STDLIB_BYTES = 16_000_000
 # Not read into the source "stdlib": tests, what is installed beside the library, and data with the suffix of code.
@@ -28,21 +39,7 @@ BLOCK_BYTES = 64_000_000
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
-class TextSource(Protocol):
-    """Documents, with a name for people and one for the cache."""
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def stamp(self) -> str:
-        """Changes when the text may have changed."""
-        ...
-
-    def __iter__(self) -> Iterator[bytes]: ...
-
-
-def open_source(spec: str) -> TextSource:
+def open_source(spec: str) -> "TextSource":
     """The text that ``spec`` names; nothing of it is read yet.
 
     ``"stdlib"``
@@ -86,15 +83,27 @@ def stamp_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def import_extra(module: str, purpose: str) -> Any:
+def import_extra(module: str, purpose: str, extra: str = "hf") -> Any:
     """An optional package, or an error that says how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigurationError(
             f"{purpose} needs the package {module}, which cannot be imported ({error}). Install it with "
-            "pip install gradsync[hf]"
+            f"pip install 'gradsync[{extra}]'"
         ) from error
+
+
+@contextmanager
+def explained(what: str, advice: str = "") -> Iterator[None]:
+    """Whatever another library raises in here, be it a KeyError, is about what it was given: one line says so."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"{what}: {type(error).__name__}: {reason}{advice}") from error
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -120,35 +129,35 @@ class FileSource:
     def __iter__(self) -> Iterator[bytes]:
         for path in self.files:
             try:
-                yield from _lines_of(path) if path.suffix == ".jsonl" else _blocks_of(path)
+                with path.open("rb") as file:
+                    yield from _texts_in(file) if path.suffix == ".jsonl" else blocks_of(file, BLOCK_BYTES)
             except OSError as error:
                 raise ConfigurationError(f"cannot read {path}: {error.strerror}. Repair or remove the file") from error
 
 
-def _blocks_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield block + file.readline()
+def blocks_of(file: BinaryIO, least: int) -> Iterator[bytes]:
+    """What a file holds, in blocks that end with the first line end after so many bytes."""
+    while block := file.read(least):
+        yield block + file.readline()
 
 
-def _lines_of(path: Path) -> Iterator[bytes]:
+def _texts_in(file: BinaryIO) -> Iterator[bytes]:
     """The texts of a file that has a JSON object in every line."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigurationError(f"line {number} of {path} is no JSON: {error}") from error
-            text = row.get("text") if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                came = f"the fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise ConfigurationError(
-                    f'line {number} of {path} has {came}; expected an object with a string "text" in every line'
-                )
-            # JSON can spell half of a surrogate pair, which no encoding can.
-            yield text.encode("utf-8", errors="replace")
+    for number, line in enumerate(file, start=1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigurationError(f"line {number} of {file.name} is no JSON: {error}") from error
+        text = row.get("text") if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            came = f"the fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise ConfigurationError(
+                f'line {number} of {file.name} has {came}; expected an object with a string "text" in every line'
+            )
+        # JSON can spell half of a surrogate pair, which no encoding can.
+        yield text.encode("utf-8", errors="replace")
 
 
 def _files_below(folder: Path, *, skipped: Set[str] = frozenset()) -> list[Path]:
@@ -166,15 +175,11 @@ def _files_below(folder: Path, *, skipped: Set[str] = frozenset()) -> list[Path]
 
 def _open_stdlib() -> FileSource:
     folder = Path(sysconfig.get_path("stdlib") or Path(os.__file__).parent)
-    files, size = [], 0
-    for path in _files_below(folder, skipped=STDLIB_SKIPPED):
-        # Unreadable here is what a distribution has left out or linked to nowhere: not this user's doing.
-        if path.suffix != ".py" or not (path.is_file() and os.access(path, os.R_OK)):
-            continue
-        if size + path.stat().st_size > STDLIB_BYTES:
-            break
-        files.append(path)
-        size += path.stat().st_size
+    found = [path for path in _files_below(folder, skipped=STDLIB_SKIPPED) if path.suffix == ".py"]
+    # Unreadable here is what a distribution has left out or linked to nowhere: not this user's doing.
+    readable = [path for path in found if path.is_file() and os.access(path, os.R_OK)]
+    sizes = itertools.accumulate(path.stat().st_size for path in readable)
+    files = readable[: sum(size <= STDLIB_BYTES for size in sizes)]
     if not files:
         raise ConfigurationError(
             f"this Python has no standard library as text in {folder}. Name a text file or a folder instead"
@@ -244,30 +249,22 @@ class HuggingFaceSource:
     def _load(self) -> Any:
         datasets = import_extra("datasets", f"the text source hf:{self.name}")
         path = self.path
-        try:
+        with explained(f"datasets cannot load split {self.split!r} of {self.name!r}"):
             if path is None:
                 return datasets.load_dataset(self.name, self.config, split=self.split)
             if path.is_file():
                 return datasets.load_dataset(KINDS.get(path.suffix, "text"), data_files=str(path), split=self.split)
             if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-                return self._saved(datasets.load_from_disk(str(path)))
+                loaded = datasets.load_from_disk(str(path))
+                # Splits by name, or rows that are no split of anything.
+                if isinstance(loaded, dict) and self.split not in loaded:
+                    raise ConfigurationError(
+                        f"the dataset {self.name} has the splits {', '.join(loaded)} and no {self.split!r}. Name one: "
+                        f"hf:{self.name}:SPLIT"
+                    )
+                return loaded[self.split] if isinstance(loaded, dict) else loaded
             return datasets.load_dataset(str(path), self.config, split=self.split)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            # Whatever the reader of some format raises, it is about the data named here.
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigurationError(
-                f"datasets cannot load split {self.split!r} of {self.name!r}: {type(error).__name__}: {reason}"
-            ) from error
 
-    def _saved(self, loaded: Any) -> Any:
-        """What save_to_disk wrote: splits by name, or rows that are no split of anything."""
-        if not isinstance(loaded, dict):
-            return loaded
-        if self.split not in loaded:
-            raise ConfigurationError(
-                f"the dataset {self.name} has the splits {', '.join(loaded)} and no {self.split!r}. Name one: "
-                f"hf:{self.name}:SPLIT"
-            )
-        return loaded[self.split]
+
+# Documents, with a description for people and a stamp for the cache, which changes when the text may have changed.
+TextSource = FileSource | HuggingFaceSource

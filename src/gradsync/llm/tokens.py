@@ -12,6 +12,7 @@ come first because a mapping begins at the start of a page.
 """
 
 import hashlib
+import io
 import json
 import os
 import struct
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from gradsync.errors import ConfigurationError
 from gradsync.files import whole_file
-from gradsync.llm.text_sources import TextSource, import_extra, open_source, stamp_of
+from gradsync.llm.text_sources import TextSource, blocks_of, explained, import_extra, open_source, stamp_of
 
 __all__ = ["BYTES", "TokenFile", "default_cache_folder", "prepare_tokens"]
 
@@ -53,17 +54,21 @@ class TokenFile:
     @classmethod
     def open(cls, path: Path) -> "TokenFile | None":
         """The file at ``path``, or None where there is no whole one."""
-        facts = _facts_of(path)
-        if facts is None:
+        try:
+            with path.open("rb") as file:
+                size = file.seek(-TAIL.size, os.SEEK_END) + TAIL.size
+                length, magic = TAIL.unpack(file.read())
+                if magic != MAGIC:
+                    return None
+                file.seek(-TAIL.size - length, os.SEEK_END)
+                facts: dict[str, Any] = json.loads(file.read(length))
+        except (OSError, OverflowError, ValueError):
+            # What cannot be read is built once more, and the build says why it cannot be.
             return None
-        dtype = DTYPES[facts["dtype"]]
-        return cls(
-            path=path,
-            length=facts["length"],
-            vocab_size=facts["vocab_size"],
-            description=facts["description"],
-            tokens=torch.from_file(str(path), shared=False, size=facts["length"], dtype=dtype),
-        )
+        count, dtype = facts["length"], DTYPES[facts.pop("dtype")]
+        if size != count * dtype.itemsize + length + TAIL.size:
+            return None
+        return cls(path=path, tokens=torch.from_file(str(path), shared=False, size=count, dtype=dtype), **facts)
 
     def split(self, validation: float = 0.01, *, at_least: int = 0) -> tuple[Tensor, Tensor]:
         """Tokens to train on, and the tail to validate with: that share, and not less than ``at_least`` tokens.
@@ -88,13 +93,7 @@ def prepare_tokens(
     source = open_source(spec)
     folder = Path(cache_folder).expanduser() if cache_folder is not None else default_cache_folder()
     path = folder / f"{_key(spec, source, tokenizer)}.tokens"
-    found = TokenFile.open(path)
-    if found is None:
-        _build(path, source, ByteCodec() if tokenizer is None else TokenizerCodec(tokenizer))
-        found = TokenFile.open(path)
-    if found is None:
-        raise ConfigurationError(f"{path} is not what was just written to it. Choose another cache folder")
-    return found
+    return TokenFile.open(path) or _build(path, source, ByteCodec() if tokenizer is None else TokenizerCodec(tokenizer))
 
 
 def default_cache_folder() -> Path:
@@ -134,24 +133,18 @@ class TokenizerCodec:
         self.name = name
         folder = Path(name).expanduser()
         local = folder.is_dir()
-        try:
+        advice = ". Expected a name of the hub, or a folder that save_pretrained wrote"
+        with explained(f"transformers cannot load the tokenizer {name!r}", advice):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder) if local else name, local_files_only=local
             )
-        except Exception as error:
-            # Some broken folders end in a TypeError or KeyError inside transformers.
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigurationError(
-                f"transformers cannot load the tokenizer {name!r}: {reason}. Expected a name of the hub, or a folder "
-                "that save_pretrained wrote"
-            ) from error
         self.vocab_size = len(self._tokenizer)
         self.dtype = "uint8" if self.vocab_size <= 1 << 8 else "uint16" if self.vocab_size <= 1 << 16 else "uint32"
         end = self._tokenizer.eos_token_id
         self.separator = b"" if end is None else self._packed([end])
 
     def encode(self, document: bytes) -> Iterator[bytes]:
-        for piece in _pieces(document):
+        for piece in blocks_of(io.BytesIO(document), PIECE_BYTES):
             text = piece.decode("utf-8", errors="replace")
             # Not verbose: that a text is longer than what the model reads at once is the point of cutting it later.
             yield self._packed(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
@@ -160,19 +153,10 @@ class TokenizerCodec:
         return array(TYPECODES[self.dtype], tokens).tobytes()
 
 
-def _pieces(document: bytes) -> Iterator[bytes]:
-    begin = 0
-    while begin < len(document):
-        end = document.find(b"\n", begin + PIECE_BYTES) + 1 or len(document)
-        yield document[begin:end]
-        begin = end
-
-
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _build(path: Path, source: TextSource, codec: ByteCodec | TokenizerCodec) -> None:
-    """See [Note: one file]."""
+def _build(path: Path, source: TextSource, codec: ByteCodec | TokenizerCodec) -> TokenFile:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -182,18 +166,19 @@ def _build(path: Path, source: TextSource, codec: ByteCodec | TokenizerCodec) ->
         raise ConfigurationError(
             f"cannot write {path} into the cache: {error.strerror}. Choose another folder with cache_folder"
         ) from error
+    built = TokenFile.open(path)
+    if built is None:
+        raise ConfigurationError(f"{path} is not what was just written to it. Choose another cache folder")
+    return built
 
 
 def _write(file: BinaryIO, source: TextSource, codec: ByteCodec | TokenizerCodec) -> None:
-    first = True
-    for document in source:
-        if not document:
-            continue
-        if not first:
-            file.write(codec.separator)
-        first = False
-        for packed in codec.encode(document):
-            file.write(packed)
+    """See [Note: one file]."""
+    separator = b""
+    for document in filter(None, source):
+        file.write(separator)
+        file.writelines(codec.encode(document))
+        separator = codec.separator
     length = file.tell() // DTYPES[codec.dtype].itemsize
     if not length:
         raise ConfigurationError(f"there is no text in {source.description}: everything in it is empty")
@@ -205,23 +190,3 @@ def _write(file: BinaryIO, source: TextSource, codec: ByteCodec | TokenizerCodec
     }
     encoded = json.dumps(facts).encode()
     file.write(encoded + TAIL.pack(len(encoded), MAGIC))
-
-
-def _facts_of(path: Path) -> dict[str, Any] | None:
-    """What the end of a file says, where it is the end of a whole file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < TAIL.size:
-                return None
-            file.seek(size - TAIL.size)
-            length, magic = TAIL.unpack(file.read(TAIL.size))
-            if magic != MAGIC or length > size - TAIL.size:
-                return None
-            file.seek(size - TAIL.size - length)
-            facts: dict[str, Any] = json.loads(file.read(length))
-    except (OSError, ValueError):
-        # What cannot be read is built once more, and the build says why it cannot be.
-        return None
-    whole = facts["length"] * DTYPES[facts["dtype"]].itemsize + length + TAIL.size
-    return facts if size == whole else None

@@ -1,21 +1,22 @@
 """The training loop: windows of micro-batches, weighted by their tokens, on gradsync's own Accelerator."""
 
+import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs
+from gradsync.accelerator.operations import gather_objects
+from gradsync.communicator import Communicator
 from gradsync.engine import SyncPolicy
-from gradsync.llm.batches import Batches, BatchPlan, validation_batches
+from gradsync.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
 from gradsync.llm.interruption import Interruption
 from gradsync.llm.model import build_model, count_targets, loss_of
 from gradsync.llm.phases import Phases
-from gradsync.llm.replicas import ReplicaProof, compare_replicas
 from gradsync.llm.saving import Saving
 from gradsync.llm.schedule import warmup_cosine
 from gradsync.llm.settings import TrainSettings
@@ -23,12 +24,13 @@ from gradsync.llm.tokens import TokenFile
 from gradsync.reduction import Cast, Mean
 from gradsync.timeline import StepTimes, Timeline
 
-__all__ = ["Listener", "Outcome", "StepRecord", "Trainer", "make_accelerator"]
+__all__ = ["Listener", "Outcome", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
 
 DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
 # On a GPU the device must be waited for to read times and losses, so several steps are read at once.
 GPU_STEPS_A_RECORD = 10
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +38,32 @@ class StepRecord:
     """One step, or several that are read together, over all ranks."""
 
     step: int
-    steps: int
-    elapsed: float
-    wall: float
+    time: float
     loss: float
     tokens: int
+    tokens_per_second: float
     gradient_norm: float
     learning_rate: float
     seconds: dict[str, float]
-    timeline: StepTimes | None = None
+    timeline: StepTimes | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaProof:
+    """The digests of all ranks' parameters."""
+
+    digests: tuple[str, ...]
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.wall if self.wall > 0 else 0.0
+    def equal(self) -> bool:
+        return len(set(self.digests)) == 1
+
+    def __str__(self) -> str:
+        if len(self.digests) == 1:
+            return f"one replica, digest {self.digests[0][:12]}"
+        if self.equal:
+            return f"all {len(self.digests)} replicas hold the same parameters, digest {self.digests[0][:12]}"
+        return "REPLICAS DIFFER: " + ", ".join(f"rank {rank} {each[:12]}" for rank, each in enumerate(self.digests))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +74,10 @@ class Outcome:
     signal: int
     proof: ReplicaProof
     validation_loss: float | None
-    notes: list[str] = field(default_factory=list)
 
 
-class Listener(Protocol):
-    """Hears of the run, on rank 0."""
+class Listener:
+    """Hears of the run, on rank 0. This one says nothing about it."""
 
     def began(self, trainer: "Trainer", notes: list[str]) -> None:
         """The first step is about to run."""
@@ -86,7 +100,6 @@ class Trainer:
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator
-        self.timeline = timeline
         self.data_description = tokens.description
         train, self._validation = tokens.split(at_least=settings.sequence_length + 1)
         world_size = accelerator.num_processes
@@ -97,16 +110,15 @@ class Trainer:
             seed=settings.seed,
         )
         torch.manual_seed(settings.seed)
-        model: nn.Module = build_model(
-            settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length
-        )
+        model = build_model(settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length)
         if settings.precision == "fp64":
             model = model.double()
         self.saving = Saving(settings, accelerator)
-        self.plan, notes = self.saving.adopt(self.plan)
-        self.notes: list[str] = notes
+        self.plan, self.notes = self.saving.adopt(self.plan)
         self.batches = Batches(train, self.plan, accelerator.process_index, world_size)
-        self.total_steps = _total_steps(settings, self.batches)
+        self.total_steps = settings.steps or DEFAULT_STEPS
+        if settings.epochs is not None:
+            self.total_steps = max(1, round(settings.epochs * self.batches.windows_per_epoch))
         optimizer = torch.optim.AdamW(
             _groups(model, settings.weight_decay), lr=settings.learning_rate, betas=(0.9, 0.95)
         )
@@ -114,8 +126,10 @@ class Trainer:
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
         self.step = self.saving.restore()
-        self.phases = Phases(accelerator.device, self.timeline)
+        self.phases = Phases(accelerator.device, timeline)
         self._heartbeat = Heartbeat(accelerator.world.communicator)
+        self._listener = Listener()
+        self._validation_loss: float | None = None
 
     @property
     def wire(self) -> str:
@@ -126,38 +140,32 @@ class Trainer:
 
     def run(self, listener: Listener | None = None) -> Outcome:
         """Train to the end, or until somebody is asked to stop; a checkpoint is written in both cases."""
-        heard = listener if listener is not None and self.accelerator.is_main_process else None
-        if heard is not None:
-            heard.began(self, self.notes)
-        signal, validation_loss = self._train(heard)
+        if listener is not None and self.accelerator.is_main_process:
+            self._listener = listener
+        self._listener.began(self, self.notes)
+        signal = self._train()
         if self.saving.latest != self.step:
-            self._save(heard)
+            self._save()
         if not signal:
-            validation_loss = self.validate()
-            if heard is not None:
-                heard.validated(self.step, validation_loss)
+            self.validate()
         proof = compare_replicas(self.plain_model, self.accelerator.world.communicator)
-        return Outcome(
-            step=self.step, signal=signal, proof=proof, validation_loss=validation_loss, notes=list(self.notes)
-        )
+        return Outcome(step=self.step, signal=signal, proof=proof, validation_loss=self._validation_loss)
 
-    def _train(self, heard: Listener | None) -> tuple[int, float | None]:
-        """All steps. Returns the signal that has ended them, or 0, and the last validation loss."""
-        records, validation_loss, signal = _Records(self), None, 0
+    def _train(self) -> int:
+        """All steps. Returns the signal that has ended them, or 0."""
+        records, signal = _Records(self, self._listener), 0
         with Interruption() as interruption:
             while self.step < self.total_steps and not signal:
                 pulse = self._train_step(interruption.signal, records)
                 records.learn(pulse)
-                self._hand_over(records, heard)
                 signal = pulse.signal if pulse is not None else 0
-                if not signal:
-                    validation_loss = self._now_and_then(heard, validation_loss)
+                if not signal and self.step < self.total_steps:
+                    self._now_and_then()
             last = self._heartbeat.read()
-            records.learn(last)
-            self._hand_over(records, heard, everything=True)
+            records.learn(last, everything=True)
         if last is not None and self.step < self.total_steps:
             signal = signal or last.signal
-        return signal, validation_loss
+        return signal
 
     def _train_step(self, signal: int, records: "_Records") -> Pulse | None:
         phase = self.phases.phase
@@ -185,35 +193,26 @@ class Trainer:
         records.add(self.step, norm, rate, time.perf_counter() - began)
         return pulse
 
-    def _placed(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _placed(self, batch: MicroBatch) -> MicroBatch:
         device = self.accelerator.device
         if device.type == "cpu":
             return batch
         inputs, targets = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
         return inputs, targets
 
-    def _hand_over(self, records: "_Records", heard: Listener | None, *, everything: bool = False) -> None:
-        for record in records.ready(everything=everything):
-            if heard is not None:
-                heard.stepped(record)
+    def _now_and_then(self) -> None:
+        if self.step % self.settings.checkpoint_every == 0:
+            self._save()
+        if self.step % self.settings.validate_every == 0:
+            self.validate()
 
-    def _now_and_then(self, heard: Listener | None, validation_loss: float | None) -> float | None:
-        if self.step % self.settings.checkpoint_every == 0 and self.step < self.total_steps:
-            self._save(heard)
-        if self.step % self.settings.validate_every == 0 and self.step < self.total_steps:
-            validation_loss = self.validate()
-            if heard is not None:
-                heard.validated(self.step, validation_loss)
-        return validation_loss
-
-    def _save(self, heard: Listener | None) -> None:
+    def _save(self) -> None:
         self.saving.save(self.step, self.plan)
-        if heard is not None:
-            heard.saved(self.step)
+        self._listener.saved(self.step)
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """The mean loss over part of the validation text, shared out among the ranks."""
+    def validate(self) -> None:
+        """Measures the mean loss over part of the validation text, shared out among the ranks."""
         accelerator = self.accelerator
         self.plain_model.eval()
         numbers = torch.zeros(2, dtype=torch.float64, device=accelerator.world.communicator.device)
@@ -228,7 +227,48 @@ class Trainer:
         self.plain_model.train()
         accelerator.world.communicator.all_reduce(numbers).wait()
         total, count = numbers.tolist()
-        return total / count if count else float("nan")
+        self._validation_loss = total / count if count else float("nan")
+        self._listener.validated(self.step, self._validation_loss)
+
+
+class _Records:
+    """Steps that have run, until the heartbeat says what they were over all ranks. Then the listener hears of them."""
+
+    def __init__(self, trainer: Trainer, listener: Listener) -> None:
+        self._steps_a_record = GPU_STEPS_A_RECORD if trainer.accelerator.device.type == "cuda" else 1
+        self._phases = trainer.phases
+        self._listener = listener
+        self._began = time.perf_counter()
+        self._waiting: list[_Ran] = []
+        self._known: list[Pulse] = []
+
+    def add(self, step: int, norm: torch.Tensor, rate: float, wall: float) -> None:
+        """A step has run here. Where reading is free, times are read at once: they are this step's alone."""
+        times = self._phases.take() if self._steps_a_record == 1 else None
+        self._waiting.append(_Ran(step, norm, rate, wall, times))
+
+    def learn(self, pulse: Pulse | None, *, everything: bool = False) -> None:
+        """What the oldest step that waits was. A record is made of as many as belong together."""
+        self._known += [] if pulse is None else [pulse]
+        count = len(self._known)
+        if not count or (count < self._steps_a_record and not everything):
+            return
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        pulses, self._known = self._known, []
+        ran, tokens, wall = taken[-1], sum(each.tokens for each in pulses), sum(each.wall for each in taken)
+        seconds, timeline = ran.times or self._phases.take()
+        record = StepRecord(
+            step=ran.step,
+            time=time.perf_counter() - self._began,
+            loss=sum(each.loss * each.tokens for each in pulses) / tokens if tokens else float("nan"),
+            tokens=tokens,
+            tokens_per_second=tokens / wall if wall > 0 else 0.0,
+            gradient_norm=float(ran.norm),
+            learning_rate=ran.rate,
+            seconds=seconds,
+            timeline=timeline,
+        )
+        self._listener.stepped(record)
 
 
 class _Ran(NamedTuple):
@@ -238,83 +278,29 @@ class _Ran(NamedTuple):
     norm: torch.Tensor
     rate: float
     wall: float
-    seconds: dict[str, float] | None
-    timeline: StepTimes | None
+    times: tuple[dict[str, float], StepTimes | None] | None
 
 
-class _Records:
-    """Steps that have run, until the heartbeat says what they were over all ranks."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._steps_a_record = GPU_STEPS_A_RECORD if trainer.accelerator.device.type == "cuda" else 1
-        self._timeline = trainer.timeline
-        self._began = time.perf_counter()
-        self._phases = trainer.phases
-        self._waiting: list[_Ran] = []
-        self._known: list[Pulse] = []
-
-    def add(self, step: int, norm: torch.Tensor, rate: float, wall: float) -> None:
-        """A step has run here. Where reading is free, times are read at once: they are this step's alone."""
-        last, seconds = None, None
-        if self._steps_a_record == 1:
-            last, seconds = self._timeline.last, self._phases.take()
-        self._waiting.append(_Ran(step, norm, rate, wall, seconds, last))
-
-    def learn(self, pulse: Pulse | None) -> None:
-        if pulse is not None:
-            self._known.append(pulse)
-
-    def ready(self, *, everything: bool) -> list[StepRecord]:
-        """Records of the steps that are known by now."""
-        count = len(self._known)
-        if not count or (count < self._steps_a_record and not everything):
-            return []
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        pulses, self._known = self._known, []
-        tokens = sum(pulse.tokens for pulse in pulses)
-        ran = taken[-1]
-        timeline = self._timeline.last if ran.seconds is None else ran.timeline
-        return [
-            StepRecord(
-                step=ran.step,
-                steps=count,
-                elapsed=time.perf_counter() - self._began,
-                wall=sum(each.wall for each in taken),
-                loss=sum(pulse.loss * pulse.tokens for pulse in pulses) / tokens if tokens else float("nan"),
-                tokens=tokens,
-                gradient_norm=float(ran.norm),
-                learning_rate=ran.rate,
-                seconds=self._phases.take() if ran.seconds is None else ran.seconds,
-                timeline=timeline,
-            )
-        ]
+def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaProof:
+    """Every rank digests names and bits of its own parameters; all learn all digests. Collective."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return ReplicaProof(digests=tuple(gather_objects(communicator, [digest.hexdigest()])))
 
 
-def make_accelerator(
-    settings: TrainSettings, *, cpu: bool = False, communicator: Any = None
-) -> tuple[Accelerator, Timeline]:
+def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
     """An accelerator for the run, and the timeline that its engine will tell of every synchronization."""
     timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
-    reductions: dict[str, Callable[[], Any]] = {
-        "mean": Mean,
-        "bf16": lambda: Cast(torch.bfloat16),
-        "fp16": lambda: Cast(torch.float16),
-    }
-    policy = SyncPolicy(bucket_cap_mb=settings.bucket_mb, reduction=reductions[settings.reduction](), observer=timeline)
+    reduction = Mean() if settings.reduction == "mean" else Cast(WIRE_DTYPES[settings.reduction])
+    policy = SyncPolicy(bucket_cap_mb=settings.bucket_mb, reduction=reduction, observer=timeline)
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
-        communicator=communicator,
     )
     return accelerator, timeline
-
-
-def _total_steps(settings: TrainSettings, batches: Batches) -> int:
-    if settings.epochs is not None:
-        steps: int = max(1, round(settings.epochs * batches.windows_per_epoch))
-        return steps
-    return settings.steps if settings.steps is not None else DEFAULT_STEPS
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
