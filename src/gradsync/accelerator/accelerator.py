@@ -26,7 +26,7 @@ from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared, has_checkpoint, load_prepared, save_prepared
-from gradsync.accelerator.world import connect
+from gradsync.accelerator.world import World, connect
 from gradsync.checkpoint import CheckpointFolder
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.communicator import Communicator
@@ -87,7 +87,8 @@ class Accelerator(ProcessControl):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         world = connect(read_environment(), cpu=cpu, communicator=communicator, **settings["InitProcessGroupKwargs"])
-        super().__init__(world)
+        super().__init__(world.communicator, world.device, world.environment)
+        self.world = world
         self.precision = Precision(
             mixed_precision,
             self.device,
@@ -102,6 +103,11 @@ class Accelerator(ProcessControl):
         self._optimizers = self.prepared.optimizers
         self._schedulers = self.prepared.schedulers
         self._loaders = self.prepared.loaders
+
+    @property
+    def state(self) -> World:
+        """Under this name Accelerate keeps what here is the world."""
+        return self.world
 
     # -- preparing ---------------------------------------------------------------------------------------------
 
@@ -143,7 +149,7 @@ class Accelerator(ProcessControl):
         place = self.device_placement if device_placement is None else device_placement
         prepared = prepare_data_loader(
             data_loader,
-            communicator=self.world.communicator,
+            communicator=self.communicator,
             device=self.device,
             gradient_state=self.gradient_state,
             configuration=self.dataloader_config,
@@ -303,19 +309,19 @@ class Accelerator(ProcessControl):
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all processes, one after the other along the first dimension; also in nested structures."""
-        return operations.gather(self.world.communicator, tensor)
+        return operations.gather(self.communicator, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """:meth:`gather` without the samples that only completed the last batch: each sample of the data once."""
-        return gather_for_metrics(self.world.communicator, input_data, self.gradient_state, objects=use_gather_object)
+        return gather_for_metrics(self.communicator, input_data, self.gradient_state, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, or mean, of tensors over all processes."""
-        return operations.reduce(self.world.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
+        return operations.reduce(self.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors made as long in ``dim`` as the longest of all processes."""
-        return operations.pad_across_processes(self.world.communicator, tensor, dim, pad_index, pad_first)
+        return operations.pad_across_processes(self.communicator, tensor, dim, pad_index, pad_first)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -324,18 +330,18 @@ class Accelerator(ProcessControl):
 
         An older checkpoint there stays until the new one is whole. All processes must call it.
         """
-        return save_prepared(self.prepared, CheckpointFolder(output_dir, self.world.communicator))
+        return save_prepared(self.prepared, CheckpointFolder(output_dir, self.communicator))
 
     def has_state(self, input_dir: str | Path) -> bool:
         """Whether :meth:`save_state` has written a checkpoint there. All processes must call it."""
-        return has_checkpoint(self.world.communicator, input_dir)
+        return has_checkpoint(self.communicator, input_dir)
 
     def load_state(self, input_dir: str | Path) -> None:
         """Go on where :meth:`save_state` was called, with the same objects prepared in the same order.
 
         A damaged checkpoint is noticed, and the one before it taken; the main process says so.
         """
-        for note in load_prepared(self.prepared, self.world.communicator, input_dir):
+        for note in load_prepared(self.prepared, self.communicator, input_dir):
             self.print(note)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
