@@ -66,9 +66,6 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scaler.load_state_dict(state)
 
-    def get_scale(self) -> float:
-        return self.scaler.get_scale()
-
     @property
     def _is_used(self) -> bool:
         return self.scaler._scale is not None
