@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gradsync.accelerator.loss_scaler import LossScaler
 from gradsync.accelerator.model_windows import ModelWindows
+from gradsync.accelerator.precision import LossScaler
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 
 __all__ = ["PreparedOptimizer"]

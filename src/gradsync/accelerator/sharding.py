@@ -182,12 +182,12 @@ def _flat(batches: Sequence[Iterable[Any]]) -> list[Any]:
     return [index for batch in batches for index in batch]
 
 
+@dataclass(frozen=True)
 class ShardedDataset(Dataset[Any]):
     """The elements of a map-style dataset for what :class:`ShardedBatchSampler` yields; the share passes by."""
 
-    def __init__(self, source: Any, batched: bool) -> None:
-        self.source = source
-        self.batched = batched
+    source: Any
+    batched: bool
 
     def __getitem__(self, dealt: tuple[Share, Any]) -> tuple[Share, list[Any]]:
         share, index = dealt
@@ -226,23 +226,23 @@ class ShardedIterable(IterableDataset[Any]):
         return plan.count(*divmod(len(self.source), plan.part * plan.world_size), plan.part)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
 class CollateShare:
     """The user's ``collate_fn`` for the elements of a share, which passes by."""
 
-    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
-        self.collate = collate
-        self.batched = batched
+    collate: Callable[[Any], Any]
+    batched: bool
 
     def __call__(self, dealt: tuple[Share, list[Any]]) -> tuple[Share, Any]:
         share, elements = dealt
         return share, self.collate(elements if self.batched else elements[0])
 
 
+@dataclass(frozen=True)
 class PrepareWorker:
     """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()`` and not ours."""
 
-    def __init__(self, initialize: Callable[[int], None] | None) -> None:
-        self.initialize = initialize
+    initialize: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
         information = get_worker_info()
