@@ -168,7 +168,8 @@ class PreparedDataLoader(DataLoader[Any]):
             stream = ShardedIterable(loader.dataset, plan)
             return create(stream, **options), stream
         check = partial(require_same_order, self.communicator) if plan.world_size > 1 else lambda first: None
-        sampler = ShardedBatchSampler(loader.batch_sampler if batched else loader.sampler, plan, check)
+        source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        sampler = ShardedBatchSampler(source, plan, check)
         return create(ShardedDataset(loader.dataset, batched), sampler=sampler, **options), sampler
 
     # -- what it knows ---------------------------------------------------------------------------------------------
