@@ -23,8 +23,8 @@ from gradsync.bench.scenarios.peers import Peers
 from gradsync.bench.windows import optimizer_step
 from gradsync.bench.workload import RealWorkload
 from gradsync.errors import ConfigurationError
+from gradsync.lab import fork_ranks
 from gradsync.lab.emulated import EmulatedModel
-from gradsync.lab.fork import fork_ranks
 from gradsync.lab.profile import transformer
 
 pytestmark = pytest.mark.timeout(120)

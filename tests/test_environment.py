@@ -19,7 +19,8 @@ import torch.distributed as dist
 import gradsync
 from gradsync.accelerator import world as world_module
 from gradsync.accelerator.environment import ProcessEnvironment, first_host, read_environment
-from gradsync.accelerator.world import DistributedType, World, connect
+from gradsync.accelerator.process_control import DistributedType
+from gradsync.accelerator.world import World, connect
 from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from tests.ranks import RankPool, Ranks, ThreadRanks
 

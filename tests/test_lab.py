@@ -34,9 +34,8 @@ from gradsync.lab import (
     transformer,
 )
 from gradsync.lab.inventory import lab_names, processes, switch_name
-from gradsync.lab.iproute import check_fit, ip, tc_json
-from gradsync.lab.kernel import NAMESPACES, inside
 from gradsync.lab.lab import take_down
+from gradsync.lab.system import NAMESPACES, check_fit, inside, ip, tc
 from gradsync.testing import run_ranks
 
 RATE = Rate.parse("400mbit")
@@ -102,7 +101,7 @@ def test_links_are_shaped_at_both_ends(lab: Lab) -> None:
     ends += [(switch_name(NAME), host.name) for host in lab.hosts]
 
     def rates() -> set[tuple[str, int]]:
-        queues = [tc_json("qdisc", "show", "dev", device, "root", namespace=name)[0] for name, device in ends]
+        queues = [tc.json("qdisc", "show", "dev", device, "root", namespace=name)[0] for name, device in ends]
         return {(queue["kind"], queue["options"].get("rate", 0) * 8) for queue in queues}
 
     assert rates() == {("tbf", 400_000_000)}
@@ -342,7 +341,7 @@ def test_bad_input_is_said_in_one_line(nothing_left: str, words: str, message: s
 
 
 def test_a_lab_needs_root_and_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.lab.iproute.SEARCHED", "/nowhere")
+    monkeypatch.setattr("gradsync.lab.system.SEARCHED", "/nowhere")
     with pytest.raises(ConfigurationError, match=r"ip and tc.* apt install iproute2"):
         Lab(LabPlan()).__enter__()
     monkeypatch.undo()

@@ -17,7 +17,6 @@ from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_lo
 from gradsync.accelerator.environment import read_environment
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.handlers import settings_of
-from gradsync.accelerator.metrics import gather_for_metrics
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
 from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
@@ -26,7 +25,7 @@ from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared, has_checkpoint, load_prepared, save_prepared
-from gradsync.accelerator.world import connect
+from gradsync.accelerator.world import World, connect
 from gradsync.checkpoint import CheckpointFolder
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.communicator import Communicator
@@ -87,7 +86,8 @@ class Accelerator(ProcessControl):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         world = connect(read_environment(), cpu=cpu, communicator=communicator, **settings["InitProcessGroupKwargs"])
-        super().__init__(world)
+        super().__init__(world.communicator, world.device, world.environment)
+        self.world = world
         self.precision = Precision(
             mixed_precision,
             self.device,
@@ -99,9 +99,11 @@ class Accelerator(ProcessControl):
             models = self.models
             self.precision.scaler.synchronizers = lambda: [handle.synchronizer for handle in models.handles]
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
-        self._optimizers = self.prepared.optimizers
-        self._schedulers = self.prepared.schedulers
-        self._loaders = self.prepared.loaders
+
+    @property
+    def state(self) -> World:
+        """Under this name Accelerate keeps what here is the world."""
+        return self.world
 
     # -- preparing ---------------------------------------------------------------------------------------------
 
@@ -140,34 +142,35 @@ class Accelerator(ProcessControl):
         """One loader: every process gets its share of the batches, on its device."""
         if isinstance(data_loader, PreparedDataLoader):
             return data_loader
-        place = self.device_placement if device_placement is None else device_placement
         prepared = prepare_data_loader(
             data_loader,
-            communicator=self.world.communicator,
+            communicator=self.communicator,
             device=self.device,
             gradient_state=self.gradient_state,
             configuration=self.dataloader_config,
-            put_on_device=place,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
         )
-        self._loaders.append(prepared)
+        self.prepared.loaders.append(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """One optimizer, which will step at the end of a window. Its state is wherever its parameters are."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        _refuse_again(optimizer, [prepared.optimizer for prepared in self._optimizers])
+        _refuse_again(optimizer, [prepared.optimizer for prepared in self.prepared.optimizers])
         prepared = PreparedOptimizer(optimizer, self.windows, self.precision.scaler)
-        self._optimizers.append(prepared)
+        self.prepared.optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One scheduler, which will move once a window."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        _refuse_again(scheduler, [prepared.scheduler for prepared in self._schedulers])
+        _refuse_again(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
         followed = [
-            optimizer for optimizer in self._optimizers if scheduler.optimizer in (optimizer, optimizer.optimizer)
+            optimizer
+            for optimizer in self.prepared.optimizers
+            if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
         per_process = self.windows.plugin.scheduler_steps == "per_process" and not self.dataloader_config.split_batches
         prepared = PreparedScheduler(
@@ -176,7 +179,7 @@ class Accelerator(ProcessControl):
             follows_optimizer=self.step_scheduler_with_optimizer,
             steps_per_window=self.num_processes if per_process else 1,
         )
-        self._schedulers.append(prepared)
+        self.prepared.schedulers.append(prepared)
         return prepared
 
     # -- windows -----------------------------------------------------------------------------------------------
@@ -246,12 +249,12 @@ class Accelerator(ProcessControl):
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Processes in here may have different numbers of batches; those that run out shadow the others."""
-        if even_batches is not None and not self._loaders:
+        if even_batches is not None and not self.prepared.loaders:
             raise ConfigurationError("even_batches changes prepared loaders, and none has been prepared")
         wrapped: list[Joinable] = [each for each in joinables if isinstance(each, DistributedDataParallel)]
         with ExitStack() as stack:
             if even_batches is not None:
-                for loader in self._loaders:
+                for loader in self.prepared.loaders:
                     stack.enter_context(loader.evening(even_batches))
             if wrapped:
                 self.windows.joining = True
@@ -267,7 +270,7 @@ class Accelerator(ProcessControl):
         if scaler is None:
             return
         named = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        for each in self._optimizers if optimizer is None else named:
+        for each in self.prepared.optimizers if optimizer is None else named:
             if isinstance(each, PreparedOptimizer):
                 require_means_of(each.synchronizers)
                 each = each.optimizer
@@ -275,47 +278,44 @@ class Accelerator(ProcessControl):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._unscale_for(listed)
-        return clip_grad_norm_(listed, max_norm, norm_type)
+        return clip_grad_norm_(self._unscaled(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit every element of the averaged gradients to ±``clip_value``."""
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._unscale_for(listed)
-        clip_grad_value_(listed, clip_value)
+        clip_grad_value_(self._unscaled(parameters), clip_value)
 
-    def _unscale_for(self, parameters: list[torch.Tensor]) -> None:
-        """Only the optimizers of these parameters: another one's window may be unfinished."""
-        if self.precision.scaler is None:
-            return
-        meant = {id(parameter) for parameter in parameters}
-        for optimizer in self._optimizers:
+    def _unscaled(self, parameters: Any) -> list[torch.Tensor]:
+        """``parameters``, and of all optimizers only theirs unscaled: another one's window may be unfinished."""
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        meant = {id(parameter) for parameter in listed}
+        for optimizer in self.prepared.optimizers:
             if any(id(parameter) in meant for group in optimizer.param_groups for parameter in group["params"]):
                 self.unscale_gradients(optimizer)
+        return listed
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the scaler found gradients that are not finite, so that the last step did not take place."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     # -- tensors over processes --------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all processes, one after the other along the first dimension; also in nested structures."""
-        return operations.gather(self.world.communicator, tensor)
+        return operations.gather(self.communicator, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """:meth:`gather` without the samples that only completed the last batch: each sample of the data once."""
-        return gather_for_metrics(self.world.communicator, input_data, self.gradient_state, objects=use_gather_object)
+        state = self.gradient_state
+        return operations.gather_for_metrics(self.communicator, input_data, state, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, or mean, of tensors over all processes."""
-        return operations.reduce(self.world.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
+        return operations.reduce(self.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors made as long in ``dim`` as the longest of all processes."""
-        return operations.pad_across_processes(self.world.communicator, tensor, dim, pad_index, pad_first)
+        return operations.pad_across_processes(self.communicator, tensor, dim, pad_index, pad_first)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -324,18 +324,18 @@ class Accelerator(ProcessControl):
 
         An older checkpoint there stays until the new one is whole. All processes must call it.
         """
-        return save_prepared(self.prepared, CheckpointFolder(output_dir, self.world.communicator))
+        return save_prepared(self.prepared, CheckpointFolder(output_dir, self.communicator))
 
     def has_state(self, input_dir: str | Path) -> bool:
         """Whether :meth:`save_state` has written a checkpoint there. All processes must call it."""
-        return has_checkpoint(self.world.communicator, input_dir)
+        return has_checkpoint(self.communicator, input_dir)
 
     def load_state(self, input_dir: str | Path) -> None:
         """Go on where :meth:`save_state` was called, with the same objects prepared in the same order.
 
         A damaged checkpoint is noticed, and the one before it taken; the main process says so.
         """
-        for note in load_prepared(self.prepared, self.world.communicator, input_dir):
+        for note in load_prepared(self.prepared, self.communicator, input_dir):
             self.print(note)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -376,8 +376,9 @@ class Accelerator(ProcessControl):
         """Let go of everything prepared; returns a None for each of ``objects``, to overwrite them with."""
         self.models.clear()
         self.windows.forget()
-        for kept in (self._optimizers, self._schedulers, self._loaders, self.prepared.others):
-            kept.clear()
+        kept = self.prepared
+        for each in (kept.optimizers, kept.schedulers, kept.loaders, kept.others):
+            each.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return [None] * len(objects)

@@ -20,10 +20,11 @@ of gradient accumulation are still equal in number on all of them: see :meth:`Pr
 
 import base64
 import contextlib
-import functools
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, repeat
+from functools import partial
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -38,17 +39,18 @@ from gradsync.accelerator.sharding import (
     Lookahead,
     PrepareWorker,
     ShardedBatchSampler,
+    ShardedDataset,
     ShardedIterable,
     ShardingPlan,
     Share,
     draw_seed,
-    gather_row,
     generators_replaced,
     length_or_none,
     plan_for,
     require_same_order,
 )
 from gradsync.communicator import Communicator, InProcessWorld
+from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
@@ -158,33 +160,26 @@ class PreparedDataLoader(DataLoader[Any]):
             plan = ShardingPlan(0, 1, plan.batch_size, plan.drop_last, split=False, even=False)
         names = "num_workers pin_memory timeout multiprocessing_context prefetch_factor persistent_workers in_order"
         options: dict[str, Any] = {name: getattr(loader, name) for name in names.split()}
-        options |= {"generator": self._worker_seeds, "collate_fn": loader.collate_fn}
-        options["worker_init_fn"] = loader.worker_init_fn
+        batched = loader.batch_sampler is not None
+        options |= {"generator": self._worker_seeds, "collate_fn": CollateShare(loader.collate_fn, batched)}
+        options |= {"worker_init_fn": PrepareWorker(loader.worker_init_fn), "batch_size": None}
         create = _stateful_loader() if self.configuration.use_stateful_dataloader else DataLoader
         if isinstance(loader.dataset, IterableDataset):
             stream = ShardedIterable(loader.dataset, plan)
-            options["collate_fn"] = CollateShare(loader.collate_fn, loader.batch_size is not None)
-            options["worker_init_fn"] = PrepareWorker(loader.worker_init_fn)
-            return create(stream, batch_size=None, **options), stream
-        sampler = ShardedBatchSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, plan)
-        if plan.world_size > 1:
-            sampler.check_first_round = functools.partial(require_same_order, self.communicator)
-        if loader.batch_sampler is not None:
-            return create(loader.dataset, batch_sampler=sampler, **options), sampler
-        return create(loader.dataset, batch_size=None, sampler=sampler, **options), sampler
+            return create(stream, **options), stream
+        check = partial(require_same_order, self.communicator) if plan.world_size > 1 else lambda first: None
+        source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        sampler = ShardedBatchSampler(source, plan, check)
+        return create(ShardedDataset(loader.dataset, batched), sampler=sampler, **options), sampler
 
     # -- what it knows ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """This rank's batches; of a loader that skips its first batches, those left in its first epoch."""
-        if isinstance(self._sharded, ShardedIterable) and not self._dispatches:
-            length = self._sharded.length()
-        elif not self._dispatches:
-            length = len(self._sharded)  # type: ignore[arg-type]
-        else:
-            batches, group = len(self.base_dataloader), self._group
-            length = batches // group if self._plan.drop_last else -(-batches // group)
-        return max(0, length - self._skip)
+        if not self._dispatches:
+            return max(0, self._sharded.length() - self._skip)
+        batches, group = len(self.base_dataloader), self._group
+        return max(0, (batches // group if self._plan.drop_last else -(-batches // group)) - self._skip)
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -317,23 +312,18 @@ class PreparedDataLoader(DataLoader[Any]):
         """All rounds of this epoch. The first ``start`` that this rank has a part in may come without their batch."""
         if not self._dispatches:
             return self._read(start)
-        skipped = start * self._group
-        batches = (batch for number, (_, batch) in enumerate(self._read(skipped)) if number >= skipped)
-        options: dict[str, Any] = {"drop_last": self._plan.drop_last, "even": self._plan.even}
-        rounds = dispatch(batches, self.communicator, group=self._group, **options)
+        plan, skipped = self._plan, start * self._group
+        batches = (batch for _, batch in islice(self._read(skipped), skipped, None))
+        rounds = dispatch(batches, self.communicator, group=self._group, drop_last=plan.drop_last, even=plan.even)
         return chain(repeat((Share("common"), None), start), rounds)
 
     def _read(self, skip: int) -> Iterator[tuple[Share, Any]]:
-        if isinstance(self._sharded, ShardedIterable):
-            yield from self._inside
-            return
-        self._sharded.skip = skip
-        batches = iter(self._inside)
-        dealt = self._sharded.dealt
-        for batch in batches:
-            while (entry := dealt.popleft()).skipped:
-                yield entry.share, None
-            yield entry.share, batch
+        if isinstance(self._sharded, ShardedBatchSampler):
+            rounds = self._sharded.rounds()
+            # Of these the indices are enough.
+            yield from ((share, None) for share, _ in islice(rounds, skip))
+            self._sharded.rest = rounds
+        yield from self._inside
 
     # -- agreement -------------------------------------------------------------------------------------------------
 
@@ -390,15 +380,16 @@ class PreparedDataLoader(DataLoader[Any]):
     def _agree(self, wanted: Position) -> Position:
         """Rank 0's order for everybody. Everything else must be the same already."""
         states = torch.tensor(list(base64.b64decode(wanted.generator or "")), dtype=torch.uint8)
-        batch_size = self._plan.batch_size
+        batch_size, length = self._plan.batch_size, length_or_none(self._sharded.source)
         compared = {
             "epoch": wanted.epoch,
             "number of batches already taken": wanted.batches,
             "size of the generators' state": -1 if self._dispatches else states.numel(),
-            "length": -1 if self._dispatches else self._whole_length(),
+            "length": -1 if self._dispatches or length is None else length,
             "batch size": -1 if self._dispatches or batch_size is None else batch_size,
         }
-        rows = gather_row(self.communicator, [wanted.base or 0, wanted.seed or 0, wanted.ended, *compared.values()])
+        row = json.dumps([wanted.base or 0, wanted.seed or 0, wanted.ended, *compared.values()])
+        rows = [json.loads(text) for text in gather_bytes(self.communicator, row.encode())]
         for number, name in enumerate(compared, 3):
             values = [row[number] for row in rows]
             if len(set(values)) > 1:
@@ -416,12 +407,6 @@ class PreparedDataLoader(DataLoader[Any]):
                 generator.set_state(state.clone())
         ended = all(row[2] for row in rows)
         return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=self._generator_states(), ended=ended)
-
-    def _whole_length(self) -> int:
-        loader = self.base_dataloader
-        measured = loader.dataset if isinstance(loader.dataset, IterableDataset) else self._sharded.batches  # type: ignore[union-attr]
-        length = length_or_none(measured)
-        return -1 if length is None else length
 
 
 def _stateful_loader() -> Any:

@@ -155,9 +155,14 @@ def _place(
     node_list: str | None = None,
     default_port: int = DEFAULT_PORT,
 ) -> ProcessEnvironment:
-    rank, world_size, local_rank, local_world_size = (_number(variables, name) for name in names)
-    for part, whole in ((0, 1), (2, 3), (3, 1)):
-        _require_order(variables, names[part], names[whole], equal_allowed=part == 3)
+    numbers = [_number(variables, name) for name in names]
+    # A rank is below the number of ranks; there may be as many on this node as there are at all.
+    for small, large, limit in ((0, 1, "less than"), (2, 3, "less than"), (3, 1, "at most")):
+        least, most = numbers[small], numbers[large]
+        if least > most or (least == most and limit == "less than"):
+            what = f"{names[small]} must be {limit} {names[large]}"
+            raise ConfigurationError(f"{what}, but {names[small]} is {least} and {names[large]} is {most}")
+    _, world_size, _, local_world_size = numbers
     master = variables.get("MASTER_ADDR", "").strip()
     if not master:
         if local_world_size == world_size:
@@ -172,15 +177,8 @@ def _place(
     port = _number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else default_port
     if not 0 < port < 65536:
         raise ConfigurationError(f"MASTER_PORT must be in 1..65535, got {port}")
-    return ProcessEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master_addr=master,
-        master_port=port,
-        launcher=launcher,
-    )
+    place = dict(zip(names._fields, numbers, strict=True))
+    return ProcessEnvironment(**place, master_addr=master, master_port=port, launcher=launcher)
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:
@@ -193,10 +191,3 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     if not text.strip().isdecimal():
         raise ConfigurationError(f"{name} must be a whole number of at least 0, got {text!r}")
     return int(text)
-
-
-def _require_order(variables: Mapping[str, str], small: str, large: str, *, equal_allowed: bool) -> None:
-    least, most = _number(variables, small), _number(variables, large)
-    if least > most or (least == most and not equal_allowed):
-        limit = "at most" if equal_allowed else "less than"
-        raise ConfigurationError(f"{small} must be {limit} {large}, but {small} is {least} and {large} is {most}")

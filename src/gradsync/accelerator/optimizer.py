@@ -5,17 +5,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gradsync.accelerator.loss_scaler import LossScaler
 from gradsync.accelerator.model_windows import ModelWindows
+from gradsync.accelerator.precision import LossScaler
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 
 __all__ = ["PreparedOptimizer"]
 
 
-def _inner(name: str) -> Any:
-    """An attribute of the inner optimizer, to read and to write."""
+def _inner(name: str, *default: Any) -> Any:
+    """An attribute or a method of the inner optimizer, to read and to write."""
     return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+        lambda self: getattr(self.optimizer, name, *default), lambda self, value: setattr(self.optimizer, name, value)
     )
 
 
@@ -99,23 +99,9 @@ class PreparedOptimizer(Optimizer):
     param_groups = _inner("param_groups")
     state = _inner("state")
     defaults = _inner("defaults")
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
-    def train(self) -> None:
-        """For optimizers without a schedule, which have two modes."""
-        inner: Any = self.optimizer
-        if callable(getattr(inner, "train", None)):
-            inner.train()
-
-    def eval(self) -> None:
-        inner: Any = self.optimizer
-        if callable(getattr(inner, "eval", None)):
-            inner.eval()
+    state_dict = _inner("state_dict")
+    load_state_dict = _inner("load_state_dict")
+    add_param_group = _inner("add_param_group")
+    # Optimizers without a schedule have two modes; to the others these say nothing.
+    train = _inner("train", lambda: None)
+    eval = _inner("eval", lambda: None)

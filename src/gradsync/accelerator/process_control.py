@@ -1,49 +1,50 @@
-"""Who this process is, and what only some processes do: the part of an Accelerator that does not train."""
+"""Who a process is among all, and what only some processes do: the same questions to a world and to an Accelerator."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from gradsync.accelerator.world import DistributedType, World
+from gradsync.accelerator.environment import ProcessEnvironment
+from gradsync.communicator import Communicator
+from gradsync.errors import ConfigurationError
 
-__all__ = ["ProcessControl"]
+__all__ = ["DistributedType", "ProcessControl"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class DistributedType(StrEnum):
+    """Equal to Accelerate's members of the same name, and to their names."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+
+
 class ProcessControl:
-    """Passes questions about processes on to the :class:`World`."""
+    """All ranks, seen from one: who it is, where it computes, and what only some of them do."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    @property
-    def state(self) -> World:
-        """Under this name Accelerate keeps what here is the world."""
-        return self.world
-
-    @property
-    def device(self) -> torch.device:
-        return self.world.device
+    def __init__(self, communicator: Communicator, device: torch.device, environment: ProcessEnvironment) -> None:
+        self.communicator = communicator
+        self.device = device
+        self.environment = environment
 
     @property
     def process_index(self) -> int:
-        return self.world.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        return self.world.local_process_index
+        return self.communicator.rank
 
     @property
     def num_processes(self) -> int:
-        return self.world.num_processes
+        return self.communicator.world_size
 
     @property
-    def distributed_type(self) -> DistributedType:
-        return self.world.distributed_type
+    def local_process_index(self) -> int:
+        return self.environment.local_rank
 
     @property
     def use_distributed(self) -> bool:
@@ -51,44 +52,105 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        return self.world.is_main_process
+        return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        return self.world.is_local_main_process
+        return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        return self.world.is_last_process
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
 
     def wait_for_everyone(self) -> None:
-        """Return when all processes have come here."""
-        self.world.wait_for_everyone()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the main process only."""
-        self.world.print(*args, **kwargs)
+        """Return when all ranks have called this."""
+        token = torch.zeros(1, device=self.communicator.device)
+        self.communicator.all_reduce(token).wait()
+        token.cpu()  # on CUDA wait() only orders the stream
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main process runs the block before all others, for downloads and caches."""
-        return self.world.main_process_first()
+        """The others enter the block when rank 0 has left it, by an exception too."""
+        return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        return self.world.local_main_process_first()
+        """The others enter the block when the first rank of every node has left it."""
+        return self._first(self.is_local_main_process)
+
+    @contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if first:
+                self.wait_for_everyone()
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: the function runs on the main process only."""
-        return self.world.on_main_process(function)
+        """A decorator: elsewhere the function does nothing and returns None."""
+        return _only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        return self.world.on_local_main_process(function)
+        return _only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        return self.world.on_last_process(function)
+        return _only_if(self.is_last_process, function)
 
     def on_process(self, process_index: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        return self.world.on_process(process_index)
+        """A decorator for one rank. A world of one does the work of all, as with Accelerate."""
+        chosen = self.num_processes == 1 or self.process_index == process_index
+        return functools.partial(_only_if, chosen)
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This process's share of ``inputs``, for inference."""
-        return self.world.split_between_processes(inputs, apply_padding)
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's share of ``inputs``: a list, tuple or tensor, or a dict of such, all of the same length.
+
+        The first ranks have one more where it does not come out even; with ``apply_padding`` the others repeat the
+        last element of ``inputs`` to have as many. ``inputs`` itself is left alone.
+        """
+        yield inputs if self.num_processes == 1 else self._share(inputs, apply_padding)
+
+    def _share(self, inputs: Any, apply_padding: bool) -> Any:
+        if isinstance(inputs, Mapping):
+            lengths = {key: _length(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise ConfigurationError(f"all values of the dict must be equally long, got lengths {lengths}")
+            return {key: self._share(value, apply_padding) for key, value in inputs.items()}
+        length = _length(inputs)
+        each, extra = divmod(length, self.num_processes)
+        start = self.process_index * each + min(self.process_index, extra)
+        share = inputs[start : start + each + (self.process_index < extra)]
+        missing = each + (extra > 0) - len(share)
+        if not apply_padding or missing == 0:
+            return share
+        if isinstance(inputs, torch.Tensor):
+            return torch.cat([share, *[inputs[-1:]] * missing])
+        return share + inputs[-1:] * missing
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """The built-in, on the main process only."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+
+def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if chosen else None
+
+    return wrapper
+
+
+def _length(inputs: Any) -> int:
+    if isinstance(inputs, list | tuple) or (isinstance(inputs, torch.Tensor) and inputs.ndim > 0):
+        return len(inputs)
+    raise ConfigurationError(
+        "split_between_processes takes a list, a tuple, a tensor with at least one dimension, or a dict of such; got "
+        f"{type(inputs).__name__}"
+    )

@@ -38,9 +38,7 @@ class PreparedScheduler:
         if not self._follows_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        if not all(optimizer.window_ends for optimizer in self.optimizers):
-            return
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if any(optimizer.step_was_skipped or not optimizer.window_ends for optimizer in self.optimizers):
             return
         for _ in range(self._steps_per_window):
             if self._beyond_the_end():
@@ -51,10 +49,3 @@ class PreparedScheduler:
         """Whether a schedule of fixed length is through: several steps a window may overshoot its end."""
         total = getattr(self.scheduler, "total_steps", None)
         return self._steps_per_window > 1 and total is not None and self.scheduler._step_count > total
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state_dict)

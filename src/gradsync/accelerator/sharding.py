@@ -11,7 +11,6 @@ there are any.
 
 import contextlib
 import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.communicator import Communicator
@@ -31,11 +30,11 @@ __all__ = [
     "Lookahead",
     "PrepareWorker",
     "ShardedBatchSampler",
+    "ShardedDataset",
     "ShardedIterable",
     "ShardingPlan",
     "Share",
     "draw_seed",
-    "gather_row",
     "generators_replaced",
     "length_or_none",
     "plan_for",
@@ -122,69 +121,43 @@ def plan_for(
 # -- batch samplers ----------------------------------------------------------------------------------------------------
 
 
-class _Dealt(NamedTuple):
-    share: Share
-    skipped: bool
-
-
 class ShardedBatchSampler(Sampler[Any]):
-    """This rank's batches of another batch sampler.
+    """This rank's batches of another batch sampler, each with its share: what :class:`ShardedDataset` is asked for.
 
-    ``batches`` may also yield single indices (a loader with ``batch_size=None``); each then counts as a batch. Batches
-    without a common size are dealt whole.
+    ``source`` may also yield single indices (a loader with ``batch_size=None``); each then counts as a batch. Batches
+    without a common size are dealt whole. ``check`` is shown the first round.
 
-    An iteration writes into ``dealt`` what it knows about each batch, before it yields it. That is the way past torch's
-    loader, which has no place for it. ``skip`` batches of this rank are counted there, but not yielded.
+    An iteration yields what is left in ``rest``, :meth:`rounds` of which some may have been taken.
     """
 
-    def __init__(self, batches: Iterable[Any], plan: ShardingPlan) -> None:
-        self.batches = batches
+    def __init__(self, source: Iterable[Any], plan: ShardingPlan, check: Callable[[list[Any]], None]) -> None:
+        self.source = source
         self.plan = plan
-        self.skip = 0
-        self.check_first_round: Callable[[list[Any]], None] | None = None
-        self.dealt: deque[_Dealt] = deque()
+        self.check = check
+        self.rest: Iterator[tuple[Share, Any]] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        # A function and not a generator: what this iteration starts with is fixed now, not at its first batch.
-        self.dealt = deque()
-        return self._deal_out(self.dealt, self.skip)
+        return self.rest
 
-    def __len__(self) -> int:
-        batches, plan = len(self.batches), self.plan  # type: ignore[arg-type]
+    def length(self) -> int:
+        """This rank's batches."""
+        batches, plan = len(self.source), self.plan  # type: ignore[arg-type]
         if not plan.split:
             return plan.count(*divmod(batches, plan.world_size), 1)
         # Only torch's own batch sampler is known to make its last batch of what is left.
-        samples = length_or_none(self.batches.sampler) if type(self.batches) is BatchSampler else None
+        samples = length_or_none(self.source.sampler) if type(self.source) is BatchSampler else None
         tail = 0 if samples is None else samples % (plan.batch_size or 1)
         return plan.count(batches - 1, tail, plan.part) if tail and not plan.drop_last else batches
 
-    def _deal_out(self, dealt: deque[_Dealt], skip: int) -> Iterator[Any]:
-        own = rounds = 0
-        for share, batch in self._rounds():
-            rounds += 1
-            if share.kind != "absent":
-                own += 1
-            elif own > skip or rounds <= skip:
-                continue  # the repeated batch is for ranks which would have none where others have one
-            skipped = share.kind != "absent" and own <= skip
-            dealt.append(_Dealt(share, skipped))
-            if not skipped:
-                yield batch
-
-    def _rounds(self) -> Iterator[tuple[Share, Any]]:
-        plan, stream = self.plan, iter(self.batches)
-        take = 1 if plan.split else plan.world_size
-        first: list[Any] = []
-        while batches := list(islice(stream, take)):
-            if not first:
-                first = batches
-                if self.check_first_round is not None:
-                    self.check_first_round(batches)
-            outcome = self._deal(batches, first)
-            if outcome is not None:
+    def rounds(self) -> Iterator[tuple[Share, Any]]:
+        """The indices of this rank's part of each round."""
+        stream, take = iter(self.source), 1 if self.plan.split else self.plan.world_size
+        first = batches = list(islice(stream, take))
+        self.check(first)
+        while batches:
+            if (outcome := self._deal(batches, first)) is not None:
                 yield outcome
-        if not first and self.check_first_round is not None:
-            self.check_first_round([])
+            batches = list(islice(stream, take))
 
     def _deal(self, batches: list[Any], first: list[Any]) -> tuple[Share, Any] | None:
         plan = self.plan
@@ -209,6 +182,22 @@ def _flat(batches: Sequence[Iterable[Any]]) -> list[Any]:
     return [index for batch in batches for index in batch]
 
 
+@dataclass(frozen=True)
+class ShardedDataset(Dataset[Any]):
+    """The elements of a map-style dataset for what :class:`ShardedBatchSampler` yields; the share passes by."""
+
+    source: Any
+    batched: bool
+
+    def __getitem__(self, dealt: tuple[Share, Any]) -> tuple[Share, list[Any]]:
+        share, index = dealt
+        if not self.batched:
+            return share, [self.source[index]]
+        # As torch does it, for datasets that are faster by the batch.
+        several = getattr(self.source, "__getitems__", None)
+        return share, several(index) if callable(several) else [self.source[each] for each in index]
+
+
 # -- iterable datasets -------------------------------------------------------------------------------------------------
 
 
@@ -219,48 +208,47 @@ class ShardedIterable(IterableDataset[Any]):
     sees: whoever splits a dataset among workers by ``get_worker_info`` has every element once, as without ranks.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], plan: ShardingPlan) -> None:
-        self.dataset = dataset
+    def __init__(self, source: IterableDataset[Any], plan: ShardingPlan) -> None:
+        self.source = source
         self.plan = plan
 
     def __iter__(self) -> Iterator[tuple[Share, list[Any]]]:
-        plan, stream = self.plan, iter(self.dataset)
+        plan, stream = self.plan, iter(self.source)
         first: list[Any] = []
         while elements := list(islice(stream, plan.part * plan.world_size)):
             first = first or elements
-            outcome = plan.deal(elements, first, plan.part)
-            if outcome is not None:
+            if (outcome := plan.deal(elements, first, plan.part)) is not None:
                 yield outcome
 
     def length(self) -> int:
         """This rank's batches. As with torch's loader a guess, where workers have a stream each."""
         plan = self.plan
-        return plan.count(*divmod(len(self.dataset), plan.part * plan.world_size), plan.part)  # type: ignore[arg-type]
+        return plan.count(*divmod(len(self.source), plan.part * plan.world_size), plan.part)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
 class CollateShare:
-    """The user's ``collate_fn`` for what :class:`ShardedIterable` yields; the share passes by."""
+    """The user's ``collate_fn`` for the elements of a share, which passes by."""
 
-    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
-        self.collate = collate
-        self.batched = batched
+    collate: Callable[[Any], Any]
+    batched: bool
 
     def __call__(self, dealt: tuple[Share, list[Any]]) -> tuple[Share, Any]:
         share, elements = dealt
         return share, self.collate(elements if self.batched else elements[0])
 
 
+@dataclass(frozen=True)
 class PrepareWorker:
     """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()`` and not ours."""
 
-    def __init__(self, initialize: Callable[[int], None] | None) -> None:
-        self.initialize = initialize
+    initialize: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
         information = get_worker_info()
-        if information is not None and isinstance(information.dataset, ShardedIterable):
-            # It is frozen. What the worker iterates is kept elsewhere, so nothing else changes.
-            object.__setattr__(information, "dataset", information.dataset.dataset)
+        if information is not None and isinstance(information.dataset, ShardedDataset | ShardedIterable):
+            # It is frozen. What the worker reads from is kept elsewhere, so nothing else changes.
+            object.__setattr__(information, "dataset", information.dataset.source)
         if self.initialize is not None:
             self.initialize(worker)
 
@@ -348,11 +336,6 @@ def generators_replaced(holders: Iterable[Any], seed: int) -> Iterator[None]:
     finally:
         for holder, generator in before:
             holder.generator = generator
-
-
-def gather_row(communicator: Communicator, row: list[int]) -> list[list[int]]:
-    """Every rank's ``row``, in rank order."""
-    return [json.loads(text) for text in gather_bytes(communicator, json.dumps(row).encode())]
 
 
 def require_same_order(communicator: Communicator, batches: list[Any]) -> None:

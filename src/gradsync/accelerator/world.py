@@ -10,35 +10,22 @@ import socket
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from enum import StrEnum
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradsync.accelerator.environment import ProcessEnvironment
+from gradsync.accelerator.process_control import ProcessControl
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.errors import ConfigurationError, NoProcessGroupError
+from gradsync.errors import NoProcessGroupError
 
-__all__ = ["DistributedType", "World", "connect"]
+__all__ = ["World", "connect"]
 
 SETTLING_SECONDS = 0.1
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class DistributedType(StrEnum):
-    """Equal to Accelerate's members of the same name, and to their names."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
 
 
 def connect(
@@ -147,8 +134,8 @@ def _located(communicator: Communicator, environment: ProcessEnvironment) -> Pro
     )
 
 
-class World:
-    """All ranks, seen from one: who it is, where it computes, and what only some of them do."""
+class World(ProcessControl):
+    """The ranks that have met. ``given``: by a communicator of the caller's, which an engine then takes as it is."""
 
     def __init__(
         self,
@@ -159,10 +146,8 @@ class World:
         owns_group: bool = False,
         given: bool = False,
     ) -> None:
-        self.communicator = communicator
+        super().__init__(communicator, device, environment)
         self._given = given
-        self.device = device
-        self.environment = environment
         self._owns_group = owns_group
 
     def __repr__(self) -> str:
@@ -175,106 +160,6 @@ class World:
             return {"process_group": self.communicator.group}
         return {"communicator": self.communicator}
 
-    @property
-    def process_index(self) -> int:
-        return self.communicator.rank
-
-    @property
-    def num_processes(self) -> int:
-        return self.communicator.world_size
-
-    @property
-    def local_process_index(self) -> int:
-        return self.environment.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.process_index == self.num_processes - 1
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        if self.num_processes == 1:
-            return DistributedType.NO
-        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
-
-    def wait_for_everyone(self) -> None:
-        """Return when all ranks have called this."""
-        token = torch.zeros(1, device=self.communicator.device)
-        self.communicator.all_reduce(token).wait()
-        token.cpu()  # on CUDA wait() only orders the stream
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """The others enter the block when rank 0 has left it, by an exception too."""
-        return self._first(self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The others enter the block when the first rank of every node has left it."""
-        return self._first(self.is_local_main_process)
-
-    @contextmanager
-    def _first(self, first: bool) -> Iterator[None]:
-        if not first:
-            self.wait_for_everyone()
-        try:
-            yield
-        finally:
-            if first:
-                self.wait_for_everyone()
-
-    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """A decorator: elsewhere the function does nothing and returns None."""
-        return _only_if(self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        return _only_if(self.is_local_main_process, function)
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        return _only_if(self.is_last_process, function)
-
-    def on_process(self, process_index: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """A decorator for one rank. A world of one does the work of all, as with Accelerate."""
-        chosen = self.num_processes == 1 or self.process_index == process_index
-        return functools.partial(_only_if, chosen)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's share of ``inputs``: a list, tuple or tensor, or a dict of such, all of the same length.
-
-        The first ranks have one more where it does not come out even; with ``apply_padding`` the others repeat the
-        last element of ``inputs`` to have as many. ``inputs`` itself is left alone.
-        """
-        yield inputs if self.num_processes == 1 else self._share(inputs, apply_padding)
-
-    def _share(self, inputs: Any, apply_padding: bool) -> Any:
-        if isinstance(inputs, Mapping):
-            lengths = {key: _length(value) for key, value in inputs.items()}
-            if len(set(lengths.values())) > 1:
-                raise ConfigurationError(f"all values of the dict must be equally long, got lengths {lengths}")
-            return {key: self._share(value, apply_padding) for key, value in inputs.items()}
-        length = _length(inputs)
-        each, extra = divmod(length, self.num_processes)
-        start = self.process_index * each + min(self.process_index, extra)
-        share = inputs[start : start + each + (self.process_index < extra)]
-        missing = each + (extra > 0) - len(share)
-        if not apply_padding or missing == 0:
-            return share
-        if isinstance(inputs, torch.Tensor):
-            return torch.cat([share, *[inputs[-1:]] * missing])
-        return share + inputs[-1:] * missing
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """The built-in, on the main process only."""
-        if self.is_main_process:
-            print(*args, **kwargs)
-
     def destroy_process_group(self) -> None:
         """Destroy the default process group, whoever has made it."""
         if dist.is_initialized():
@@ -285,20 +170,3 @@ class World:
         """Destroy the process group if :func:`connect` made it. May be called again."""
         if self._owns_group:
             self.destroy_process_group()
-
-
-def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if chosen else None
-
-    return wrapper
-
-
-def _length(inputs: Any) -> int:
-    if isinstance(inputs, list | tuple) or (isinstance(inputs, torch.Tensor) and inputs.ndim > 0):
-        return len(inputs)
-    raise ConfigurationError(
-        "split_between_processes takes a list, a tuple, a tensor with at least one dimension, or a dict of such; got "
-        f"{type(inputs).__name__}"
-    )

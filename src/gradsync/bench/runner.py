@@ -29,8 +29,8 @@ from gradsync.bench.screen import Screen
 from gradsync.charts.canvas import require
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate, read_counters
-from gradsync.lab.fork import fork_ranks
-from gradsync.lab.iproute import check_fit
+from gradsync.lab.lab import fork_ranks
+from gradsync.lab.system import check_fit
 
 __all__ = ["Outcome", "RunPlan", "missing_lab", "run"]
 

@@ -11,8 +11,8 @@ from rich.text import Text
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.lab.inventory import lab_names
-from gradsync.lab.iproute import check_fit
 from gradsync.lab.lab import take_down
+from gradsync.lab.system import check_fit
 
 __all__ = ["lab"]
 

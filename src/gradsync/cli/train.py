@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,62 +21,36 @@ MOST_CPU_RANKS = 4
 # A rank that has nothing to add to an error lets rank 0 end first: its exit code is the one that tells.
 SECONDS_FOR_RANK_0 = 3
 
-# Headings of the help.
-MODEL, BATCH, LEARNING, WIRE, RUN = "Model and data", "Batch and length", "Learning", "Ranks and wire", "Run folder"
+# Options under the headings of the help.
+HEADINGS = ("Model and data", "Batch and length", "Learning", "Ranks and wire", "Run folder")
+MODEL, BATCH, LEARNING, WIRE, RUN = (partial(typer.Option, rich_help_panel=heading) for heading in HEADINGS)
 
 
 def train(
-    model: Annotated[
-        str, typer.Option(help="nano, tiny, mini, gpt2; or hf:NAME; or a folder.", rich_help_panel=MODEL)
-    ] = "tiny",
-    data: Annotated[
-        str, typer.Option(help="stdlib, a text file, a folder, or hf:NAME.", rich_help_panel=MODEL)
-    ] = "stdlib",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A Hugging Face tokenizer; bytes without it.", rich_help_panel=MODEL)
-    ] = None,
-    micro_batch: Annotated[
-        int, typer.Option("--batch", help="Sequences in a micro-batch of one rank.", rich_help_panel=BATCH)
-    ] = 8,
-    grad_accum: Annotated[int, typer.Option(help="Micro-batches a step and rank.", rich_help_panel=BATCH)] = 4,
-    sequence_length: Annotated[
-        int, typer.Option("--length", help="Tokens in a sequence.", rich_help_panel=BATCH)
-    ] = 128,
-    steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps; 130 unless --epochs is given.", rich_help_panel=BATCH)
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option(help="Passes over the data, instead of --steps.", rich_help_panel=BATCH)
-    ] = None,
-    learning_rate: Annotated[
-        float, typer.Option("--lr", help="At its highest, after the warm-up.", rich_help_panel=LEARNING)
-    ] = 1e-3,
-    warmup: Annotated[int, typer.Option(help="Steps until then; a cosine follows.", rich_help_panel=LEARNING)] = 20,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's.", rich_help_panel=LEARNING)] = 0.1,
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.", rich_help_panel=LEARNING)] = 1.0,
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.", rich_help_panel=LEARNING)] = "fp32",
-    seed: Annotated[int, typer.Option(help="Of weights, order and dropout.", rich_help_panel=LEARNING)] = 0,
-    nproc: Annotated[
-        int | None,
-        typer.Option(help="Ranks to start here: one a GPU, else one a core up to 4.", rich_help_panel=WIRE),
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Leave GPUs alone.", rich_help_panel=WIRE)] = False,
-    bucket_mb: Annotated[
-        float | None, typer.Option(help="Bucket size in MiB; measured without it.", rich_help_panel=WIRE)
-    ] = None,
-    reduction: Annotated[str, typer.Option(help="What is sent: mean, bf16 or fp16.", rich_help_panel=WIRE)] = "mean",
-    run_folder: Annotated[
-        Path | None, typer.Option(help="Metrics, checkpoints, report; runs/TIME without it.", rich_help_panel=RUN)
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --run-folder.", rich_help_panel=RUN)
-    ] = False,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", rich_help_panel=RUN)] = 100,
-    keep: Annotated[int, typer.Option(help="Checkpoints to keep.", rich_help_panel=RUN)] = 2,
-    validate_every: Annotated[int, typer.Option(help="Steps between validations.", rich_help_panel=RUN)] = 50,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard events too.", rich_help_panel=RUN)
-    ] = False,
+    model: Annotated[str, MODEL(help="nano, tiny, mini, gpt2; or hf:NAME; or a folder.")] = "tiny",
+    data: Annotated[str, MODEL(help="stdlib, a text file, a folder, or hf:NAME.")] = "stdlib",
+    tokenizer: Annotated[str | None, MODEL(help="A Hugging Face tokenizer; bytes without it.")] = None,
+    micro_batch: Annotated[int, BATCH("--batch", help="Sequences in a micro-batch of one rank.")] = 8,
+    grad_accum: Annotated[int, BATCH(help="Micro-batches a step and rank.")] = 4,
+    sequence_length: Annotated[int, BATCH("--length", help="Tokens in a sequence.")] = 128,
+    steps: Annotated[int | None, BATCH(help="Optimizer steps; 130 unless --epochs is given.")] = None,
+    epochs: Annotated[float | None, BATCH(help="Passes over the data, instead of --steps.")] = None,
+    learning_rate: Annotated[float, LEARNING("--lr", help="At its highest, after the warm-up.")] = 1e-3,
+    warmup: Annotated[int, LEARNING(help="Steps until then; a cosine follows.")] = 20,
+    weight_decay: Annotated[float, LEARNING(help="AdamW's.")] = 0.1,
+    clip: Annotated[float, LEARNING(help="Largest norm of the gradient.")] = 1.0,
+    precision: Annotated[str, LEARNING(help="fp32, bf16, fp16 or fp64.")] = "fp32",
+    seed: Annotated[int, LEARNING(help="Of weights, order and dropout.")] = 0,
+    nproc: Annotated[int | None, WIRE(help="Ranks to start here: one a GPU, else one a core up to 4.")] = None,
+    cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
+    bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
+    reduction: Annotated[str, WIRE(help="What is sent: mean, bf16 or fp16.")] = "mean",
+    run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
+    resume: Annotated[bool, RUN("--resume", help="Go on from the newest checkpoint in --run-folder.")] = False,
+    checkpoint_every: Annotated[int, RUN(help="Steps between checkpoints.")] = 100,
+    keep: Annotated[int, RUN(help="Checkpoints to keep.")] = 2,
+    validate_every: Annotated[int, RUN(help="Steps between validations.")] = 50,
+    tensorboard: Annotated[bool, RUN("--tensorboard", help="Write TensorBoard events too.")] = False,
 ) -> None:
     """Train a language model on several ranks, with gradient accumulation.
 

@@ -11,17 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from gradsync.doctor import machine, network, software
 from gradsync.doctor.finding import Finding, Status, guarded
-from gradsync.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
-from gradsync.doctor.network import check_gloo_interface, check_interfaces, check_ports, list_interfaces
-from gradsync.doctor.software import (
-    check_backends,
-    check_gpus,
-    check_launcher,
-    check_packages,
-    check_python,
-    check_torch,
-)
 from gradsync.doctor.wire import Wire
 
 __all__ = ["Finding", "Status", "examine"]
@@ -46,19 +37,19 @@ def examine(
 
 def _checks(variables: Mapping[str, str]) -> dict[str, Callable[[], Finding]]:
     return {
-        "python": check_python,
-        "torch": check_torch,
-        "backends": check_backends,
-        "packages": check_packages,
-        "launcher": partial(check_launcher, variables),
-        "gpus": check_gpus,
-        "cores": partial(check_cores, variables),
-        "memory": check_memory,
-        "shared memory": check_shared_memory,
-        "open files": check_open_files,
-        "interfaces": lambda: check_interfaces(list_interfaces()),
-        "gloo": lambda: check_gloo_interface(list_interfaces(), variables),
-        "ports": check_ports,
+        "python": software.check_python,
+        "torch": software.check_torch,
+        "backends": software.check_backends,
+        "packages": software.check_packages,
+        "launcher": partial(software.check_launcher, variables),
+        "gpus": software.check_gpus,
+        "cores": partial(machine.check_cores, variables),
+        "memory": machine.check_memory,
+        "shared memory": machine.check_shared_memory,
+        "open files": machine.check_open_files,
+        "interfaces": lambda: network.check_interfaces(network.list_interfaces()),
+        "gloo": lambda: network.check_gloo_interface(network.list_interfaces(), variables),
+        "ports": network.check_ports,
     }
 
 

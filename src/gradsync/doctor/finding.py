@@ -7,7 +7,7 @@ from enum import StrEnum
 from gradsync.accelerator.environment import ProcessEnvironment, read_environment
 from gradsync.errors import ConfigurationError
 
-__all__ = ["GIB", "KIB", "MIB", "Finding", "Status", "guarded", "place_of", "size"]
+__all__ = ["GIB", "KIB", "MIB", "Finding", "Status", "guarded", "judged", "place_of", "size"]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -37,6 +37,16 @@ class Finding:
     @property
     def public_detail(self) -> str:
         return self.detail if self.public is None else self.public
+
+
+# Whether something is wrong, how bad that is, and what to do about it.
+Fault = tuple[bool, Status, str]
+
+
+def judged(name: str, detail: str, *faults: Fault, public: str | None = None) -> Finding:
+    """What the first of ``faults`` that is there makes of ``detail``; PASS, if none is."""
+    status, fix = next(((status, fix) for there, status, fix in faults if there), (Status.PASS, ""))
+    return Finding(name=name, status=status, detail=detail, fix=fix, public=public)
 
 
 def guarded(name: str, check: Callable[[], Finding]) -> Finding:

@@ -1,5 +1,6 @@
 """Checks of what the machine gives to a process: cores, memory, shared memory, open files."""
 
+import math
 import os
 import resource
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gradsync.doctor.finding import GIB, Finding, Status, place_of, size
+from gradsync.doctor.finding import GIB, Finding, Status, judged, place_of, size
 
 __all__ = ["check_cores", "check_memory", "check_open_files", "check_shared_memory"]
 
@@ -33,20 +34,18 @@ def check_cores(variables: Mapping[str, str]) -> Finding:
     detail += f"; OMP_NUM_THREADS {setting or 'not set'}"
     if setting and not (setting.isdecimal() and int(setting) > 0):
         fix = "set OMP_NUM_THREADS to the threads of one rank: export OMP_NUM_THREADS=1"
-        return Finding(name="cores", status=Status.WARN, detail=f"{detail}, which is no number of threads", fix=fix)
+        return judged("cores", f"{detail}, which is no number of threads", (True, Status.WARN, fix))
     ranks = place_of(variables).local_world_size
     # What torch takes without a setting is what it has taken here: a thread a core.
     threads = int(setting) if setting else torch.get_num_threads() if ranks > 1 else 1
-    if ranks * threads > cores:
-        fix = f"ranks that share cores slow each other down: export OMP_NUM_THREADS={max(cores // ranks, 1)}"
-        if ranks > cores:
-            fix = f"start at most {cores} ranks here, each with OMP_NUM_THREADS=1"
+    crowded = ranks * threads > cores
+    if crowded:
         detail += f"; {ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
-        return Finding(name="cores", status=Status.WARN, detail=detail, fix=fix)
-    if cores < 2:
-        fix = "two ranks on one core take turns; give this process more cores (taskset, docker --cpus, srun -c)"
-        return Finding(name="cores", status=Status.WARN, detail=detail, fix=fix)
-    return Finding(name="cores", status=Status.PASS, detail=detail)
+    few = f"start at most {cores} ranks here, each with OMP_NUM_THREADS=1"
+    narrow = f"ranks that share cores slow each other down: export OMP_NUM_THREADS={max(cores // ranks, 1)}"
+    more = "two ranks on one core take turns; give this process more cores (taskset, docker --cpus, srun -c)"
+    faults = [(ranks > cores, few), (crowded, narrow), (cores < 2, more)]
+    return judged("cores", detail, *((there, Status.WARN, fix) for there, fix in faults))
 
 
 def _cpu_quota() -> float | None:
@@ -65,10 +64,8 @@ def check_memory() -> Finding:
     if limit is not None and limit < total:
         total, available = limit, min(available, limit - (used or 0))
     detail = f"{size(available)} available of {size(total)}"
-    if available < LEAST_MEMORY:
-        fix = "end what fills the memory, or raise the container's limit: every rank holds the whole model"
-        return Finding(name="memory", status=Status.WARN, detail=detail, fix=fix)
-    return Finding(name="memory", status=Status.PASS, detail=detail)
+    fix = "end what fills the memory, or raise the container's limit: every rank holds the whole model"
+    return judged("memory", detail, (available < LEAST_MEMORY, Status.WARN, fix))
 
 
 def _cgroup_bytes(name: str) -> int | None:
@@ -81,24 +78,26 @@ def check_shared_memory() -> Finding:
     name = "shared memory"
     if not SHARED_MEMORY.is_dir():
         fix = "mount -t tmpfs tmpfs /dev/shm (a DataLoader with workers needs it)"
-        return Finding(name=name, status=Status.FAIL, detail="/dev/shm does not exist", fix=fix, public="none")
+        return judged(name, "/dev/shm does not exist", (True, Status.FAIL, fix), public="none")
     stats = os.statvfs(SHARED_MEMORY)
     total, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     detail = f"{size(free)} free of {size(total)}"
-    if free < LEAST_SHARED_MEMORY:
-        fix = "docker run --ipc=host or --shm-size=8g; elsewhere mount -o remount,size=8g /dev/shm. Or do without "
-        fix += "workers in the DataLoader"
-        return Finding(name=name, status=Status.WARN, detail=detail, fix=fix)
-    return Finding(name=name, status=Status.PASS, detail=detail)
+    fix = (
+        "docker run --ipc=host or --shm-size=8g; elsewhere mount -o remount,size=8g /dev/shm. Or do without workers in "
+    )
+    fix += "the DataLoader"
+    return judged(name, detail, (free < LEAST_SHARED_MEMORY, Status.WARN, fix))
 
 
 def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft_text, hard_text = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard))
     detail = f"{soft_text} a process" + (f" (may be raised to {hard_text})" if hard != soft else "")
-    if soft == resource.RLIM_INFINITY or soft >= FEW_OPEN_FILES:
-        return Finding(name="open files", status=Status.PASS, detail=detail)
-    status = Status.FAIL if soft < LEAST_OPEN_FILES else Status.WARN
-    may_be_raised = hard == resource.RLIM_INFINITY or hard >= FEW_OPEN_FILES
-    fix = "ulimit -n $(ulimit -Hn)" if may_be_raised else "raise the hard limit: docker --ulimit nofile=65536:65536"
-    return Finding(name="open files", status=status, detail=detail, fix=fix)
+    allowed, most = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    fix = (
+        "raise the hard limit: docker --ulimit nofile=65536:65536"
+        if most < FEW_OPEN_FILES
+        else "ulimit -n $(ulimit -Hn)"
+    )
+    faults = [(allowed < LEAST_OPEN_FILES, Status.FAIL, fix), (allowed < FEW_OPEN_FILES, Status.WARN, fix)]
+    return judged("open files", detail, *faults)

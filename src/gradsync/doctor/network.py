@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradsync.accelerator.environment import DEFAULT_PORT, LOOPBACK
-from gradsync.doctor.finding import Finding, Status, place_of
+from gradsync.doctor.finding import Finding, Status, judged, place_of
 
 __all__ = ["Interface", "check_gloo_interface", "check_interfaces", "check_ports", "list_interfaces"]
 
@@ -82,14 +82,11 @@ def _megabits(name: str) -> int | None:
 def check_interfaces(interfaces: tuple[Interface, ...]) -> Finding:
     detail = "; ".join(each.described(with_addresses=True) for each in interfaces) or "none"
     public = "; ".join(each.described(with_addresses=False) for each in interfaces) or "none"
-    name = "interfaces"
-    if not any(each.is_loopback and each.up for each in interfaces):
-        fix = "ip link set lo up: ranks on one machine meet on loopback"
-        return Finding(name=name, status=Status.FAIL, detail=detail, fix=fix, public=public)
-    if _first_useful(interfaces) is None:
-        fix = "none, if this is the only machine; others can be reached only through an interface beside loopback"
-        return Finding(name=name, status=Status.WARN, detail=detail, fix=fix, public=public)
-    return Finding(name=name, status=Status.PASS, detail=detail, public=public)
+    deaf = not any(each.is_loopback and each.up for each in interfaces)
+    raise_it = "ip link set lo up: ranks on one machine meet on loopback"
+    alone = "none, if this is the only machine; others can be reached only through an interface beside loopback"
+    faults = [(deaf, Status.FAIL, raise_it), (_first_useful(interfaces) is None, Status.WARN, alone)]
+    return judged("interfaces", detail, *faults, public=public)
 
 
 def _first_useful(interfaces: tuple[Interface, ...]) -> Interface | None:
@@ -109,8 +106,7 @@ def check_gloo_interface(interfaces: tuple[Interface, ...], variables: Mapping[s
     holders = [each for each in interfaces if set(each.addresses) & set(addresses)]
     outside = [each.name for each in holders if not each.is_loopback]
     if outside:
-        detail = f"Gloo will use {outside[0]}, which has the address of this host's name"
-        return Finding(name="gloo", status=Status.PASS, detail=detail)
+        return judged("gloo", f"Gloo will use {outside[0]}, which has the address of this host's name")
     if any(each.is_loopback for each in holders) or any(address.startswith("127.") for address in addresses):
         public = "the host's name stands for a loopback address"
     elif addresses:
@@ -119,32 +115,21 @@ def check_gloo_interface(interfaces: tuple[Interface, ...], variables: Mapping[s
         public = "the host's name stands for no address"
     public += ", so Gloo will use loopback"
     detail = public.replace("the host's name", f"the host's name, {host},", 1)
-    return _only_loopback(interfaces, variables, detail=detail, public=public)
+    better, place = _first_useful(interfaces), place_of(variables)
+    setting = f"export GLOO_SOCKET_IFNAME={better.name}" if better else "set GLOO_SOCKET_IFNAME to a wired interface"
+    apart = place.local_world_size < place.world_size, Status.FAIL, f"ranks on other nodes cannot reach that: {setting}"
+    here = True, Status.WARN, f"nothing on one machine; for ranks on several: {setting}"
+    return judged("gloo", detail, apart, here, public=public)
 
 
 def _named_interfaces(interfaces: tuple[Interface, ...], named: list[str]) -> Finding:
     usable = {each.name for each in interfaces if each.up and each.addresses}
     wrong = [name for name in named if name not in usable]
-    detail = f"Gloo will use {', '.join(named)}, as GLOO_SOCKET_IFNAME says"
     if not wrong:
-        return Finding(name="gloo", status=Status.PASS, detail=detail)
-    choice = ", ".join(sorted(usable)) or "none"
+        return judged("gloo", f"Gloo will use {', '.join(named)}, as GLOO_SOCKET_IFNAME says")
     detail = f"GLOO_SOCKET_IFNAME names {', '.join(wrong)}, which is not an interface that is up and has an address"
-    fix = f"set it to one of these, or unset it: {choice}"
-    return Finding(name="gloo", status=Status.FAIL, detail=detail, fix=fix)
-
-
-def _only_loopback(
-    interfaces: tuple[Interface, ...], variables: Mapping[str, str], *, detail: str, public: str
-) -> Finding:
-    better = _first_useful(interfaces)
-    setting = f"export GLOO_SOCKET_IFNAME={better.name}" if better else "set GLOO_SOCKET_IFNAME to a wired interface"
-    place = place_of(variables)
-    if place.local_world_size < place.world_size:
-        fix = f"ranks on other nodes cannot reach that: {setting}"
-        return Finding(name="gloo", status=Status.FAIL, detail=detail, fix=fix, public=public)
-    fix = f"nothing on one machine; for ranks on several: {setting}"
-    return Finding(name="gloo", status=Status.WARN, detail=detail, fix=fix, public=public)
+    fix = f"set it to one of these, or unset it: {', '.join(sorted(usable)) or 'none'}"
+    return judged("gloo", detail, (True, Status.FAIL, fix))
 
 
 def _addresses_of(host: str) -> list[str]:
@@ -159,14 +144,12 @@ def check_ports() -> Finding:
         socket.create_server((LOOPBACK, 0)).close()
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "an unknown error")
-        detail = f"no port can be opened on loopback: {code}"
         fix = "ranks meet at one: see that lo is up (ip link set lo up) and that a sandbox or firewall allows it"
-        return Finding(name="ports", status=Status.FAIL, detail=detail, fix=fix)
-    if not (_is_free(socket.AF_INET, "0.0.0.0") and _is_free(socket.AF_INET6, "::")):
-        detail = f"loopback can be listened on; port {DEFAULT_PORT}, the default, is taken"
-        fix = "another job? Use torchrun --standalone, or set MASTER_PORT to a free port for all ranks"
-        return Finding(name="ports", status=Status.WARN, detail=detail, fix=fix)
-    return Finding(name="ports", status=Status.PASS, detail=f"loopback can be listened on; {DEFAULT_PORT} is free")
+        return judged("ports", f"no port can be opened on loopback: {code}", (True, Status.FAIL, fix))
+    taken = not (_is_free(socket.AF_INET, "0.0.0.0") and _is_free(socket.AF_INET6, "::"))
+    detail = f"loopback can be listened on; port {DEFAULT_PORT}, the default, is {'taken' if taken else 'free'}"
+    fix = "another job? Use torchrun --standalone, or set MASTER_PORT to a free port for all ranks"
+    return judged("ports", detail, (taken, Status.WARN, fix))
 
 
 def _is_free(family: socket.AddressFamily, address: str) -> bool:

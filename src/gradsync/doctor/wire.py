@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.communicator import Communicator, choose_communicator, fit_communicator
-from gradsync.doctor.finding import KIB, MIB, Finding, Status, size
+from gradsync.doctor.finding import KIB, MIB, Finding, Status, judged, size
 from gradsync.launch import Failure, RankProcesses, become, standalone
 
 __all__ = ["Wire", "be_rank", "measured"]
@@ -75,7 +75,7 @@ class Wire:
         detail = f"rank {rank} of {self._ranks} failed: {reason}"
         fix = "see the lines on interfaces, gloo and ports" if self._backend == "gloo" else "run with NCCL_DEBUG=INFO"
         public = f"rank {rank} of {self._ranks} failed with {what}"
-        return Finding(name=self.name, status=Status.FAIL, detail=detail, fix=fix, public=public)
+        return judged(self.name, detail, (True, Status.FAIL, fix), public=public)
 
     def _late(self) -> Finding:
         """Ranks that have had no time yet for the wire say nothing about it."""
@@ -85,10 +85,10 @@ class Wire:
         if not ready or self._deadline - ready_at < self._timeout / 2:
             detail = f"not measured: after {self._timeout:g} s the ranks had barely started"
             fix = "the machine is busy or slow: gradsync doctor --timeout 60"
-            return Finding(name=self.name, status=Status.WARN, detail=detail, fix=fix)
+            return judged(self.name, detail, (True, Status.WARN, fix))
         detail = f"{self._ranks} ranks had not finished their all-reduces after {self._timeout:g} s"
         fix = "they may not reach each other: see interfaces, gloo and ports. Else: gradsync doctor --timeout 60"
-        return Finding(name=self.name, status=Status.FAIL, detail=detail, fix=fix)
+        return judged(self.name, detail, (True, Status.FAIL, fix))
 
 
 def _text(file: IO[bytes]) -> str:
@@ -107,19 +107,17 @@ def measured(
 
     ``choice`` is the wire that gradsync would take between such ranks, and ``chosen`` its seconds.
     """
+    name = f"{backend} wire"
     if ranks == 1:
-        detail = f"{backend.upper()} starts and reduces; with a single GPU there is no wire to measure"
-        return Finding(name=f"{backend} wire", status=Status.PASS, detail=detail)
+        return judged(name, f"{backend.upper()} starts and reduces; with a single GPU there is no wire to measure")
     times = {int(nbytes): value for nbytes, value in seconds.items()}
     lines = [f"all-reduce between {ranks} ranks", *_rows(times)]
     if chosen is not None:
         lines += [f"gradsync takes {choice}", *_rows({int(nbytes): value for nbytes, value in chosen.items()})]
-    detail = "\n".join(lines)
     latency, bandwidth = times[min(times)], max(nbytes / value for nbytes, value in times.items() if nbytes >= MIB)
-    if latency > SLOW_SECONDS or bandwidth < SLOW_BYTES_PER_SECOND[backend]:
-        fix = "that is slow for one machine: see what else uses the cores (top), and measure again"
-        return Finding(name=f"{backend} wire", status=Status.WARN, detail=detail, fix=fix)
-    return Finding(name=f"{backend} wire", status=Status.PASS, detail=detail)
+    slow = latency > SLOW_SECONDS or bandwidth < SLOW_BYTES_PER_SECOND[backend]
+    fix = "that is slow for one machine: see what else uses the cores (top), and measure again"
+    return judged(name, "\n".join(lines), (slow, Status.WARN, fix))
 
 
 def _rows(times: Mapping[int, float]) -> list[str]:

@@ -1,12 +1,11 @@
 """Hosts with shaped links on one machine, and modules that take the time of an accelerator."""
 
 from gradsync.lab.emulated import EmulatedModel
-from gradsync.lab.errors import LabError
-from gradsync.lab.fork import fork_ranks
 from gradsync.lab.host import Counters, Host, read_counters
-from gradsync.lab.lab import Lab, LabPlan, Link
+from gradsync.lab.lab import Lab, LabPlan, Link, fork_ranks
 from gradsync.lab.profile import Layer, Profile, bert_base, resnet50, transformer
 from gradsync.lab.rate import Rate
+from gradsync.lab.system import LabError
 
 __all__ = [
     "Counters",

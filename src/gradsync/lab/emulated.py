@@ -42,20 +42,13 @@ class EmulatedModel(nn.Module):
         super().__init__()
         self.profile = profile.scaled(parameters=size_scale, seconds=time_scale)
         self._clock = _Clock()
-        count = self.profile.tensors
+        names = [f"{layer.name}.{name}" for layer in self.profile.layers for name in layer.shapes]
+        self._factors = {name: number / len(names) for number, name in enumerate(names, 1)}
         self._steps: list[_EmulatedLayer] = []
-        first = 0
         for layer in self.profile.layers:
-            factors = tuple((first + index + 1) / count for index in range(len(layer.shapes)))
-            step = _EmulatedLayer(layer, self._clock, factors)
-            _place(self, layer.name, step)
-            self._steps.append(step)
-            first += len(layer.shapes)
-        self._factors = {
-            f"{step.layer.name}.{name}": factor
-            for step in self._steps
-            for name, factor in zip(step.layer.shapes, step.factors, strict=True)
-        }
+            factors = tuple(self._factors[f"{layer.name}.{name}"] for name in layer.shapes)
+            self._steps.append(_EmulatedLayer(layer, self._clock, factors))
+            _place(self, layer.name, self._steps[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The mean of ``inputs``, after the time of a forward. It requires gradients, as a loss does."""

@@ -19,9 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradsync.lab.errors import LabError
-from gradsync.lab.iproute import ip, ip_json
-from gradsync.lab.kernel import NAMESPACES
+from gradsync.lab.system import NAMESPACES, LabError, ip
 
 __all__ = ["BRIDGE", "Owner", "Record", "alone", "host_name", "lab_names", "processes", "remove", "switch_name"]
 
@@ -84,7 +82,7 @@ class Record:
         if switch_name(lab) not in _all_namespaces():
             return None
         try:
-            links = ip_json("link", "show", namespace=switch_name(lab))
+            links = ip.json("link", "show", namespace=switch_name(lab))
         except LabError:
             return None  # a file without its namespace, as a crash of the machine leaves it
         aliases = [link.get("ifalias", "") for link in links if link["ifname"] == BRIDGE]

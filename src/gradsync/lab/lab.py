@@ -15,22 +15,21 @@ shaped at both ends, so that both directions have the full rate, as on a switch.
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.lab.errors import LabError
-from gradsync.lab.host import INTERFACE, Counters, Host, places_on, read_counters
-from gradsync.lab.inventory import BRIDGE, Owner, Record, alone, host_name, lab_names, processes, remove, switch_name
-from gradsync.lab.iproute import check_fit, ip, ip_json, ip_lines, tc_json, tc_lines
-from gradsync.lab.kernel import inside
-from gradsync.lab.program import run_program
-from gradsync.lab.rate import Rate
-from gradsync.launch import signals_raise
+import torch
 
-__all__ = ["Lab", "LabPlan", "Link", "take_down"]
+from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.lab.host import INTERFACE, Counters, Host, places_here, places_on, read_counters, run_at, run_program
+from gradsync.lab.inventory import BRIDGE, Owner, Record, alone, host_name, lab_names, processes, remove, switch_name
+from gradsync.lab.rate import Rate
+from gradsync.lab.system import LabError, check_fit, inside, ip, tc
+from gradsync.launch import Place, signals_raise
+
+__all__ = ["Lab", "LabPlan", "Link", "fork_ranks", "take_down"]
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 MOST_HOSTS = 200
@@ -129,9 +128,9 @@ class Lab:
         names[switch_name(self.plan.name)] = [host.name for host in self.hosts]
         for namespace, interfaces in names.items():
             if rate is not None:
-                tc_lines(namespace, (f"qdisc replace dev {name} root {_queue(rate)}" for name in interfaces))
+                tc.lines(namespace, (f"qdisc replace dev {name} root {_queue(rate)}" for name in interfaces))
             elif shaped := [name for name in interfaces if name in _rates(namespace)]:
-                tc_lines(namespace, (f"qdisc delete dev {name} root" for name in shaped))
+                tc.lines(namespace, (f"qdisc delete dev {name} root" for name in shaped))
         self.plan = LabPlan(name=self.plan.name, hosts=self.plan.hosts, rate=rate)
 
     def cut(self, host: int) -> None:
@@ -210,6 +209,38 @@ def take_down(name: str) -> bool:
     return there
 
 
+def fork_ranks(
+    lab: Lab | None,
+    function: Callable[[], object],
+    *,
+    ranks_per_host: int = 1,
+    ranks: int | None = None,
+    timeout: float = 600.0,
+) -> None:
+    """Call ``function()`` in one forked process a rank, on the hosts of ``lab`` or, without one, on this machine.
+
+    Forked, so that none has to import torch. A rank has torchrun's environment and one thread for torch. It must make
+    its process group itself; this process must have none, and must not have used a GPU, since neither survives a fork.
+
+    ``ranks`` counts those on this machine, which talk over loopback. If a rank raises, its traceback goes to stderr,
+    the others are ended, and a :class:`LabError` names it. Ranks die with this process, also if it is killed.
+    """
+    if lab is None:
+        places = places_here(ranks_per_host if ranks is None else ranks)
+    elif ranks is not None:
+        raise ConfigurationError("ranks= is for this machine; on the hosts of a lab say ranks_per_host=")
+    else:
+        places = places_on(lab.hosts, ranks_per_host)
+
+    def work(place: Place) -> None:
+        torch.set_num_threads(1)  # the threads of the parent's pool were not forked; to wait for them would be forever
+        function()
+
+    failure = run_at(places, work, timeout)
+    if failure is not None:
+        raise LabError(f"{failure}. Its traceback is above, and the other ranks were ended")
+
+
 def _wire(plan: LabPlan, record: Record, hosts: Sequence[Host]) -> None:
     """Make the namespaces, the bridge and the links."""
     switch = switch_name(plan.name)
@@ -217,10 +248,10 @@ def _wire(plan: LabPlan, record: Record, hosts: Sequence[Host]) -> None:
     # Without IPv6 and multicast the counters hold what the ranks send, and nearly nothing else.
     bridge = f"link add name {BRIDGE} type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
     alias = f"link set dev {BRIDGE} alias '{record.alias}'"
-    ip_lines(switch, [bridge, alias, f"link set dev {BRIDGE} addrgenmode none up"])
+    ip.lines(switch, [bridge, alias, f"link set dev {BRIDGE} addrgenmode none up"])
     for host in hosts:
         ip("netns", "add", host.namespace)
-        ip_lines(
+        ip.lines(
             host.namespace,
             [
                 "link set dev lo up",
@@ -229,7 +260,7 @@ def _wire(plan: LabPlan, record: Record, hosts: Sequence[Host]) -> None:
                 f"address add {host.address}/24 dev {host.interface}",
             ],
         )
-    ip_lines(switch, (f"link set dev {host.name} addrgenmode none master {BRIDGE} up" for host in hosts))
+    ip.lines(switch, (f"link set dev {host.name} addrgenmode none master {BRIDGE} up" for host in hosts))
 
 
 def _hosts_of(plan: LabPlan, record: Record) -> tuple[Host, ...]:
@@ -260,13 +291,13 @@ def _queue(rate: Rate) -> str:
 
 
 def _switch_links(lab: str) -> list[dict[str, Any]]:
-    return [link for link in ip_json("link", "show", namespace=switch_name(lab)) if link["ifname"] != "lo"]
+    return [link for link in ip.json("link", "show", namespace=switch_name(lab)) if link["ifname"] != "lo"]
 
 
 def _rates(namespace: str) -> dict[str, Rate]:
     """Of the shaped interfaces in a namespace."""
     return {
         queue["dev"]: Rate(bits_per_second=queue["options"]["rate"] * 8)
-        for queue in tc_json("qdisc", "show", namespace=namespace)
+        for queue in tc.json("qdisc", "show", namespace=namespace)
         if queue["kind"] == "tbf"
     }
