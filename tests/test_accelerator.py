@@ -978,7 +978,7 @@ def buckets(source: str) -> tuple[int, bool]:
     accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=handlers)
     model = accelerator.prepare(raw)
     model(rows(0, dtype=torch.float32)).mean().backward()
-    handle = accelerator.models.handle_of(model)
+    handle = accelerator.models.attachment_of(model)
     return len(handle.synchronizer.buckets), raw.computed_in is torch.float32
 
 

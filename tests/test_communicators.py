@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 WIRED = [
     ("peer-exchange", 2),
     ("peer-exchange", 4),
-    ("small-chunks", 4),
+    ("small-parts", 4),
     ("round-robin", 2),
     ("shared-memory", 2),
     ("shared-memory", 4),

@@ -77,9 +77,9 @@ def perform_in_process(calls: list[Call]) -> list[torch.Tensor]:
     return perform(choose_communicator(), calls)
 
 
-def perform_by_exchange(calls: list[Call], chunk_bytes: int, in_flight: int) -> list[torch.Tensor]:
+def perform_by_exchange(calls: list[Call], part_bytes: int, in_flight: int) -> list[torch.Tensor]:
     group = dist.distributed_c10d._get_default_group()
-    return perform(PeerExchangeCommunicator(group, chunk_bytes=chunk_bytes, in_flight=in_flight), calls)
+    return perform(PeerExchangeCommunicator(group, part_bytes=part_bytes, in_flight=in_flight), calls)
 
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -99,14 +99,14 @@ def call(draw: st.DrawFn) -> Call:
 @settings(max_examples=6)
 @given(
     calls=st.lists(call(), min_size=3, max_size=7),
-    chunk_bytes=st.sampled_from([5000, 65_536, 4 << 20]),
+    part_bytes=st.sampled_from([5000, 65_536, 4 << 20]),
     in_flight=st.integers(1, 9),
 )
 def test_an_exchange_has_the_bits_of_threads(
-    process_ranks: RankPool, calls: list[Call], chunk_bytes: int, in_flight: int
+    process_ranks: RankPool, calls: list[Call], part_bytes: int, in_flight: int
 ) -> None:
     expected = run_ranks(perform_in_process, process_ranks.world_size, calls)
-    results = process_ranks.run(perform_by_exchange, calls, chunk_bytes, in_flight)
+    results = process_ranks.run(perform_by_exchange, calls, part_bytes, in_flight)
     for rank, tensors in enumerate(results):
         for what, tensor, reference in zip(calls, tensors, expected[rank], strict=True):
             assert torch.equal(tensor, reference), f"{what} on rank {rank}"
@@ -132,7 +132,7 @@ def test_shared_memory_has_the_bits_of_threads(process_ranks: RankPool, calls: l
 
 
 def chunks_of_one_element() -> torch.Tensor:
-    wire = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group(), chunk_bytes=1, in_flight=1)
+    wire = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group(), part_bytes=1, in_flight=1)
     output = torch.zeros(11)
     wire.reduce_scatter(output, noise(wire.rank, 11 * wire.world_size, torch.float32)).wait()
     return output
@@ -175,7 +175,7 @@ def assert_true(value: bool) -> None:
 def cross_waits() -> list[bool]:
     """Two wires over one group that run in opposite orders, are waited for so, and messages of the user's between."""
     group: Any = dist.distributed_c10d._get_default_group()
-    wires = [PeerExchangeCommunicator(group), PeerExchangeCommunicator(group, chunk_bytes=10_000)]
+    wires = [PeerExchangeCommunicator(group), PeerExchangeCommunicator(group, part_bytes=10_000)]
     # What is started first on the wire that is held up meets, on the other rank, the other wire's.
     held = threading.Event()
     wires[group.rank()]._queue.start(lambda: assert_true(held.wait(10)))
@@ -392,7 +392,7 @@ def refused() -> list[str]:
     group = dist.distributed_c10d._get_default_group()
     wire = PeerExchangeCommunicator(group)
     attempts = [
-        lambda: PeerExchangeCommunicator(group, chunk_bytes=0),
+        lambda: PeerExchangeCommunicator(group, part_bytes=0),
         lambda: PeerExchangeCommunicator(group, in_flight=0),
         lambda: wire.all_reduce(torch.ones(2, dtype=torch.int64), "average"),
         lambda: wire.all_reduce(torch.ones(2, dtype=torch.complex64), "max"),
@@ -419,7 +419,7 @@ def refused() -> list[str]:
 def test_bad_input_is_refused_before_anything_is_sent() -> None:
     said, _ = pool_of(2).run(refused)
     expected = [
-        "chunk_bytes=0",
+        "part_bytes=0",
         "in_flight=0",
         "torch.int64",
         "no maximum",

@@ -26,9 +26,9 @@ from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 T = TypeVar("T")
 
 
-def small_chunks(group: dist.ProcessGroup) -> Communicator:
-    """Chunks of a few elements: every collective takes many of them, and the last one is not full."""
-    return PeerExchangeCommunicator(group, chunk_bytes=3000, in_flight=2)
+def small_parts(group: dist.ProcessGroup) -> Communicator:
+    """Parts of a few elements: every collective takes many of them, and the last one is not full."""
+    return PeerExchangeCommunicator(group, part_bytes=3000, in_flight=2)
 
 
 def round_robin(group: dist.ProcessGroup) -> Communicator:
@@ -55,7 +55,7 @@ def hosts_of(*sizes: int) -> Callable[[dist.ProcessGroup], Communicator]:
 
 WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
     "peer-exchange": PeerExchangeCommunicator,
-    "small-chunks": small_chunks,
+    "small-parts": small_parts,
     "round-robin": round_robin,
     "shared-memory": shared_memory,
     "hosts-2+2": hosts_of(2, 2),
@@ -64,7 +64,7 @@ WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
 
 # Every kind of ranks, in numbers from 1 on.
 SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2), ("processes", 3)]
-SIZED += [("peer-exchange", 1), ("peer-exchange", 3), ("small-chunks", 2), ("round-robin", 2), ("round-robin", 3)]
+SIZED += [("peer-exchange", 1), ("peer-exchange", 3), ("small-parts", 2), ("round-robin", 2), ("round-robin", 3)]
 SIZED += [("shared-memory", 1), ("shared-memory", 2), ("shared-memory", 3), ("hosts-2+2", 4), ("hosts-3+1", 4)]
 
 _made: dict[str, tuple[dist.ProcessGroup, Communicator]] = {}

@@ -17,17 +17,17 @@ __all__ = ["GradientSynchronization", "synchronize_gradients"]
 class _ForwardHooks:
     """Tells the engine of forwards. A copy of the model (an EMA, a pickle) takes along hooks that do nothing."""
 
-    def __init__(self, handle: "GradientSynchronization | None") -> None:
-        self._handle = handle
+    def __init__(self, attachment: "GradientSynchronization | None") -> None:
+        self._attachment = attachment
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if self._handle is not None and torch.is_grad_enabled():
-            self._handle.replica.require_unchanged()
-            self._handle.synchronizer.begin_forward()
+        if self._attachment is not None and torch.is_grad_enabled():
+            self._attachment.replica.require_unchanged()
+            self._attachment.synchronizer.begin_forward()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._handle is not None and torch.is_grad_enabled():
-            self._handle.synchronizer.end_forward(output)
+        if self._attachment is not None and torch.is_grad_enabled():
+            self._attachment.synchronizer.end_forward(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardHooks":
         return _ForwardHooks(None)
@@ -71,7 +71,7 @@ def synchronize_gradients(
 
     Nothing is wrapped: the model keeps its class, its attributes and its ``state_dict`` keys. Parameters and buffers
     are compared over ranks and taken from rank 0 once, unless ``init_sync`` is False. How gradients travel is said by
-    ``policy``, or by its fields as keyword arguments; see :class:`~gradsync.SyncPolicy`. The returned handle has
+    ``policy``, or by its fields as keyword arguments; see :class:`~gradsync.SyncPolicy`. The returned attachment has
     ``accumulate()``, ``backward()``, ``no_sync()``, ``synchronize()`` and ``detach()``.
     """
     policy = SyncPolicy.chosen(policy, settings, bucket_cap_mb=bucket_cap_mb)

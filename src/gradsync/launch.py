@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gradsync.accelerator.environment import LOOPBACK
 
-__all__ = ["PASSED_ON", "Failure", "Place", "RankProcesses", "become", "signals_raise", "standalone"]
+__all__ = ["PASSED_ON", "Failure", "RankPlace", "RankProcesses", "become", "signals_raise", "standalone"]
 
 # Those that fail because of a first failure may be seen before it.
 SETTLE_SECONDS = 0.1
@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """The place of a rank: ``local`` is its number on its host and how many run there, ``node`` the same of the host.
 
     ``more`` are variables beside torchrun's. ``enter`` is called in the new process, to move it to its host; without it
@@ -89,7 +89,7 @@ class Place:
 class Failure:
     """A rank that did not end with 0; a negative code is the signal that ended it."""
 
-    place: Place
+    place: RankPlace
     code: int
 
     @property
@@ -111,7 +111,7 @@ class Failure:
 
 
 @contextmanager
-def standalone(ranks: int) -> Iterator[list[Place]]:
+def standalone(ranks: int) -> Iterator[list[RankPlace]]:
     """The places of so many ranks on this machine, as ``torchrun --standalone`` makes them.
 
     They meet at a store that is open to this machine only. This process holds it meanwhile, so it outlives every rank.
@@ -129,13 +129,13 @@ def standalone(ranks: int) -> Iterator[list[Place]]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    yield [Place(local=(rank, ranks), master=(LOOPBACK, port), more=more) for rank in range(ranks)]
+    yield [RankPlace(local=(rank, ranks), master=(LOOPBACK, port), more=more) for rank in range(ranks)]
     del store  # held until here
 
 
 @dataclass(kw_only=True)
 class _Process:
-    place: Place
+    place: RankPlace
     pid: int
     pidfd: int
     code: int | None = None
@@ -176,7 +176,7 @@ class RankProcesses:
                     time.sleep(0.001)
         self._processes.clear()
 
-    def start(self, place: Place, action: Callable[[], object]) -> None:
+    def start(self, place: RankPlace, action: Callable[[], object]) -> None:
         """``action()`` in a new process at ``place``. It ends with 0 when ``action`` returns."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -266,7 +266,7 @@ class RankProcesses:
         return bool(ended)
 
 
-def _be_rank(place: Place, parent: int, action: Callable[[], object]) -> NoReturn:
+def _be_rank(place: RankPlace, parent: int, action: Callable[[], object]) -> NoReturn:
     code = 1
     try:
         # However the parent ends, also before this line.

@@ -97,7 +97,7 @@ class Accelerator(ProcessControl):
         self.models = PreparedModels(world, self.precision, settings["DistributedDataParallelKwargs"])
         if self.precision.scaler is not None:
             models = self.models
-            self.precision.scaler.synchronizers = lambda: [handle.synchronizer for handle in models.handles]
+            self.precision.scaler.synchronizers = lambda: [each.synchronizer for each in models.attachments]
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
 
     @property
@@ -207,22 +207,22 @@ class Accelerator(ProcessControl):
         """One micro-batch of these models. The last of a window synchronizes; optimizers and schedulers act there."""
         if not models:
             raise ConfigurationError("accumulate() needs the models that accumulate, as in accumulate(model)")
-        return self.windows.micro_batch([self.models.handle_of(model) for model in models])
+        return self.windows.micro_batch([self.models.attachment_of(model) for model in models])
 
     def window(self, batches: Iterable[Batch], *models: nn.Module) -> Iterator[Batch]:
         """``for batch in accelerator.window(batches, model):`` is one whole window, where its batches are known.
 
         Processes may have different numbers of batches in it, or none.
         """
-        return self.windows.window([self.models.handle_of(model) for model in models], batches)
+        return self.windows.window([self.models.attachment_of(model) for model in models], batches)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards in here stay in this process. Around the backward is enough."""
-        return self.models.handle_of(model).no_sync()
+        return self.models.attachment_of(model).no_sync()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards in here synchronize, also those of forwards that ran under ``no_sync``."""
-        return self.models.handle_of(model).force_sync()
+        return self.models.attachment_of(model).force_sync()
 
     def backward(self, loss: torch.Tensor, weight: Any = None, **kwargs: Any) -> None:
         """``loss.backward()``, scaled for float16 where that is on.

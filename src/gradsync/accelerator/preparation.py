@@ -26,7 +26,7 @@ class PreparedModels:
         self._world = world
         self._precision = precision
         self._options = dict(options)
-        self._handles: dict[int, Accumulation] = {}
+        self._attachments: dict[int, Accumulation] = {}
         self.prepared: list[nn.Module] = []
         # The same models without a wrapper.
         self.plain: list[nn.Module] = []
@@ -35,7 +35,7 @@ class PreparedModels:
         """The model to train with: a wrapper, or the model itself in a world of one, where there is nobody to meet."""
         if any(model is prepared for prepared in self.prepared):
             return model
-        if id(model) in self._handles:
+        if id(model) in self._attachments:
             raise ConfigurationError(
                 f"this {type(model).__name__} has been prepared already. Use the object that prepare() returned"
             )
@@ -61,31 +61,31 @@ class PreparedModels:
         self._remember(wrapper, wrapper, model)
         return wrapper
 
-    def _remember(self, prepared: nn.Module, handle: Accumulation, inner: nn.Module) -> None:
+    def _remember(self, prepared: nn.Module, attachment: Accumulation, inner: nn.Module) -> None:
         self.prepared.append(prepared)
         self.plain.append(inner)
-        self._handles[id(prepared)] = self._handles[id(inner)] = handle
+        self._attachments[id(prepared)] = self._attachments[id(inner)] = attachment
 
-    def handle_of(self, model: Any) -> Accumulation:
+    def attachment_of(self, model: Any) -> Accumulation:
         """The engine of a prepared model, or of the model that was prepared."""
         inner = getattr(model, "_orig_mod", model)
-        handle = self._handles.get(id(inner))
-        if handle is None:
+        attachment = self._attachments.get(id(inner))
+        if attachment is None:
             raise ConfigurationError(
                 f"{type(model).__name__} was not prepared by this accelerator, so its gradients are not synchronized. "
                 "Call model = accelerator.prepare(model) first"
             )
-        return handle
+        return attachment
 
     @property
-    def handles(self) -> list[Accumulation]:
-        return list({id(handle): handle for handle in self._handles.values()}.values())
+    def attachments(self) -> list[Accumulation]:
+        return list({id(attachment): attachment for attachment in self._attachments.values()}.values())
 
     def clear(self) -> None:
         """Take the engine off all models."""
-        for handle in self.handles:
-            handle.synchronizer.detach()
-        self._handles.clear()
+        for attachment in self.attachments:
+            attachment.synchronizer.detach()
+        self._attachments.clear()
         self.prepared.clear()
         self.plain.clear()
 

@@ -48,7 +48,7 @@ def save_prepared(
 ) -> Path:
     """Write a checkpoint, of the step after the newest one unless ``step`` says another; returns where. Collective."""
     scaler = prepared.precision.scaler
-    engines = [handle.synchronizer for handle in prepared.models.handles]
+    engines = [each.synchronizer for each in prepared.models.attachments]
     shared = {
         **{name: [each.state_dict() for each in objects] for name, objects in prepared.replicated.items()},
         "engines": [engine.state_dict() for engine in engines],
@@ -119,7 +119,7 @@ def restore_prepared(prepared: Prepared, loaded: Loaded, world_size: int) -> boo
 
 def _load_own(prepared: Prepared, own: dict[str, Any], states: Sequence[Any]) -> None:
     _require_count("loaders", own["loaders"], prepared.loaders)
-    engines = [handle.synchronizer for handle in prepared.models.handles]
+    engines = [each.synchronizer for each in prepared.models.attachments]
     for engine, state, window in zip(engines, states, own["windows"], strict=True):
         # The layout of the buckets, which decides in which order numbers are added up.
         engine.load_state_dict(state)

@@ -19,7 +19,7 @@ from gradsync.communicator.alarm import make_alarm
 from gradsync.communicator.logs import LOGGER
 from gradsync.errors import MisuseError
 
-__all__ = ["AtWait", "Background", "GivenUpError", "Place", "Task", "call_back"]
+__all__ = ["AtWait", "Background", "GivenUpError", "Numbering", "Task", "call_back"]
 
 # Seconds before the thread begins: more than it takes to get from the start of a collective to the wait for it.
 HEAD_START = 100e-6
@@ -39,7 +39,7 @@ def call_back(callback: Callable[[], None]) -> None:
         LOGGER.exception("a callback of when_done() failed")
 
 
-class Place:
+class Numbering:
     """A place in the order of collectives, where they are counted: a communicator, or one of its stages."""
 
     __slots__ = ("count", "name")
@@ -58,7 +58,7 @@ class Task:
 
     __slots__ = ("_callbacks", "_error", "_hurries", "_queue", "ended", "place", "run")
 
-    def __init__(self, queue: "_Queue", run: Callable[[], None], place: Place | None) -> None:
+    def __init__(self, queue: "_Queue", run: Callable[[], None], place: Numbering | None) -> None:
         self._queue = queue
         self.run: Callable[[], None] | None = run
         self.place = place
@@ -126,20 +126,20 @@ class _Queue:
         self._closed = False
         self._running = False
         self._stage_thread: int | None = None
-        self._stage_place: Place | None = None
+        self._stage_numbering: Numbering | None = None
         self.given_up = False
 
     @property
     def busy(self) -> bool:
         return bool(self._tasks) or self._running
 
-    def place(self) -> Place | None:
+    def place(self) -> Numbering | None:
         """That of the stage that calls, if it is one."""
         if self._stage_thread is not None and self._stage_thread == threading.get_ident():
-            return self._stage_place
+            return self._stage_numbering
         return None
 
-    def add(self, run: Callable[[], None], place: Place | None, *, at_leisure: bool) -> Task:
+    def add(self, run: Callable[[], None], place: Numbering | None, *, at_leisure: bool) -> Task:
         task = Task(self, run, place)
         if self.place() is not None:
             task.run_now()
@@ -202,10 +202,10 @@ class _Queue:
         task = self._tasks.popleft()
         try:
             if task.place is not None:
-                self._stage_place, self._stage_thread = task.place, threading.get_ident()
+                self._stage_numbering, self._stage_thread = task.place, threading.get_ident()
             task.run_now()
         finally:
-            self._stage_thread = self._stage_place = None
+            self._stage_thread = self._stage_numbering = None
             self._running = False
 
 
@@ -219,7 +219,7 @@ class Background:
         # The finalizer must not hold this object.
         weakref.finalize(self, _Queue.close, self._queue)
 
-    def start(self, run: Callable[[], None], *, place: Place | None = None, at_leisure: bool = False) -> Task:
+    def start(self, run: Callable[[], None], *, place: Numbering | None = None, at_leisure: bool = False) -> Task:
         """Have ``run`` called after all that was started before it; the task's ``wait`` raises what it raised.
 
         What is ``at_leisure`` does not wake the thread: it runs with what is started after it, or when it is waited
@@ -234,7 +234,7 @@ class Background:
         """Whether there is something that has not been run to its end."""
         return self._queue.busy
 
-    def place(self) -> Place | None:
+    def place(self) -> Numbering | None:
         """That of the running stage, if it is the one that asks."""
         return self._queue.place()
 

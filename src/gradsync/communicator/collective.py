@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from gradsync.communicator.background import Background, Place
+from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, Stage
 from gradsync.errors import GradsyncError
 
@@ -70,7 +70,7 @@ class Later:
 
     __slots__ = ("_started", "_task")
 
-    def __init__(self, queue: Background, start: Callable[[], Work | None], place: Place | None = None) -> None:
+    def __init__(self, queue: Background, start: Callable[[], Work | None], place: Numbering | None = None) -> None:
         self._started: Work | None = None
 
         def run() -> None:

@@ -1,22 +1,22 @@
 """Collectives out of point-to-point messages: every rank exchanges pieces with every other one, directly.
 
-A tensor is cut into a *share* for every rank, and a share into *chunks*::
+A tensor is cut into a *share* for every rank, and a share into *parts*::
 
-                   share 0     share 1     share 2            rank 1, chunk 0 of an all-reduce
+                   share 0     share 1     share 2            rank 1, part 0 of an all-reduce
     rank 0      [ . . . . . | a . . . . | . . . . . ]    1  receives a and c, sends its own pieces of shares 0 and 2
     rank 1      [ . . . . . | b . . . . | . . . . . ]    2  adds (a + b) + c: always in the order of the ranks
     rank 2      [ . . . . . | c . . . . | . . . . . ]    3  sends the sum to ranks 0 and 2, receives theirs
 
 The owner of a share sums it for all, so all ranks hold the same bits, and the order of summation depends neither on
-timing nor on the sizes: the result is that of ranks as threads of one process. Several chunks are under way at a time,
+timing nor on the sizes: the result is that of ranks as threads of one process. Several parts are under way at a time,
 so that sums are computed while bytes cross the wire.
 
 Gloo's reduce-scatter is a whole all-reduce and a slice, twice the bytes of this one; its all-gather goes through a
 temporary. A small all-reduce goes in one step instead of two: all pieces to everybody, who then all sum everything.
 
-Chunks were measured with 2 ranks. The size makes no difference over a link: from 256 KiB to 8 MiB at 400 Mbit/s and
+Parts were measured with 2 ranks. The size makes no difference over a link: from 256 KiB to 8 MiB at 400 Mbit/s and
 from 1 to 8 MiB at 1 Gbit/s, all reach 94 % of the rate or more. On loopback every message costs changes of threads:
-100 MB take 63 ms in chunks of 8 MiB, 67 in chunks of 4 and 76 in chunks of 2, where Gloo's all-reduce takes 74.
+100 MB take 63 ms in parts of 8 MiB, 67 in parts of 4 and 76 in parts of 2, where Gloo's all-reduce takes 74.
 
 Two collectives, a reduce-scatter and then an all-gather, meet twice, each time with a message back and forth before a
 byte of data goes. Against Gloo's all-reduce, bare sends and receives without any of this take 0.9 to 1.0 times as long
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator.background import Background, Place
+from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
@@ -44,7 +44,7 @@ from gradsync.errors import ConfigurationError
 
 __all__ = ["PeerExchangeCommunicator"]
 
-# Memory for chunks that are under way to this rank, two from every peer.
+# Memory for parts that are under way to this rank, two from every peer.
 SCRATCH_BYTES = 16 << 20
 IN_FLIGHT = 2
 # The most that a second step costs, in bytes that could cross a slow link meanwhile, and the most worth summing twice.
@@ -58,17 +58,17 @@ MOST_KNOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """How a flat tensor is cut: into shares, some of them smaller or empty, and each of them into chunks."""
+    """How a flat tensor is cut: into shares, some of them smaller or empty, and each of them into parts."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
-    chunk: int
-    chunks: int
+    part: int
+    parts: int
 
-    def at(self, share: int, chunk: int) -> slice:
+    def at(self, share: int, part: int) -> slice:
         end = self.ends[share]
-        start = min(end, self.starts[share] + chunk * self.chunk)
-        return slice(start, min(end, start + self.chunk))
+        start = min(end, self.starts[share] + part * self.part)
+        return slice(start, min(end, start + self.part))
 
     def share(self, number: int) -> slice:
         return slice(self.starts[number], self.ends[number])
@@ -76,37 +76,37 @@ class _Cut:
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
 def _cut_shares(counts: tuple[int, ...], most: int) -> _Cut:
-    """Shares of these sizes, in chunks of at most so many elements."""
+    """Shares of these sizes, in parts of at most so many elements."""
     largest, offsets = max(counts), tuple(offsets_of(counts))
-    chunk = max(1, min(largest, most))
-    return _Cut(starts=offsets[:-1], ends=offsets[1:], chunk=chunk, chunks=-(-largest // chunk))
+    part = max(1, min(largest, most))
+    return _Cut(starts=offsets[:-1], ends=offsets[1:], part=part, parts=-(-largest // part))
 
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
-def _cut_evenly(numel: int, parts: int, most: int) -> _Cut:
+def _cut_evenly(numel: int, ranks: int, most: int) -> _Cut:
     """As many shares of one size; the last of them smaller or empty."""
-    share = -(-numel // parts)
-    ends = [min(numel, number * share) for number in range(parts + 1)]
+    share = -(-numel // ranks)
+    ends = [min(numel, number * share) for number in range(ranks + 1)]
     return _cut_shares(tuple(end - start for start, end in itertools.pairwise(ends)), most)
 
 
 class PeerExchangeCommunicator(Wire):
     """Reduce-scatter, all-gather and what they make, over the point-to-point messages of a Gloo group.
 
-    ``chunk_bytes`` is the size of a message, ``in_flight`` how many are received into memory of their own at a time. By
+    ``part_bytes`` is the size of a message, ``in_flight`` how many are received into memory of their own at a time. By
     default all of these take 16 MiB together.
     Tensors that are not on the CPU take Gloo's own collectives.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, chunk_bytes: int | None = None, in_flight: int = IN_FLIGHT) -> None:
-        if (chunk_bytes is not None and chunk_bytes < 1) or in_flight < 1:
+    def __init__(self, group: dist.ProcessGroup, *, part_bytes: int | None = None, in_flight: int = IN_FLIGHT) -> None:
+        if (part_bytes is not None and part_bytes < 1) or in_flight < 1:
             raise ConfigurationError(
-                f"chunk_bytes and in_flight must be at least 1, got chunk_bytes={chunk_bytes}, in_flight={in_flight}"
+                f"part_bytes and in_flight must be at least 1, got part_bytes={part_bytes}, in_flight={in_flight}"
             )
         self._link = PeerLink(group)
         super().__init__(self._link.rank, self._link.world_size, group, fate=fate_of(group))
         peers = max(1, self.world_size - 1)
-        self._chunk_bytes = max(1, SCRATCH_BYTES // (2 * peers)) if chunk_bytes is None else chunk_bytes
+        self._part_bytes = max(1, SCRATCH_BYTES // (2 * peers)) if part_bytes is None else part_bytes
         # Of every peer: at least two, so that one is summed while the next arrives.
         self._ahead = max(2, in_flight // peers)
         self._gloo = ProcessGroupCommunicator(group)
@@ -116,7 +116,7 @@ class PeerExchangeCommunicator(Wire):
     def _make_queue(self) -> Background:
         return Background("gradsync peer exchange")
 
-    def _make_place(self, number: int | str) -> Place:
+    def _make_numbering(self, number: int | str) -> Numbering:
         return self._link.place(number)
 
     def _tell_others(self, reason: str) -> None:
@@ -135,7 +135,7 @@ class PeerExchangeCommunicator(Wire):
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
             self._reduce(exchange, flat, flat[cut.share(self.rank)], cut, fold, pass_on=True)
 
-        return self._start(collective, tensor, 2 * cut.chunks, run)
+        return self._start(collective, tensor, 2 * cut.parts, run)
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
         if not tensor.is_cpu:
@@ -148,7 +148,7 @@ class PeerExchangeCommunicator(Wire):
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
             (self._pass_on if passed_on else self._give)(exchange, flat, source, cut)
 
-        return self._start(collective, tensor, 2 * cut.chunks, run)
+        return self._start(collective, tensor, 2 * cut.parts, run)
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
         if not tensor.is_cpu:
@@ -161,7 +161,7 @@ class PeerExchangeCommunicator(Wire):
                 mine.copy_(tensor)
             self._gather(exchange, flat, cut)
 
-        return self._start(collective, output, cut.chunks, run)
+        return self._start(collective, output, cut.parts, run)
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
@@ -173,7 +173,7 @@ class PeerExchangeCommunicator(Wire):
         def run(exchange: Exchange, share: torch.Tensor) -> None:
             self._reduce(exchange, tensor, share, cut, fold, pass_on=False)
 
-        return self._start(collective, output, 2 * cut.chunks, run)
+        return self._start(collective, output, 2 * cut.parts, run)
 
     def _all_to_all(
         self,
@@ -213,69 +213,69 @@ class PeerExchangeCommunicator(Wire):
         self, exchange: Exchange, tensor: torch.Tensor, share: torch.Tensor, cut: _Cut, fold: "_Fold", *, pass_on: bool
     ) -> None:
         """Sum this rank's share of ``tensor`` into ``share``, which with ``pass_on`` everybody else receives, too."""
-        ahead = min(cut.chunks, self._ahead)
-        slots = self._rows(ahead * (self.world_size - 1), cut.chunk, tensor.dtype)
+        ahead = min(cut.parts, self._ahead)
+        slots = self._rows(ahead * (self.world_size - 1), cut.part, tensor.dtype)
         waiting: dict[int, dict[int, tuple[Message, torch.Tensor]]] = {}
 
-        def start(chunk: int) -> None:
-            mine = cut.at(self.rank, chunk)
-            first = chunk % ahead * (self.world_size - 1)
+        def start(part: int) -> None:
+            mine = cut.at(self.rank, part)
+            first = part % ahead * (self.world_size - 1)
             rows = slots[first : first + self.world_size - 1]
-            if mine.stop - mine.start < cut.chunk:
+            if mine.stop - mine.start < cut.part:
                 rows = [row[: mine.stop - mine.start] for row in rows]
-            waiting[chunk] = self._receive_rows(exchange, rows, 2 * chunk)
+            waiting[part] = self._receive_rows(exchange, rows, 2 * part)
             for peer in self._link.peers:
-                piece = tensor[cut.at(peer, chunk)]
-                exchange.send(peer, piece, 2 * chunk)
+                piece = tensor[cut.at(peer, part)]
+                exchange.send(peer, piece, 2 * part)
                 # Its owner has all of the piece before it sends the sum that takes the piece's place.
                 if pass_on:
-                    exchange.receive(peer, piece, 2 * chunk + 1)
+                    exchange.receive(peer, piece, 2 * part + 1)
 
-        for chunk in range(ahead):
-            start(chunk)
-        for chunk in range(cut.chunks):
-            total = share if cut.chunks == 1 else share[chunk * cut.chunk : (chunk + 1) * cut.chunk]
-            fold(tensor[cut.at(self.rank, chunk)], waiting.pop(chunk), total)
+        for part in range(ahead):
+            start(part)
+        for part in range(cut.parts):
+            total = share if cut.parts == 1 else share[part * cut.part : (part + 1) * cut.part]
+            fold(tensor[cut.at(self.rank, part)], waiting.pop(part), total)
             if pass_on:
                 for peer in self._link.peers:
-                    exchange.send(peer, total, 2 * chunk + 1)
-            if chunk + ahead < cut.chunks:
-                start(chunk + ahead)
+                    exchange.send(peer, total, 2 * part + 1)
+            if part + ahead < cut.parts:
+                start(part + ahead)
 
     def _gather(self, exchange: Exchange, flat: torch.Tensor, cut: _Cut) -> None:
-        for chunk, peer in itertools.product(range(cut.chunks), self._link.peers):
-            exchange.receive(peer, flat[cut.at(peer, chunk)], chunk)
-            exchange.send(peer, flat[cut.at(self.rank, chunk)], chunk)
+        for part, peer in itertools.product(range(cut.parts), self._link.peers):
+            exchange.receive(peer, flat[cut.at(peer, part)], part)
+            exchange.send(peer, flat[cut.at(self.rank, part)], part)
 
     def _give(self, exchange: Exchange, flat: torch.Tensor, source: int, cut: _Cut) -> None:
         """The source sends everything to everybody."""
-        for chunk in range(cut.chunks):
-            piece = flat[cut.at(0, chunk)]
+        for part in range(cut.parts):
+            piece = flat[cut.at(0, part)]
             if self.rank != source:
-                exchange.receive(source, piece, chunk)
+                exchange.receive(source, piece, part)
                 continue
             for peer in self._link.peers:
-                exchange.send(peer, piece, chunk)
+                exchange.send(peer, piece, part)
 
     def _pass_on(self, exchange: Exchange, flat: torch.Tensor, source: int, cut: _Cut) -> None:
         """The source sends every other rank a share, which that one passes on to the others."""
         receivers = [rank for rank in range(self.world_size) if rank != source]
         if self.rank == source:
-            for chunk in range(cut.chunks):
+            for part in range(cut.parts):
                 for share, peer in enumerate(receivers):
-                    exchange.send(peer, flat[cut.at(share, chunk)], 2 * chunk)
+                    exchange.send(peer, flat[cut.at(share, part)], 2 * part)
             return
         mine = receivers.index(self.rank)
         others = [(share, peer) for share, peer in enumerate(receivers) if peer != self.rank]
         arrivals = []
-        for chunk in range(cut.chunks):
-            arrivals.append(exchange.receive(source, flat[cut.at(mine, chunk)], 2 * chunk))
+        for part in range(cut.parts):
+            arrivals.append(exchange.receive(source, flat[cut.at(mine, part)], 2 * part))
             for share, peer in others:
-                exchange.receive(peer, flat[cut.at(share, chunk)], 2 * chunk + 1)
-        for chunk, arrival in enumerate(arrivals):
+                exchange.receive(peer, flat[cut.at(share, part)], 2 * part + 1)
+        for part, arrival in enumerate(arrivals):
             arrival.wait()
             for _, peer in others:
-                exchange.send(peer, flat[cut.at(mine, chunk)], 2 * chunk + 1)
+                exchange.send(peer, flat[cut.at(mine, part)], 2 * part + 1)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
@@ -301,8 +301,8 @@ class PeerExchangeCommunicator(Wire):
         return self._queue_up(collective, work)
 
     def _most(self, tensor: torch.Tensor) -> int:
-        """Elements of a chunk, at the most."""
-        return max(1, self._chunk_bytes // tensor.element_size())
+        """Elements of a part, at the most."""
+        return max(1, self._part_bytes // tensor.element_size())
 
     def _cut(self, tensor: torch.Tensor, shares: Shares) -> _Cut:
         if shares is None:

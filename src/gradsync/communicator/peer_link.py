@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator.background import Place
+from gradsync.communicator.background import Numbering
 from gradsync.communicator.collective import Collective
 from gradsync.errors import ConfigurationError, PeerFailedError
 
@@ -49,7 +49,7 @@ class _Tags:
         return first
 
 
-class TaggedPlace(Place):
+class TaggedNumbering(Numbering):
     """Where the collectives of a stage are counted, and the tags that they share."""
 
     __slots__ = ("_first", "_taken")
@@ -62,7 +62,7 @@ class TaggedPlace(Place):
         self._taken += count
         if self._taken > STAGE_TAGS:
             raise ConfigurationError(
-                f"stage {self.name} has more than {STAGE_TAGS} messages with a peer. Raise chunk_bytes, or start its "
+                f"stage {self.name} has more than {STAGE_TAGS} messages with a peer. Raise part_bytes, or start its "
                 "collectives outside of a stage"
             )
         return self._first + self._taken - count
@@ -84,14 +84,14 @@ class PeerLink:
         self.backend = _gloo_of(group)
         self._tags = _tags.setdefault(group, _Tags())
 
-    def exchange(self, collective: Collective, messages: int, place: Place) -> "Exchange":
+    def exchange(self, collective: Collective, messages: int, place: Numbering) -> "Exchange":
         """The messages of ``collective``, at most so many each way with every peer."""
-        tags = place if isinstance(place, TaggedPlace) else self._tags
+        tags = place if isinstance(place, TaggedNumbering) else self._tags
         return Exchange(self, collective, tags.take(messages))
 
-    def place(self, number: int | str) -> TaggedPlace:
+    def place(self, number: int | str) -> TaggedNumbering:
         """Where the collectives of stage ``number`` are counted."""
-        return TaggedPlace(str(number), self._tags.take(STAGE_TAGS))
+        return TaggedNumbering(str(number), self._tags.take(STAGE_TAGS))
 
     def name(self, peer: int) -> str:
         """The number its user knows, the one in the world, with that in the group where they differ."""

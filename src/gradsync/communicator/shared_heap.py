@@ -19,7 +19,7 @@ import torch
 
 from gradsync.communicator.host_peers import HostPeers
 
-__all__ = ["Heap", "Place", "Segment"]
+__all__ = ["Heap", "Location", "Segment"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -53,7 +53,7 @@ class Segment:
 
 
 # Where a tensor lies: the segment, and the bytes before it there.
-Place = tuple[Segment, int]
+Location = tuple[Segment, int]
 
 
 class Heap:
@@ -162,7 +162,7 @@ class Heap:
             for each in {*descriptors.values(), *([] if descriptor is None else [descriptor])}:
                 os.close(each)
 
-    def find(self, tensor: torch.Tensor) -> Place | None:
+    def find(self, tensor: torch.Tensor) -> Location | None:
         """Where ``tensor`` lies in this memory, or None if it lies elsewhere."""
         address = tensor.data_ptr()
         starts, segments = self._index

@@ -25,7 +25,7 @@ from gradsync.communicator.collective import Collective
 from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.reducing import combine_in_order, offsets_of
 from gradsync.communicator.shared_headers import Call, all_somewhere, describe_header, detail_of, differ, places_in
-from gradsync.communicator.shared_heap import Heap, Place
+from gradsync.communicator.shared_heap import Heap, Location
 from gradsync.communicator.shared_signals import Signals
 from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
@@ -88,7 +88,7 @@ class SharedMemoryCommunicator(Wire):
             raise ConfigurationError(f"ranks of this host cannot share {nbytes} bytes of memory")
         return memory
 
-    def _place_of(self, tensor: torch.Tensor) -> Place:
+    def _place_of(self, tensor: torch.Tensor) -> Location:
         place = self._heap.find(tensor)
         assert place is not None
         return place
@@ -331,7 +331,7 @@ class SharedMemoryCommunicator(Wire):
 
     # -- meeting the others ---------------------------------------------------------------------------------------
 
-    def _meet_first(self, call: Call, place: Place | None = None) -> list[bytes]:
+    def _meet_first(self, call: Call, place: Location | None = None) -> list[bytes]:
         """Meet, and see that all ranks came for the same. Everybody sees everybody's header, and raises alike."""
         mine = call.header() if place is None else call.header(place[0].number, place[1])
         self._signals.write_header(self._number, mine)
@@ -364,7 +364,7 @@ class SharedMemoryCommunicator(Wire):
             for rank, (number, start) in enumerate(places_in(headers))
         ]
 
-    def _blocks(self, tensor: torch.Tensor, place: Place, headers: list[bytes]) -> Blocks:
+    def _blocks(self, tensor: torch.Tensor, place: Location, headers: list[bytes]) -> Blocks:
         """This rank's share of a tensor that lies in shared memory on all ranks, cut into blocks."""
         segment, offset = place
         # Ranks allocate alike, so headers are nearly always the same altogether.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gradsync.communicator.background import Background, GivenUpError, Place
+from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.checks import (
     check_dense,
@@ -53,7 +53,7 @@ class Wire:
     def __init__(self, rank: int, world_size: int, group: Any = None, *, fate: Fate | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
         self._fate = Fate() if fate is None else fate
-        self._order = Place()
+        self._order = Numbering()
         self._background: Background | None = None
         self._aborted = False
         self._logs = LOGGER.isEnabledFor(logging.DEBUG)
@@ -168,9 +168,9 @@ class Wire:
     def _make_queue(self) -> Background:
         return Background("gradsync stages")
 
-    def _make_place(self, number: int | str) -> Place:
+    def _make_numbering(self, number: int | str) -> Numbering:
         """Where the collectives of stage ``number`` are counted."""
-        return Place(str(number))
+        return Numbering(str(number))
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Wire:
         is_inner = self._place() is not self._order
         handle = StageHandle(self, first)
         self._log_start(handle)
-        own = None if is_inner else self._make_place(handle.number)
+        own = None if is_inner else self._make_numbering(handle.number)
         handle.work = Later(self._queue, lambda: handle.call(first, stage), own)
         self._log_end(handle)
         return handle
@@ -242,7 +242,7 @@ class Wire:
             self._background = self._make_queue()
         return self._background
 
-    def _place(self) -> Place:
+    def _place(self) -> Numbering:
         """Where the next collective is counted: in the stage that starts it, or with all others."""
         place = None if self._background is None else self._background.place()
         return self._order if place is None else place

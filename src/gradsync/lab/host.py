@@ -15,7 +15,7 @@ from typing import IO
 from gradsync.accelerator.environment import LOOPBACK
 from gradsync.errors import ConfigurationError
 from gradsync.lab.system import LabError, enter_host, inside
-from gradsync.launch import Failure, Place, RankProcesses, become, signals_raise
+from gradsync.launch import Failure, RankPlace, RankProcesses, become, signals_raise
 
 __all__ = ["INTERFACE", "Counters", "Host", "places_here", "places_on", "read_counters", "run_at", "run_program"]
 
@@ -58,14 +58,14 @@ def read_counters(interface: str = INTERFACE) -> Counters:
     raise ConfigurationError(f"there is no interface {interface} here. A host of a lab has {INTERFACE}")
 
 
-def places_on(hosts: Sequence[Host], ranks_per_host: int) -> list[Place]:
+def places_on(hosts: Sequence[Host], ranks_per_host: int) -> list[RankPlace]:
     """The ranks of a program on the hosts of a lab, host by host as torchrun numbers them."""
     if ranks_per_host < 1:
         raise ConfigurationError(f"a host runs at least 1 rank, got {ranks_per_host}")
     port = inside(hosts[0].namespace, _free_port)
     addresses = {host.name: host.address for host in hosts}
     return [
-        Place(
+        RankPlace(
             local=(local, ranks_per_host),
             node=(host.index, len(hosts)),
             master=(hosts[0].address, port),
@@ -78,12 +78,12 @@ def places_on(hosts: Sequence[Host], ranks_per_host: int) -> list[Place]:
     ]
 
 
-def places_here(ranks: int) -> list[Place]:
+def places_here(ranks: int) -> list[RankPlace]:
     """The ranks of a program on this machine, which talk over loopback."""
     if ranks < 1:
         raise ConfigurationError(f"a program has at least 1 rank, got {ranks}")
     master, more = (LOOPBACK, _free_port(LOOPBACK)), {GLOO_INTERFACE: "lo"}
-    return [Place(local=(rank, ranks), master=master, host="this machine", more=more) for rank in range(ranks)]
+    return [RankPlace(local=(rank, ranks), master=master, host="this machine", more=more) for rank in range(ranks)]
 
 
 def _free_port(address: str = "") -> int:
@@ -93,7 +93,7 @@ def _free_port(address: str = "") -> int:
         return port
 
 
-def run_at(places: Sequence[Place], action: Callable[[Place], object], timeout: float) -> Failure | None:
+def run_at(places: Sequence[RankPlace], action: Callable[[RankPlace], object], timeout: float) -> Failure | None:
     """``action(place)`` in a process at each place. The rank that failed first, if one did; none runs any more."""
     with signals_raise(), RankProcesses() as ranks:
         for place in places:
@@ -104,14 +104,14 @@ def run_at(places: Sequence[Place], action: Callable[[Place], object], timeout: 
             raise LabError(f"{error}. They were ended; allow more time?") from None
 
 
-def run_program(places: Sequence[Place], command: Sequence[str], *, env: Mapping[str, str], timeout: float) -> int:
+def run_program(places: Sequence[RankPlace], command: Sequence[str], *, env: Mapping[str, str], timeout: float) -> int:
     """Run ``command`` at each place; the exit code is 0, or that of the rank that failed first."""
     path = _found(command, env.get("PATH", os.environ.get("PATH", os.defpath)))
     with ExitStack() as stack:
         # Kept until one fails. Without a name, so that no kill leaves one behind.
         outputs = {place.rank: stack.enter_context(tempfile.TemporaryFile()) for place in places[1:]}
 
-        def work(place: Place) -> None:
+        def work(place: RankPlace) -> None:
             fixed = place.variables.keys() - CHOSEN
             os.environ.update({name: value for name, value in env.items() if name not in fixed})
             output = outputs.get(place.rank)

@@ -27,7 +27,7 @@ from gradsync.lab.host import INTERFACE, Counters, Host, places_here, places_on,
 from gradsync.lab.inventory import BRIDGE, Owner, Record, alone, host_name, lab_names, processes, remove, switch_name
 from gradsync.lab.rate import Rate
 from gradsync.lab.system import LabError, check_fit, inside, ip, tc
-from gradsync.launch import Place, signals_raise
+from gradsync.launch import RankPlace, signals_raise
 
 __all__ = ["Lab", "LabPlan", "Link", "fork_ranks", "take_down"]
 
@@ -232,7 +232,7 @@ def fork_ranks(
     else:
         places = places_on(lab.hosts, ranks_per_host)
 
-    def work(place: Place) -> None:
+    def work(place: RankPlace) -> None:
         torch.set_num_threads(1)  # the threads of the parent's pool were not forked; to wait for them would be forever
         function()
 

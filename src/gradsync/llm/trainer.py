@@ -134,7 +134,7 @@ class Trainer:
     @property
     def wire(self) -> str:
         """What carries the gradients, and why that."""
-        return str(self.accelerator.models.handle_of(self.model).wire)
+        return str(self.accelerator.models.attachment_of(self.model).wire)
 
     # -- the run -----------------------------------------------------------------------------------------------
 

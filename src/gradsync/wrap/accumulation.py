@@ -1,4 +1,4 @@
-"""Windows as users write them: ``accumulate``, ``backward`` with a weight, ``no_sync``; on wrapper and handle."""
+"""Windows as users write them: ``accumulate``, ``backward`` with a weight, ``no_sync``; on wrapper and attachment."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -124,7 +124,7 @@ def _count(synchronizers: Sequence[Synchronizer], loss: torch.Tensor, weight: An
 
 
 class Accumulation:
-    """What :class:`DistributedDataParallel` and the handle of ``synchronize_gradients`` have in common."""
+    """What :class:`DistributedDataParallel` and the attachment of ``synchronize_gradients`` have in common."""
 
     synchronizer: Synchronizer
     # What carries the gradients, and why that.

@@ -11,7 +11,7 @@ __all__ = ["broadcast_tensors"]
 
 # No more than this is copied at a time: a model must not need room for a second copy of itself, and what an allocator
 # was once asked for it may keep long after.
-CHUNK_BYTES = 8 * 1024 * 1024
+BATCH_BYTES = 8 * 1024 * 1024
 
 
 @torch.no_grad()
@@ -24,24 +24,24 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], communicator: Communicato
         if tensor.numel():
             alike[(tensor.dtype, tensor.device)].append(tensor.detach())
     for group in alike.values():
-        for chunk in _chunks(group):
-            _broadcast_chunk(chunk, communicator, source)
+        for batch in _batches(group):
+            _broadcast_batch(batch, communicator, source)
 
 
-def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    chunk: list[torch.Tensor] = []
+def _batches(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        if chunk and size + tensor.nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
+        if batch and size + tensor.nbytes > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
         size += tensor.nbytes
-    if chunk:
-        yield chunk
+    if batch:
+        yield batch
 
 
-def _broadcast_chunk(tensors: list[torch.Tensor], communicator: Communicator, source: int) -> None:
+def _broadcast_batch(tensors: list[torch.Tensor], communicator: Communicator, source: int) -> None:
     if len(tensors) == 1 and tensors[0].is_contiguous():
         communicator.broadcast(_bytes_of(tensors[0]), source).wait()
         return

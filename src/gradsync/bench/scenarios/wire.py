@@ -108,7 +108,10 @@ def _cells(place: Cell, *, quick: bool) -> list[Cell]:
     """One of small messages, and one of large ones, which are repeated less often."""
     shaped = place.rate is not None
     # Sizes, rounds to warm up, rounds, seconds.
-    kinds = {"small": (SMALL, 3, 100, 30.0), "large": (LARGE, 1, 20, 300.0 if shaped else 50.0)}
+    kinds: dict[str, tuple[Sequence[int], int, int, float]] = {
+        "small": (SMALL, 3, 100, 30.0),
+        "large": (LARGE, 1, 20, 300.0 if shaped else 50.0),
+    }
     if quick:
         small = QUICK_SMALL if place.ranks == 2 else QUICK_SMALL[::2]
         large = (QUICK_SHAPED, 1, 5, 4.0) if shaped else (QUICK_LARGE, 1, 8, 4.0)
