@@ -73,8 +73,8 @@ class Convergence(Scenario):
             emulated=False,
             options={"seeds": 2 if quick else 3},
         )
-        linked = replace(one, name="2 hosts, 100 Mbit/s", hosts=2, rate="100mbit")
-        return [one, replace(linked, seconds=rounds * 0.55, options={"seeds": 1})]
+        two = replace(one, name="2 hosts, 100 Mbit/s", hosts=2, rate="100mbit", seconds=rounds * 0.55)
+        return [one, replace(two, options={"seeds": 1})]
 
     def measure(self, rounds: Rounds) -> None:
         text = Text.read()

@@ -42,10 +42,11 @@ COLOURS = {
     COPY: "grey",
 }
 WIRES = tuple(COLOURS)
+Sizes = tuple[int, ...]
 KIB = 2**10
 IN_TURN = 3
-SMALL = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
-LARGE = (MIB, 4 * MIB, 25 * MIB, 100 * MIB)
+SMALL: Sizes = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
+LARGE: Sizes = (MIB, 4 * MIB, 25 * MIB, 100 * MIB)
 QUICK_SMALL, QUICK_LARGE, QUICK_SHAPED = (4 * KIB, 64 * KIB, 256 * KIB), (MIB, 4 * MIB, 25 * MIB), (MIB, 4 * MIB)
 
 # Reduces so many bytes once, or copies them.
@@ -108,10 +109,8 @@ def _cells(place: Cell, *, quick: bool) -> list[Cell]:
     """One of small messages, and one of large ones, which are repeated less often."""
     shaped = place.rate is not None
     # Sizes, rounds to warm up, rounds, seconds.
-    kinds: dict[str, tuple[Sequence[int], int, int, float]] = {
-        "small": (SMALL, 3, 100, 30.0),
-        "large": (LARGE, 1, 20, 300.0 if shaped else 50.0),
-    }
+    kinds: dict[str, tuple[Sizes, int, int, float]]
+    kinds = {"small": (SMALL, 3, 100, 30.0), "large": (LARGE, 1, 20, 300.0 if shaped else 50.0)}
     if quick:
         small = QUICK_SMALL if place.ranks == 2 else QUICK_SMALL[::2]
         large = (QUICK_SHAPED, 1, 5, 4.0) if shaped else (QUICK_LARGE, 1, 8, 4.0)
