@@ -141,7 +141,7 @@ class _Queue:
 
     def add(self, run: Callable[[], None], place: Numbering | None, *, at_leisure: bool) -> Task:
         task = Task(self, run, place)
-        if self.place() is not None:
+        if self._stage_thread is not None and self.place() is not None:
             task.run_now()
             return task
         self._tasks.append(task)
@@ -226,7 +226,8 @@ class Background:
         for. That is right for a small message, which costs less than the waking. With a ``place`` it is a stage: what
         it starts here is run at once.
         """
-        self._begin()
+        if self._thread is None:
+            self._begin()
         return self._queue.add(run, place, at_leisure=at_leisure)
 
     @property
@@ -249,9 +250,8 @@ class Background:
             self._thread.join()
 
     def _begin(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
+        self._thread.start()
 
 
 class AtWait(Background):

@@ -15,7 +15,7 @@ from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, Stage
 from gradsync.errors import GradsyncError
 
-__all__ = ["DONE", "Collective", "Finishing", "Later", "StageHandle", "Together", "Work", "again"]
+__all__ = ["DONE", "Collective", "Fate", "Finishing", "Later", "StageHandle", "Together", "Work", "again"]
 
 
 class Work(Protocol):
@@ -31,11 +31,20 @@ class Work(Protocol):
         """Call ``callback`` when it is, or now."""
 
 
+class Fate:
+    """The first failure of a wire. Communicators over one and the same wire share it."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: GradsyncError | None = None
+
+
 class Owner(Protocol):
     """The communicator, as its handles see it."""
 
     @property
-    def failure(self) -> GradsyncError | None: ...
+    def fate(self) -> Fate: ...
 
     def explain(self, collective: "Collective", error: BaseException) -> BaseException:
         """What to raise for ``error``, which is the communicator's failure from then on."""
@@ -108,7 +117,7 @@ class Collective:
 
     def wait(self) -> None:
         if self._error is None:
-            failure = self.wire.failure
+            failure = self.wire.fate.failure
             if failure is not None and not self.work.done():
                 self._error = again(failure)
         if self._error is not None:
@@ -126,7 +135,7 @@ class Collective:
     def done(self) -> bool:
         # Whatever cannot be asked raises when it is waited for.
         with contextlib.suppress(Exception):
-            return self._error is not None or self.work.done() or self.wire.failure is not None
+            return self._error is not None or self.work.done() or self.wire.fate.failure is not None
         return True
 
     def when_done(self, callback: Callable[[], None]) -> None:

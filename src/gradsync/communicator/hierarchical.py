@@ -108,7 +108,7 @@ class HierarchicalCommunicator(Wire):
     @property
     def failure(self) -> GradsyncError | None:
         between = None if self.between is None else self.between.failure
-        return self._fate.failure or self.inside.failure or between
+        return self.fate.failure or self.inside.failure or between
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inside.allocate(numel, dtype, device)

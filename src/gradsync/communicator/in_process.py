@@ -165,7 +165,7 @@ class InProcessCommunicator(Wire):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self._fate.failure or self.world.failure
+        return self.fate.failure or self.world.failure
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         return self._join(collective, tensor, tensor, lambda tensors: [_combined(tensors, op)] * len(tensors))

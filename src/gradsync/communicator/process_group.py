@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
-from gradsync.communicator.checks import has_gaps
-from gradsync.communicator.collective import Collective, Work
+from gradsync.communicator.checks import check_dense, has_gaps
+from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.reducing import combine_in_order
-from gradsync.communicator.wire import Fate, Shares, Wire
+from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import ConfigurationError, PeerFailedError
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of"]
@@ -26,6 +26,7 @@ AVERAGING_BACKENDS = frozenset({"nccl", "rccl", "xccl", "hccl"})
 # What all backends can add up. They move other numbers as bytes.
 SUMMED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool})
 SUMMED |= {torch.int8, torch.uint8, torch.int32, torch.int64, torch.complex64, torch.complex128}
+REDUCING = frozenset({"all_reduce", "reduce_scatter"})
 # No collective and no exchange of ours has it.
 LAST_TAG = (1 << 31) - 1
 
@@ -100,19 +101,19 @@ class ProcessGroupCommunicator(Wire):
     # -- the collectives ----------------------------------------------------------------------------------------------
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        def start() -> Any:
+        def start() -> Work:
             options = dist.AllreduceOptions()
             options.reduceOp = _OPERATIONS[op]
-            return self.group.allreduce([_as_real(tensor)], options)
+            return _TorchWork(self.group.allreduce([_as_real(tensor)], options))
 
         return self._start(collective, tensor, start)
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        def start() -> Any:
+        def start() -> Work:
             options = dist.BroadcastOptions()
             options.rootRank = source
             options.rootTensor = 0
-            return self.group.broadcast([_as_bytes(tensor)], options)
+            return _TorchWork(self.group.broadcast([_as_bytes(tensor)], options))
 
         return self._start(collective, tensor, start)
 
@@ -123,8 +124,8 @@ class ProcessGroupCommunicator(Wire):
                 collective, output, tensor.repeat(self.world_size), shares, (tensor.numel(),) * self.world_size
             )
 
-        def start() -> Any:
-            return self.group._allgather_base(_as_bytes(output), _as_bytes(tensor), _AllgatherOptions())
+        def start() -> Work:
+            return _TorchWork(self.group._allgather_base(_as_bytes(output), _as_bytes(tensor), _AllgatherOptions()))
 
         return self._start(collective, tensor, start)
 
@@ -134,10 +135,10 @@ class ProcessGroupCommunicator(Wire):
         if shares is not None:
             return self._exchange_and_reduce(collective, output, tensor, op, shares)
 
-        def start() -> Any:
+        def start() -> Work:
             options = dist.ReduceScatterOptions()
             options.reduceOp = _OPERATIONS[op]
-            return self.group._reduce_scatter_base(_as_real(output), _as_real(tensor), options)
+            return _TorchWork(self.group._reduce_scatter_base(_as_real(output), _as_real(tensor), options))
 
         return self._start(collective, tensor, start)
 
@@ -161,30 +162,29 @@ class ProcessGroupCommunicator(Wire):
         arriving: tuple[int, ...],
         leaving: tuple[int, ...],
     ) -> Handle:
-        def start() -> Any:
+        def start() -> Work:
             into, out = _as_bytes(output).view(-1), _as_bytes(tensor).view(-1)
             # Counted in what they are sent as.
             size = output.itemsize // into.itemsize
-            return self.group.alltoall_base(into, out, [size * n for n in arriving], [size * n for n in leaving])
+            counts = [size * count for count in arriving], [size * count for count in leaving]
+            return _TorchWork(self.group.alltoall_base(into, out, *counts))
 
         return self._start(collective, tensor, start)
 
-    def _start(self, collective: Collective, tensor: torch.Tensor, start: Callable[[], Any]) -> Handle:
-        def work() -> Work:
-            try:
-                return _TorchWork(start())
-            except RuntimeError as error:
-                if _is_failure(error):
-                    raise self.explain(collective, error) from error
-                raise
-
+    def _start(self, collective: Collective, tensor: torch.Tensor, start: Callable[[], Work]) -> Handle:
         if tensor.is_cpu:
-            return self._issue(collective, work)
-        return self._issue(DeviceCollective(self, collective, tensor.device), work, on_host=False)
+            return self._issue(collective, start)
+        return self._issue(DeviceCollective(self, collective, tensor.device), start, on_host=False)
+
+    def _refused(self, collective: Collective, error: BaseException) -> BaseException:
+        # Whether the wire has failed, or torch has only refused an argument.
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
+            return self.explain(collective, error)
+        return error
 
     def _check(self, kind: str, tensor: torch.Tensor) -> None:
-        super()._check(kind, tensor)
-        if tensor.dtype not in SUMMED and kind in ("all_reduce", "reduce_scatter"):
+        check_dense(kind, tensor)
+        if kind in REDUCING and tensor.dtype not in SUMMED:
             raise ConfigurationError(f"process groups cannot add up {tensor.dtype}. Convert it to another dtype before")
         # Backends see memory and not strides: gaps would be filled with sums of what lies there.
         if not tensor.is_contiguous() and (tensor.dtype not in SUMMED or has_gaps(tensor)):
@@ -227,11 +227,6 @@ def break_gloo(backend: Any, rank: int, world_size: int) -> None:
             backend.recv([torch.empty(1)], (rank + 1) % world_size, LAST_TAG - number).wait(timedelta(milliseconds=1))
         except RuntimeError:
             continue
-
-
-def _is_failure(error: RuntimeError) -> bool:
-    """Whether the wire has failed, and torch has not only refused an argument."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

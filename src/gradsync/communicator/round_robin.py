@@ -60,7 +60,7 @@ class RoundRobinCommunicator(Wire):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self._fate.failure or next((each.failure for each in self.communicators if each.failure), None)
+        return self.fate.failure or next((each.failure for each in self.communicators if each.failure), None)
 
     def averages(self, device: torch.device) -> bool:
         return all(each.averages(device) for each in self.communicators)
@@ -101,6 +101,7 @@ class RoundRobinCommunicator(Wire):
             self._turn = (self._turn + 1) % len(self.communicators)
             return handle
 
+        self._refuse_after_failure()
         if tensor.is_cpu:
             return self._issue(collective, work)
         return self._issue(DeviceCollective(self, collective, tensor.device), work, on_host=False)

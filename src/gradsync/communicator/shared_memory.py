@@ -95,7 +95,7 @@ class SharedMemoryCommunicator(Wire):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self._fate.failure or self.over.failure
+        return self.fate.failure or self.over.failure
 
     def averages(self, device: torch.device) -> bool:
         return False if device.type == "cpu" else self.over.averages(device)

@@ -26,22 +26,13 @@ from gradsync.communicator.checks import (
     check_source,
     check_together,
 )
-from gradsync.communicator.collective import Collective, Later, StageHandle, Work, again
+from gradsync.communicator.collective import Collective, Fate, Later, StageHandle, Work, again
 from gradsync.communicator.logs import LOGGER
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
 
-__all__ = ["Fate", "Wire"]
+__all__ = ["Shares", "Wire"]
 
 Shares = tuple[int, ...] | None
-
-
-class Fate:
-    """The first failure of a wire. Communicators over one and the same wire share it."""
-
-    __slots__ = ("failure",)
-
-    def __init__(self) -> None:
-        self.failure: GradsyncError | None = None
 
 
 class Wire:
@@ -52,7 +43,7 @@ class Wire:
 
     def __init__(self, rank: int, world_size: int, group: Any = None, *, fate: Fate | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
-        self._fate = Fate() if fate is None else fate
+        self.fate = Fate() if fate is None else fate
         self._order = Numbering()
         self._background: Background | None = None
         self._aborted = False
@@ -67,7 +58,7 @@ class Wire:
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self._fate.failure
+        return self.fate.failure
 
     def averages(self, device: torch.device) -> bool:
         return False
@@ -79,7 +70,9 @@ class Wire:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
         dtype = tensor.dtype
-        check_operation(op, dtype)
+        # On the path of backward, where nothing is to be checked for a sum.
+        if op != "sum":
+            check_operation(op, dtype)
         self._check("all_reduce", tensor)
         return self._all_reduce(Collective(self, "all_reduce", op, tensor.numel(), dtype), tensor, op)
 
@@ -176,12 +169,16 @@ class Wire:
 
     def _queue_up(self, collective: Collective, run: Callable[[], None], *, at_leisure: bool = False) -> Collective:
         """Have ``run`` do all of the collective, after those that were started before it."""
-        self._refuse_after_failure()
-        collective.number = self._place().next()
-        self._log_start(collective)
+        if self.fate.failure is not None:
+            self._refuse_after_failure()
+        queue = self._background or self._queue
+        collective.number = (queue.place() or self._order).next()
+        if self._logs:
+            self._log_start(collective)
 
         def work() -> None:
-            self._refuse_after_failure()
+            if self.fate.failure is not None:
+                self._refuse_after_failure()
             try:
                 run()
             except BaseException as error:
@@ -190,30 +187,45 @@ class Wire:
                     raise
                 raise explained from error
 
-        collective.work = self._queue.start(work, at_leisure=at_leisure)
-        self._log_end(collective)
+        collective.work = queue.start(work, at_leisure=at_leisure)
+        if self._logs:
+            self._log_end(collective)
         return collective
 
     def _issue(self, collective: Collective, start: Callable[[], Work], *, on_host: bool = True) -> Collective:
         """Have ``start`` set the collective going. A device's is ordered by streams, and never left to a thread."""
-        self._refuse_after_failure()
-        queue, place = self._background, self._place()
+        if self.fate.failure is not None:
+            self._refuse_after_failure()
+        place = self._order if self._background is None else self._place()
         collective.number = place.next()
-        self._log_start(collective)
-        if queue is not None and place is self._order and queue.busy:
-            if on_host:
-                collective.work = Later(queue, self._unless_failed(start))
-                self._log_end(collective)
-                return collective
-            queue.start(lambda: None).wait()
+        if self._logs:
+            self._log_start(collective)
         try:
-            collective.work = start()
-        except BaseException:
+            if self._background is not None and place is self._order and self._background.busy:
+                collective.work = self._issue_in_turn(self._background, start, on_host=on_host)
+            else:
+                collective.work = start()
+        except BaseException as error:
             # Refused, on all ranks alike: it was never started.
             place.count -= 1
-            raise
-        self._log_end(collective)
+            explained = self._refused(collective, error)
+            if explained is error:
+                raise
+            raise explained from error
+        if self._logs:
+            self._log_end(collective)
         return collective
+
+    def _issue_in_turn(self, queue: Background, start: Callable[[], Work], *, on_host: bool) -> Work:
+        """After the stages that are still to be run."""
+        if on_host:
+            return Later(queue, self._unless_failed(start))
+        queue.start(lambda: None).wait()
+        return start()
+
+    def _refused(self, collective: Collective, error: BaseException) -> BaseException:
+        """What to raise for the error with which the start of ``collective`` ended."""
+        return error
 
     def _unless_failed(self, start: Callable[[], Work]) -> Callable[[], Work]:
         def run() -> Work:
@@ -227,10 +239,12 @@ class Wire:
         # One within another is run on the spot, and counts where that one does.
         is_inner = self._place() is not self._order
         handle = StageHandle(self, first)
-        self._log_start(handle)
+        if self._logs:
+            self._log_start(handle)
         own = None if is_inner else self._make_numbering(handle.number)
         handle.work = Later(self._queue, lambda: handle.call(first, stage), own)
-        self._log_end(handle)
+        if self._logs:
+            self._log_end(handle)
         return handle
 
     def take_number(self) -> int | str:
@@ -269,25 +283,23 @@ class Wire:
         return error
 
     def _fail(self, failure: GradsyncError) -> None:
-        if self._fate.failure is None:
-            self._fate.failure = failure
+        if self.fate.failure is None:
+            self.fate.failure = failure
         if self._background is not None:
             self._background.give_up()
 
     def _refuse_after_failure(self) -> None:
-        failure = self._fate.failure
+        failure = self.fate.failure
         if failure is not None:
             raise again(failure)
 
     # -- logs ---------------------------------------------------------------------------------------------------------
 
     def _log_start(self, collective: Collective) -> None:
-        if self._logs:
-            LOGGER.debug("rank %d: start %s", self.rank, collective.measured())
+        LOGGER.debug("rank %d: start %s", self.rank, collective.measured())
 
     def _log_end(self, collective: Collective) -> None:
-        if self._logs:
-            collective.when_done(lambda: LOGGER.debug("rank %d: end %s", self.rank, collective.name()))
+        collective.when_done(lambda: LOGGER.debug("rank %d: end %s", self.rank, collective.name()))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
