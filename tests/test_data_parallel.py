@@ -152,7 +152,8 @@ def test_the_signature_begins_with_torchs() -> None:
         return [(parameter.name, parameter.default, parameter.kind) for parameter in parameters]
 
     assert described(ours)[: len(theirs)] == described(theirs)
-    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in ours[len(theirs) :])
+    further = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    assert all(parameter.kind in further for parameter in ours[len(theirs) :])
 
 
 def test_it_has_the_public_names_of_torchs_wrapper() -> None:

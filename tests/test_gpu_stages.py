@@ -1,4 +1,4 @@
-"""Handles and stages on a CUDA device. Skipped where there is none; ``pytest tests/test_gpu_stages.py`` runs them there."""
+"""Handles and stages on a CUDA device; skipped where there is none. ``pytest tests/test_gpu_stages.py`` runs them."""
 
 import os
 import threading
