@@ -97,6 +97,17 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_the_samples_train(tmp_path: Path) -> None:
+    outputs = torchrun(list(SAMPLES), ranks=2, folder=tmp_path)
+    for name in SAMPLES:
+        seen = losses(outputs[name])
+        assert seen[-1] < seen[0], name
+    assert len(set(sums(outputs["stateful_reduction"]))) == 1
+    pairs = re.findall(r"loss ([\d.]+), with average_gradients ([\d.]+)", outputs["own_communicator"])
+    assert len(pairs) >= 20
+    assert all(ours == theirs for ours, theirs in pairs)
+
+
 def test_the_recipe_trains_and_goes_on(tmp_path: Path) -> None:
     assert len((EXAMPLES / f"{RECIPE}.py").read_text().splitlines()) < 120
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 2000)

@@ -51,7 +51,10 @@ def _broadcast_batch(tensors: list[torch.Tensor], communicator: Communicator, so
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
     # Gloo's threads hold the tensor until their next collective; its memory need not wait that long.
-    flat.untyped_storage().resize_(0)
+    # One whose memory somebody else has seen, as numpy() does, cannot be resized.
+    storage = flat.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
