@@ -15,6 +15,8 @@ import gradsync
 from gradsync.communicator import Communicator, Handle, ambient_communicator
 from gradsync.communicator.mpi import PIECE_BYTES, MPICommunicator
 from tests import test_communicators as shared
+from tests import test_handles as handles
+from tests import test_shares as shares
 
 ANY_DTYPE = [*shared.DTYPES, torch.float16, torch.int32, torch.int8, torch.uint8]
 
@@ -108,6 +110,41 @@ def check_several_and_views(wire: MPICommunicator) -> None:
     flags = torch.tensor([wire.rank == 0, False])
     wire.all_reduce(flags, "max").wait()
     assert flags.tolist() == [True, False]
+
+
+def check_handles_and_stages(wire: MPICommunicator) -> None:
+    n = wire.world_size
+    assert handles.wait_again() == [5.0 * n] * 3
+    assert handles.wait_only_elsewhere() == [2.0 * n] * 2
+    asked = handles.ask_and_be_called()
+    assert asked.pop("found") == [float(n)] * 5
+    assert all(asked.values()), asked
+    for numel, reverse in [(3, False), (200_000, True)]:
+        first = sum(range(n))
+        chained = handles.chain_stages(numel, reverse)[0]
+        assert chained == [float(sum(first + rank for rank in range(n)) + rank) for rank in range(n)]
+    assert handles.end_without_a_wait() == [n * (n + 1.0), n * (n + 1.0), n]
+    assert handles.many_stages(20) == [float(number * n * n) for number in range(20)]
+    shared.reduce_a_part()
+
+
+def check_shares_of_several_sizes(wire: MPICommunicator) -> None:
+    n, all_counts = wire.world_size, shares.COUNTS[wire.world_size]
+    for dtype in (torch.float32, torch.int16, torch.complex64):
+        for counts, output in zip(all_counts, shares.gather_uneven(all_counts, dtype), strict=True):
+            expected = [shared.pattern(rank, count, dtype) for rank, count in enumerate(counts)]
+            assert torch.equal(output, torch.cat(expected)), (dtype, counts)
+    for op in ("sum", "max"):
+        for counts, output in zip(all_counts, shares.scatter_uneven(all_counts, op, torch.float64), strict=True):
+            everybodys = shared.patterns(n, sum(counts), torch.float64)
+            expected = everybodys.sum(0) if op == "sum" else everybodys.amax(0)
+            assert torch.equal(output, expected.split(counts)[wire.rank]), (op, counts)
+    for sizes in (None, [[0, 2, 1], [3, 0, 0], [1, 4, 5]], [[0] * n] * n):
+        known = sizes or [[5] * n] * n
+        parts = [shares.part(sender, wire.rank, known[sender][wire.rank], torch.int64) for sender in range(n)]
+        assert torch.equal(shares.exchange(sizes, torch.int64), torch.cat(parts)), sizes
+    for words, text in shares.be_refused():
+        assert words in text
 
 
 def check_a_part_of_the_ranks() -> None:
@@ -206,6 +243,8 @@ def check_all(wire: MPICommunicator) -> None:
         check_exact_values(wire)
         check_the_bits_of_the_reference(wire)
         check_several_and_views(wire)
+        check_handles_and_stages(wire)
+        check_shares_of_several_sizes(wire)
         check_a_part_of_the_ranks()
         check_refusals(wire)
         check_training(wire)

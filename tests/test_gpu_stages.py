@@ -1,4 +1,4 @@
-"""Handles and stages on a CUDA device; skipped where there is none. ``pytest tests/test_gpu_stages.py`` runs them."""
+"""Handles and stages on a CUDA device. Skipped where there is none; run there like tests/test_gpu.py."""
 
 import os
 import threading
@@ -34,19 +34,24 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroupCommunicator]:
 
 def test_the_host_never_waits_for_a_stage(wire: ProcessGroupCommunicator) -> None:
     """The device is kept busy, so that whatever the host does comes before it."""
-    tensor = torch.ones(1 << 20, device="cuda")
-    wire.all_reduce(tensor).then(lambda: wire.all_reduce(tensor)).wait()
+    tensor = torch.zeros(1 << 20, device="cuda")
+
+    def double() -> Handle:
+        tensor.mul_(2.0)
+        return wire.all_reduce(tensor)
+
+    def add() -> None:
+        tensor.add_(0.5)
+
+    # Once before: the device loads a kernel when it is first used, and then it waits.
+    wire.all_reduce(tensor).then(double).then(add).wait()
+    tensor.fill_(1.0).clone()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         tensor.add_(1.0)
-
-        def double() -> Handle:
-            tensor.mul_(2.0)
-            return wire.all_reduce(tensor)
-
-        handle = wire.all_reduce(tensor).then(double).then(lambda: (tensor.add_(0.5), None)[1])
+        handle = wire.all_reduce(tensor).then(double).then(add)
         was_done = handle.done()
         handle.wait()
         handle.wait()

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync.communicator import ProcessGroupCommunicator, SharedMemoryCommunicator, fit_communicator
+from gradsync.communicator import (
+    ProcessGroupCommunicator,
+    SharedMemoryCommunicator,
+    fit_communicator,
+    shared_signals,
+)
 from tests.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -237,6 +243,30 @@ def test_whoever_does_not_come_is_named_when_time_is_up(pool: RankPool) -> None:
     first, _, third = pool.run(stay_away)
     for message in (first, third):
         assert "waited 0.3 s in collective 1 (all_reduce sum of 3 × torch.float32) for rank 1" in message
+
+
+def end_while_it_is_looked_for() -> str:
+    """Rank 1, which has not come, ends between two looks: the post of whoever noticed is not the rank's."""
+    wire = shared_wire()
+    kept.append(wire)
+    said = ""
+    if wire.rank == 0:
+
+        def spin(semaphore: Any) -> bool:
+            wire._signals._note_end(1)
+            return bool(semaphore.try_take())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_signals, "_spin", spin)
+            with pytest.raises(gradsync.PeerFailedError) as raised:
+                wire.all_reduce(torch.ones(3)).wait()
+        said = str(raised.value)
+    dist.barrier()
+    return said
+
+
+def test_an_end_is_not_taken_for_a_coming(pool: RankPool) -> None:
+    assert "rank 1 (process " in pool.run(end_while_it_is_looked_for)[0]
 
 
 def leave_first() -> list[float]:

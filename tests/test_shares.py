@@ -153,6 +153,7 @@ def refusals(wire: Communicator) -> list[tuple[str, Callable[[], Any]]]:
         ("no average, got torch.int64", lambda: wire.all_reduce(whole, "average")),
         ("no maximum, got torch.complex64", lambda: wire.all_reduce(complex_numbers, "max")),
         ("dense tensors, got layout torch.sparse_coo", lambda: wire.all_reduce(floats.to_sparse())),
+        ("cannot add up torch.float8_e5m2", lambda: wire.all_reduce(floats.to(torch.float8_e5m2))),
         (f"source must be in 0..{n - 1}, got {n}", lambda: wire.broadcast(floats, n)),
         ("got -1", lambda: wire.broadcast(floats, -1)),
         ("one dtype", lambda: wire.all_gather(whole, torch.ones(2))),

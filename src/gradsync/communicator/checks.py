@@ -9,16 +9,22 @@ from gradsync.communicator.base import Counts, ReduceOp
 from gradsync.errors import ConfigurationError
 
 __all__ = [
+    "SUMMED_BY_TORCH",
     "check_dense",
     "check_operation",
     "check_parts",
     "check_shares",
     "check_source",
+    "check_summed",
     "check_together",
     "has_gaps",
 ]
 
 OPERATIONS = get_args(ReduceOp)
+REDUCING = frozenset({"all_reduce", "reduce_scatter"})
+# What torch adds up on the CPU.
+SUMMED_BY_TORCH = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8})
+SUMMED_BY_TORCH |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
 
 def check_dense(kind: str, tensor: torch.Tensor) -> None:
@@ -26,6 +32,12 @@ def check_dense(kind: str, tensor: torch.Tensor) -> None:
         raise ConfigurationError(
             f"{kind} expects dense tensors, got layout {tensor.layout}. Pass tensor.to_dense(), or its values"
         )
+
+
+def check_summed(kind: str, tensor: torch.Tensor, summed: frozenset[torch.dtype]) -> None:
+    """``summed`` are the dtypes that the wire adds up. Others it can only move."""
+    if kind in REDUCING and tensor.dtype not in summed:
+        raise ConfigurationError(f"{kind}: this communicator cannot add up {tensor.dtype}. Convert it before")
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ its failure.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -210,16 +211,16 @@ class Together:
         return all(handle.done() for handle in self._handles)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        left = list(self._handles)
+        left, lock = len(self._handles), threading.Lock()
 
         def count_down() -> None:
-            # Whoever takes the last one away calls; the list's own lock decides who that is.
-            left.pop()
-            if not left:
-                with contextlib.suppress(IndexError):
-                    calls.pop()()
+            nonlocal left
+            with lock:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                callback()
 
-        calls = [callback]
         for handle in self._handles:
             handle.when_done(count_down)
 
@@ -239,13 +240,15 @@ class Finishing:
 
     def __init__(self, handle: Handle, finish: Callable[[], object]) -> None:
         self._handle = handle
-        self._finish = [finish]
+        self._finish: Callable[[], object] | None = finish
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
         self._handle.wait()
-        with contextlib.suppress(IndexError):
-            finish = self._finish.pop()
-            finish()
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
 
     def done(self) -> bool:
         return self._handle.done()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
-from gradsync.communicator.checks import check_dense, has_gaps
+from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.reducing import combine_in_order
@@ -24,9 +24,7 @@ __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of"]
 # Backends that divide while they reduce. Gloo and MPI would divide in a pass of their own.
 AVERAGING_BACKENDS = frozenset({"nccl", "rccl", "xccl", "hccl"})
 # What all backends can add up. They move other numbers as bytes.
-SUMMED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool})
-SUMMED |= {torch.int8, torch.uint8, torch.int32, torch.int64, torch.complex64, torch.complex128}
-REDUCING = frozenset({"all_reduce", "reduce_scatter"})
+SUMMED = SUMMED_BY_TORCH - {torch.int16}
 # No collective and no exchange of ours has it.
 LAST_TAG = (1 << 31) - 1
 
@@ -68,6 +66,8 @@ class ProcessGroupCommunicator(Wire):
     They are called on the group itself and not through ``torch.distributed``'s functions: those cost tens of
     microseconds of checks a call, and a bucket's start lies on the path of backward.
     """
+
+    summed = SUMMED
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), group, fate=fate_of(group))
@@ -183,9 +183,7 @@ class ProcessGroupCommunicator(Wire):
         return error
 
     def _check(self, kind: str, tensor: torch.Tensor) -> None:
-        check_dense(kind, tensor)
-        if kind in REDUCING and tensor.dtype not in SUMMED:
-            raise ConfigurationError(f"process groups cannot add up {tensor.dtype}. Convert it to another dtype before")
+        super()._check(kind, tensor)
         # Backends see memory and not strides: gaps would be filled with sums of what lies there.
         if not tensor.is_contiguous() and (tensor.dtype not in SUMMED or has_gaps(tensor)):
             raise ConfigurationError(

@@ -19,11 +19,13 @@ import torch
 from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.checks import (
+    SUMMED_BY_TORCH,
     check_dense,
     check_operation,
     check_parts,
     check_shares,
     check_source,
+    check_summed,
     check_together,
 )
 from gradsync.communicator.collective import Collective, Fate, Later, StageHandle, Work, again
@@ -40,6 +42,7 @@ class Wire:
 
     # Whether ranks that raise MismatchError, all of them, are still in step.
     survives_mismatch = False
+    summed = SUMMED_BY_TORCH
 
     def __init__(self, rank: int, world_size: int, group: Any = None, *, fate: Fate | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
@@ -154,6 +157,7 @@ class Wire:
     def _check(self, kind: str, tensor: torch.Tensor) -> None:
         """Refuse what this wire cannot move, or reduce."""
         check_dense(kind, tensor)
+        check_summed(kind, tensor, self.summed)
 
     def _tell_others(self, reason: str) -> None:
         """That this rank has given up, if the wire can."""
