@@ -23,7 +23,7 @@ from gradsync.llm.trainer import StepRecord, Trainer, make_accelerator
 from tests.ranks import pool_of
 
 # One worker runs them all: they share a run that takes long.
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("train")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("train")]
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and once more. " * 400
 
