@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradsync import DistributedDataParallel, PeerFailedError
+from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import ProcessGroupCommunicator, choose_communicator
 from gradsync.engine.phase import Phase, Phases, Switches
 from gradsync.engine.pipeline import BucketState
@@ -121,6 +121,24 @@ def failing() -> tuple[list[Phase], str]:
     watched.loss().backward()
     seen.append(watched.engine.phase)
     return seen, text
+
+
+def detached() -> None:
+    watched = Watched()
+    watched.model.synchronizer.detach()
+    with pytest.raises(MisuseError, match="was detached"):
+        watched.model.synchronize()
+    with pytest.raises(MisuseError, match="was detached"), watched.model.accumulate(last=True):
+        watched.loss().backward()
+    # Nothing is left half done: a wrapper that takes the parameters over works.
+    other = DistributedDataParallel(watched.module)
+    other.zero_grad()
+    other(torch.ones(2, 8)).square().mean().backward()
+    assert other.synchronizer.engine.phase is Phase.IDLE
+
+
+def test_what_is_detached_says_so() -> None:
+    run_ranks(detached, 2)
 
 
 def test_a_failed_backward_and_the_way_back() -> None:

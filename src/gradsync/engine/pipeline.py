@@ -240,6 +240,8 @@ class Pipeline:
         # What lies in buckets is worthless anyway, and must not be refused again.
         self._by_sight = False
         with contextlib.suppress(Exception):
+            # It may have failed before ranks had agreed on what to divide by.
+            self.divide(self.division)
             self.flush()
             if not self.reduction.carries_tail and not self._tails_sent:
                 self._exchange_tails()

@@ -207,6 +207,11 @@ class Synchronizer:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         if current_task() != NO_TASK:
             raise MisuseError("synchronize() was called inside backward. Call it after backward() has returned")
+        if self.engine.phase is Phase.DETACHED:
+            raise MisuseError(
+                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
+                "has taken them. Use that one, or wrap the model again"
+            )
         if self.engine.phases.busy:
             self.engine.recover()
         self.engine.require_whole()
