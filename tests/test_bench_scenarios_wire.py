@@ -61,9 +61,9 @@ def test_cells_can_be_stored(scenario: Scenario, quick: bool) -> None:
 def test_what_is_missing_is_borne(scenario: Scenario, variant: str) -> None:
     """A run that was interrupted has shown one variant of one cell."""
     record = record_of(scenario.cells(quick=True)[0], {variant: 0.1})
-    scenario.tables([record])
-    scenario.pictures([record])
-    scenario.reading([record])
+    assert all(len(row) == len(table.columns) for table in scenario.tables([record]) for row in table.rows)
+    assert all(picture.title for picture in scenario.pictures([record]))
+    assert isinstance(scenario.reading([record]), str)
 
 
 def test_the_best_fixed_size_is_what_auto_is_held_against() -> None:

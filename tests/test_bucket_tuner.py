@@ -12,6 +12,7 @@ from gradsync.bucket.tuner import TUNED_AFTER, WINDOWS, BucketTuner
 from gradsync.communicator import Collective, Communicator, Handle, InProcessWorld, ReduceOp, Wire, choose_communicator
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.synchronizer import Synchronizer
+from gradsync.errors import ConfigurationError
 from gradsync.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -192,6 +193,14 @@ def reduce_huge() -> tuple[list[int], torch.Tensor]:
     output.sum().backward()
     assert parameter.grad is not None
     return [nbytes for nbytes in wire.collectives if nbytes > 1000], parameter.grad.clone()
+
+
+def test_a_wire_that_lacks_a_collective_says_which() -> None:
+    wire = SlowWire(InProcessWorld(1).communicator(0), LinkCost(latency=0.0, seconds_per_byte=0.0))
+    with pytest.raises(ConfigurationError, match="SlowWire has no all_to_all"):
+        wire.all_to_all(torch.zeros(2), torch.zeros(2))
+    # Nothing was sent, so nothing is broken.
+    wire.all_reduce(torch.zeros(2)).wait()
 
 
 def test_pieces_add_up() -> None:

@@ -382,6 +382,7 @@ def test_what_has_no_gradient_of_its_own_may_be_added() -> None:
     module.layers[0][0].weight = module.layers[0][2].weight  # tied: the engine knows it
     module.none = None
     loss_of(wrapped(batch(0))).backward()
+    assert wrapped.synchronizer.synchronizations == 1
 
 
 # -- communication hooks ------------------------------------------------------------------------------------------

@@ -131,18 +131,18 @@ class Wire:
     # -- what a communicator writes -----------------------------------------------------------------------------------
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        raise NotImplementedError
+        raise self._unwritten("all_reduce")
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        raise NotImplementedError
+        raise self._unwritten("broadcast")
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        raise NotImplementedError
+        raise self._unwritten("all_gather")
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        raise NotImplementedError
+        raise self._unwritten("reduce_scatter")
 
     def _all_to_all(
         self,
@@ -152,7 +152,13 @@ class Wire:
         arriving: tuple[int, ...],
         leaving: tuple[int, ...],
     ) -> Handle:
-        raise NotImplementedError
+        raise self._unwritten("all_to_all")
+
+    def _unwritten(self, kind: str) -> ConfigurationError:
+        """A wire that serves one purpose need not have all five; nothing was sent or counted by then."""
+        return ConfigurationError(
+            f"{type(self).__name__} has no {kind}. Write _{kind} in it, or use another communicator"
+        )
 
     def _check(self, kind: str, tensor: torch.Tensor) -> None:
         """Refuse what this wire cannot move, or reduce."""
