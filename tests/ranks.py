@@ -1,7 +1,7 @@
 """Run functions as N real processes over Gloo.
 
-Starting a process and importing torch costs seconds, so the processes stay: a `RankPool` sends them one
-function after the other, and `pool_of(n)` hands the same pool to every test.
+Importing torch costs seconds, so the processes are forked from one that has done it (tests/zygote.py), and they stay: a
+`RankPool` sends them one function after the other, and `pool_of(n)` hands the same pool to every test.
 
     parent (pytest)                             worker, one a rank
     pool.run(function, *args)  ── request ──▶   load, call
@@ -18,7 +18,6 @@ killed).
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import io
 import os
@@ -36,11 +35,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import IO, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+
+from tests.zygote import Forked, fork
 
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ class _Worker:
     """The parent's end of one rank."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Forked
     connection: Connection
     output: IO[bytes]
 
@@ -250,8 +250,7 @@ class _Worker:
     def start(cls, rank: int, world_size: int, port: int) -> "_Worker":
         ours, theirs = Pipe()
         output = tempfile.TemporaryFile()  # noqa: SIM115 (kill() closes it)
-        root = Path(__file__).parents[1]
-        environment = os.environ | {
+        variables = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             # Two ranks take the fastest wire, as a user's do; four stay with the group's own. So both are tested.
@@ -260,16 +259,14 @@ class _Worker:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
         with theirs:
-            call = f"from {__name__} import serve; serve({rank}, {world_size}, {port}, {theirs.fileno()})"
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-c", call],
-                cwd=root,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is the parent's; and kill() reaches what the worker started
+            process = fork(
+                f"{__name__}:serve",
+                rank,
+                world_size,
+                port,
+                output=output,
+                variables=variables,
+                passed=[theirs.fileno()],
             )
         return cls(rank, process, ours, output)
 
@@ -323,8 +320,7 @@ def close_pools() -> None:
 
 def serve(rank: int, world_size: int, port: int, descriptor: int) -> None:
     """A worker's life: join the group, then answer requests until the parent hangs up."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)

@@ -1,28 +1,27 @@
-"""Runs scripts as they stand on real ranks. Importing torch takes longer than most of them run, so it is done once.
+"""Runs scripts as they stand on real ranks, which are forked from a process that has imported torch (tests/zygote.py).
 
-A process of its own imports torch and forks a child for every rank of every script, with torchrun's variables; the
-children of a script meet at a port of their own. What a script printed, and its traceback if it failed, goes to a file.
+Each rank has torchrun's variables; the ranks of a script meet at a port of their own.
 """
 
 import contextlib
-import io
-import json
 import os
 import runpy
-import signal
 import socket
-import subprocess
 import sys
-import traceback
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.zygote import Forked, fork
+
+# Of a rank that fails the others may only say that it is gone. It has this long to say more.
+GRACE = 2.0
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a script: the output of all ranks together, and the first traceback."""
+    """What became of a script: the output of all ranks together, and what the first that failed wrote besides."""
 
     output: str
     error: str | None
@@ -32,40 +31,59 @@ def run_scripts(
     scripts: list[Path], *, ranks: int, folder: Path, arguments: list[str] | None = None, timeout: float = 100
 ) -> dict[Path, Ran]:
     """Run them on `ranks` ranks, or for 0 in a plain process without a launcher's variables."""
-    orders = {
-        "ranks": ranks,
-        "folder": str(folder),
-        "arguments": arguments or [],
-        "scripts": [[str(script), port] for script, port in zip(scripts, _free_ports(len(scripts)), strict=True)],
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.scripts", json.dumps(orders)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said = process.communicate(timeout=timeout)[0]
-    finally:
-        if process.poll() is None:
-            # With the children, which may wait for each other.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, said
-    told = json.loads((folder / "told.json").read_text())
-    return {
-        script: Ran(
-            output="".join(each["output"] for each in told[str(script)]),
-            error=next((each["error"] for each in told[str(script)] if each["error"]), None),
+    return {script: _run(script, ranks, folder, arguments or [], timeout) for script in scripts}
+
+
+def _run(script: Path, ranks: int, folder: Path, arguments: list[str], timeout: float) -> Ran:
+    port = _free_port()
+    with contextlib.ExitStack() as files:
+        outputs, errors = (
+            [files.enter_context(tempfile.TemporaryFile()) for _ in range(max(ranks, 1))] for _ in range(2)
         )
-        for script in scripts
-    }
+        processes = [
+            fork(
+                f"{__name__}:run_script",
+                str(script),
+                arguments,
+                output=output,
+                errors=error,
+                variables=os.environ | {"OMP_NUM_THREADS": "1"} | _variables(rank, ranks, port),
+                folder=folder,
+            )
+            for rank, (output, error) in enumerate(zip(outputs, errors, strict=True))
+        ]
+        codes = _wait(processes, timeout)
+        wrote = []
+        for file in (*outputs, *errors):
+            file.seek(0)
+            wrote.append(file.read().decode(errors="replace"))
+    failed = [rank for rank, code in enumerate(codes) if code]
+    error = f"rank {failed[0]} ended with {codes[failed[0]]}\n{wrote[len(codes) + failed[0]]}" if failed else None
+    return Ran(output="".join(wrote[: len(codes)]), error=error)
 
 
-def _variables(rank: int, ranks: int) -> dict[str, str]:
+def run_script(script: str, arguments: list[str]) -> None:
+    """What ``python script`` does."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _wait(processes: list[Forked], timeout: float) -> list[int]:
+    """Their exit codes; those that do not end in time, or soon after the first failure, are ended."""
+    deadline = time.monotonic() + timeout
+    try:
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.poll() for process in processes):
+                deadline = min(deadline, time.monotonic() + GRACE)
+            time.sleep(0.01)
+    finally:
+        for process in processes:
+            process.kill_all()
+    return [process.wait() for process in processes]
+
+
+def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     if not ranks:
         return {}
     return {
@@ -74,59 +92,11 @@ def _variables(rank: int, ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def _run(script: str, arguments: list[str], answer: Path) -> None:
-    """In a child of its own."""
-    output, error = io.StringIO(), None
-    sys.argv = [script, *arguments]
-    with contextlib.redirect_stdout(output):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except BaseException:
-            error = traceback.format_exc()
-    answer.write_text(json.dumps({"output": output.getvalue(), "error": error}))
-
-
-def main() -> None:
-    # The children have all of it from here; the first step of any optimizer imports the compiler.
-
-    import gradsync  # noqa: F401
-
-    orders = json.loads(sys.argv[1])
-    folder, ranks = Path(orders["folder"]), orders["ranks"]
-    told: dict[str, list[dict[str, str | None]]] = {}
-    for script, port in orders["scripts"]:
-        answers = [folder / f"answer-{rank}.json" for rank in range(max(ranks, 1))]
-        children = []
-        for rank, answer in enumerate(answers):
-            child = os.fork()
-            if not child:
-                os.environ.update(_variables(rank, ranks))
-                if ranks:
-                    os.environ["MASTER_PORT"] = str(port)
-                _run(script, orders["arguments"], answer)
-                # Not through the interpreter's end, where threads of the wire may still want it.
-                os._exit(0)
-            children.append(child)
-        ends = [os.waitpid(child, 0)[1] for child in children]
-        told[script] = [
-            {"output": "", "error": f"status {status}"} if status else json.loads(answer.read_text())
-            for answer, status in zip(answers, ends, strict=True)
-        ]
-        for answer in answers:
-            answer.unlink(missing_ok=True)
-    (folder / "told.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main()
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

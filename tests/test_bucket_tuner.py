@@ -1,7 +1,5 @@
 """Bucket sizes that are found while training: the arithmetic, and that it changes nothing but sizes."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -18,35 +16,50 @@ from gradsync.testing import run_ranks
 pytestmark = pytest.mark.timeout(120)
 
 MIB = 1024 * 1024
+LAYERS = 8
 CPU = torch.device("cpu")
 
 # -- in a training ----------------------------------------------------------------------------------------------------
 
 
-class SlowWire(Wire):
-    """The ranks of another communicator, over a wire that takes its time and none of the processor's."""
+SECONDS_A_LAYER = 0.002
+
+
+class NotedWire(Wire):
+    """The ranks of another communicator. Notes what it carries, and knows how long that would have taken.
+
+    No time of the machine is measured: a window takes as long as its buckets would, one after the other over a wire of
+    that cost, each ready when the layers before it have run their backward.
+    """
 
     def __init__(self, over: Communicator, cost: LinkCost) -> None:
         super().__init__(over.rank, over.world_size)
         self._over, self._cost = over, cost
+        self._now = 0.0
+        self._sent: list[int] = []
         self.collectives: list[int] = []
 
+    def clock(self) -> float:
+        """Asked at the begin and at the end of each window."""
+        buckets, self._sent = [nbytes for nbytes in self._sent if nbytes > 1000], []
+        total, ready, free = sum(buckets), 0.0, 0.0
+        for nbytes in buckets:
+            ready += LAYERS * SECONDS_A_LAYER * nbytes / total
+            free = max(ready, free) + self._cost.latency + nbytes * self._cost.seconds_per_byte
+        self._now += free
+        return self._now
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        handle = self._over.all_reduce(tensor, op)
+        self._sent.append(tensor.nbytes)
         self.collectives.append(tensor.nbytes)
-
-        def travel() -> None:
-            time.sleep(self._cost.latency + tensor.nbytes * self._cost.seconds_per_byte)
-            handle.wait()
-
-        return self._queue_up(collective, travel)
+        return self._issue(collective, lambda: self._over.all_reduce(tensor, op))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
         return self._issue(collective, lambda: self._over.broadcast(tensor, source))
 
 
 class Layers(nn.Module):
-    """Backward takes about two milliseconds a layer."""
+    """One after the other."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -59,18 +72,17 @@ class Layers(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             hidden = layer(hidden)
-            hidden.register_hook(lambda gradient: time.sleep(0.002))
         return hidden
 
 
 def train(cost: LinkCost, windows: int) -> dict[str, object]:
-    wire = SlowWire(choose_communicator(), cost)
-    model = Layers(count=8, width=128)
+    wire = NotedWire(choose_communicator(), cost)
+    model = Layers(count=LAYERS, width=128)
     specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()]
     options = SynchronizerOptions(
         communicator=wire,
         caps=BucketCaps.uniform(100 * MIB),
-        tuner=BucketTuner(),
+        tuner=BucketTuner(wire.clock),
     )
     engine = Synchronizer(list(model.parameters()), specs, options)
     caps, gradients = [], []
@@ -183,7 +195,7 @@ def test_pieces_are_worth_a_collective() -> None:
 
 
 def reduce_huge() -> tuple[list[int], torch.Tensor]:
-    wire = SlowWire(choose_communicator(), LinkCost(latency=0.0, seconds_per_byte=0.0))
+    wire = NotedWire(choose_communicator(), LinkCost(latency=0.0, seconds_per_byte=0.0))
     parameter = nn.Parameter(torch.zeros(MIB, dtype=torch.float64))
     options = SynchronizerOptions(communicator=wire, caps=BucketCaps.uniform(3 * MIB))
     engine = Synchronizer([parameter], [ParameterSpec.of("huge", parameter)], options)
@@ -196,8 +208,8 @@ def reduce_huge() -> tuple[list[int], torch.Tensor]:
 
 
 def test_a_wire_that_lacks_a_collective_says_which() -> None:
-    wire = SlowWire(InProcessWorld(1).communicator(0), LinkCost(latency=0.0, seconds_per_byte=0.0))
-    with pytest.raises(ConfigurationError, match="SlowWire has no all_to_all"):
+    wire = NotedWire(InProcessWorld(1).communicator(0), LinkCost(latency=0.0, seconds_per_byte=0.0))
+    with pytest.raises(ConfigurationError, match="NotedWire has no all_to_all"):
         wire.all_to_all(torch.zeros(2), torch.zeros(2))
     # Nothing was sent, so nothing is broken.
     wire.all_reduce(torch.zeros(2)).wait()

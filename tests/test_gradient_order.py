@@ -81,16 +81,24 @@ def test_before_anything_is_known_gradients_come_in_reverse() -> None:
     assert not order.due
 
 
+def run_window(order: GradientOrder, arrivals: list[int]) -> None:
+    order.window_began()
+    if order.observing:
+        order.observe(arrivals)
+    order.window_ended()
+
+
 def test_ranks_look_at_powers_of_two_and_then_now_and_again() -> None:
     """Counting alone tells all ranks when a check is due."""
     order = GradientOrder(1)
     observed, due = [], []
-    for window in range(1, 4 * CHECK_EVERY + 1):
+    for window in range(1, 4 * CHECK_EVERY + 2):
         if order.observing:
             observed.append(window)
-        order.window_finished([0])
+        run_window(order, [0])
         if order.due:
-            due.append(window)
+            # Ranks meet for the window after the one they looked at.
+            due.append(window - 1)
     expected = [1, 2, 4, 8, 16, 32, 64, 128, *[CHECK_EVERY * number for number in (1, 2, 3, 4)]]
     assert due == expected
     assert observed == expected
@@ -98,20 +106,36 @@ def test_ranks_look_at_powers_of_two_and_then_now_and_again() -> None:
 
 def test_an_order_that_is_kept_asks_for_nothing_until_the_next_check() -> None:
     order = GradientOrder(2)
-    order.window_finished([0, 1])
+    run_window(order, [0, 1])
+    order.window_began()
     assert order.due
     order.keep()
     assert not order.due
     assert order.order == [1, 0]
-    order.window_finished([0, 1])
+    order.window_ended()
+    order.window_began()
     assert order.due
+
+
+def test_a_window_that_fails_on_one_rank_counts_on_all() -> None:
+    """It teaches nothing there, but the next check is due in the same window everywhere."""
+    well, failed = GradientOrder(2), GradientOrder(2)
+    run_window(well, [0, 1])
+    failed.window_began()
+    failed.window_ended()
+    assert well.observed
+    assert not failed.observed
+    for order in (well, failed):
+        order.window_began()
+        assert order.due
 
 
 def agree_on(arrivals: list[list[int]]) -> tuple[bool, bool, list[int]]:
     """Every rank saw another order."""
     wire = choose_communicator()
     order = GradientOrder(len(arrivals[0]))
-    order.window_finished(arrivals[wire.rank])
+    run_window(order, arrivals[wire.rank])
+    order.window_began()
     changed = order.agree(wire)
     return changed, order.due, order.order
 
@@ -133,8 +157,8 @@ def check_repeatedly(arrivals: list[list[int]]) -> list[list[int]]:
     agreed = []
     for window in arrivals:
         while not order.observing:
-            order.window_finished([])
-        order.window_finished(window)
+            run_window(order, [])
+        run_window(order, window)
         order.agree(wire)
         agreed.append(order.order)
     return agreed

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gradsync import DistributedDataParallel, Timeline
+from gradsync.bucket.requests import Requests
 from gradsync.communicator import InProcessWorld, choose_communicator
 from gradsync.timeline import BucketTimes, StepTimes, render
 from tests.ranks import RankPool, Ranks, pool_of
@@ -108,7 +109,7 @@ def test_times_are_in_the_order_of_the_walk(pair: RankPool, schedule: str) -> No
 
 
 def test_sizes_are_those_of_the_buckets(pair: RankPool) -> None:
-    layer, flags, ballot = 4 * (WIDTH * WIDTH + WIDTH), 4 * 2, 4 * 2
+    layer, flags, ballot = 4 * (WIDTH * WIDTH + WIDTH), 4 * 2, 4 * (2 + Requests.PLACES)
     for steps, _ in pair.run(watch, "overlapped"):
         assert [times.nbytes for times in steps[-1].buckets] == [layer + flags] * (LAYERS - 1) + [
             layer + flags + ballot

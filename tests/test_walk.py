@@ -71,7 +71,7 @@ def walks(counted: bool) -> list[list[tuple[str, str]]]:
     """Those that a hook has begun and ended, without questions. The last bucket is started when backward has ended."""
     recorded = run_ranks(train, 2, counted)[0]
     begun = [walk for walk in recorded if walk[0][0] == "engine/ready_hooks.py"]
-    ended = [walk for walk in begun if ("engine/backward.py", "_end") not in walk]
+    ended = [walk for walk in begun if ("engine/backward.py", "backward_ended") not in walk]
     assert len(begun) == len(ended) + 1
     return [[step for step in walk if step[1] not in QUESTIONS] for walk in ended]
 

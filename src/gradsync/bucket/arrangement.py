@@ -11,6 +11,7 @@ from gradsync.bucket.bucket import Bucket
 from gradsync.bucket.chunk import Chunk
 from gradsync.bucket.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from gradsync.bucket.order import GradientOrder
+from gradsync.bucket.requests import Requests
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import agree_on_absent
@@ -51,6 +52,9 @@ class Arrangement:
         self._tuner = options.tuner
         self._before_gather = options.before_gather
         self._trainable = [parameter.requires_grad for parameter in parameters]
+        # What is trained was agreed on since the buckets were made.
+        self._stale = False
+        self._absent: frozenset[int] = frozenset()
         self._multiplicity = [1] * len(parameters)
 
     @property
@@ -59,9 +63,9 @@ class Arrangement:
         return self._trainable
 
     @property
-    def agreement_is_due(self) -> bool:
-        """Whether it is time to :meth:`agree`, or a parameter has begun to be trained since the buckets were made."""
-        return self.order.due or any(parameter.requires_grad for parameter in self._frozen)
+    def trains_more(self) -> bool:
+        """Whether a parameter is trained here that was not when ranks last agreed on it."""
+        return any(parameter.requires_grad for parameter in self._frozen)
 
     def state_dict(self) -> dict[str, Any]:
         """The layout and how it came about, as plain values."""
@@ -87,6 +91,7 @@ class Arrangement:
     def build(self) -> None:
         """Plan the layout and make buckets for it. Nobody may hold the old ones but gradients that are still wanted."""
         self.layout = self._plan(self.caps)
+        self._stale = False
         self.buckets = []
         self.places = [None] * len(self.parameters)
         for plan in self.layout.buckets:
@@ -119,27 +124,43 @@ class Arrangement:
         return changed
 
     def agree(self, *, hold_order: bool = False) -> bool:
-        """Meet the other ranks: which parameters are trained, and in which order gradients come. Collective.
+        """Meet the other ranks, where it is time to: which parameters are trained, and in which order gradients come.
 
-        True when buckets must be made anew. With ``hold_order`` another order is no reason to.
+        Collective. True when buckets must be made anew. With ``hold_order`` another order is no reason to.
         """
+        changed = self._stale
+        self._stale = False
+        if not self.order.due:
+            return changed
+        changed = bool(self._agree_on_trained()) or changed
+        if hold_order:
+            self.order.keep()
+            return changed
+        return self.order.agree(self._communicator) or changed
+
+    def take_in(self) -> list[int]:
+        """Agree on parameters that some rank trains and none has a place for: which. They get one in the next window.
+
+        Collective.
+        """
+        before = self._trainable
+        self._stale = self._agree_on_trained() or self._stale
+        return [index for index, trained in enumerate(self._trainable) if trained and not before[index]]
+
+    def _agree_on_trained(self) -> bool:
         communicator = self._communicator
         trainable = torch.tensor(
             [parameter.requires_grad for parameter in self.parameters], dtype=torch.int32, device=communicator.device
         )
         communicator.all_reduce(trainable, "max").wait()
-        now_trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(trainable.tolist())]
-        changed = now_trainable != self._trainable
-        self._trainable = now_trainable
-        if hold_order:
-            self.order.keep()
-            return changed
-        return self.order.agree(communicator) or changed
+        before = self._trainable
+        self._trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(trainable.tolist())]
+        return self._trainable != before
 
     def tune(self) -> bool:
         """Take other caps if what was measured speaks for them: True when buckets must be made anew. Collective."""
         tuner = self._tuner
-        if tuner is None or not tuner.due(self.order.windows):
+        if tuner is None or not tuner.due(self.order.windows_before):
             return False
         caps = tuner.propose(self._communicator, self.caps, self._sizes)
         changed = caps != self.caps
@@ -153,7 +174,7 @@ class Arrangement:
 
     def _plan(self, caps: BucketCaps) -> BucketLayout:
         trained = [index for index in self.order.order if self._trainable[index]]
-        return plan_layout(self._specs, trained, caps, ballot=self._communicator.world_size)
+        return plan_layout(self._specs, trained, caps, ballot=self._communicator.world_size + Requests.PLACES)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
         """After a change in the middle of a backward: what had landed has landed here too."""
@@ -166,19 +187,28 @@ class Arrangement:
         """Leave off the wire what nobody will have: ``announced`` as absent here, and by all others. Collective."""
         # Ranks may have run different forwards, or none: only what all of them left out counts.
         here = [index for index in announced if self.parameters[index].grad is None]
-        everywhere = agree_on_absent(self._communicator, here, len(self.parameters))
-        for bucket in self.buckets:
-            absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in everywhere)
+        self._absent = frozenset(agree_on_absent(self._communicator, here, len(self.parameters)))
+        self.mark_again()
+
+    def mark_again(self) -> None:
+        """Buckets that were reopened in the window have forgotten what all ranks know to be absent."""
+        for bucket in self.buckets if self._absent else ():
+            absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in self._absent)
             if absent:
                 bucket.announce_absent(absent)
 
     def window_finished(self, arrivals: list[int]) -> None:
         """Learn from the window that was just synchronized: the order, and how often each parameter's hook ran."""
-        self.order.window_finished(arrivals)
-        if self.order.due:
+        if self.order.observing:
+            self.order.observe(arrivals)
             for index, count in Counter(arrivals).items():
                 self._multiplicity[index] = count
             self.repeats = max(self._multiplicity) > 1
+
+    def window_ended(self) -> None:
+        """The window is over, whatever has become of it."""
+        self.order.window_ended()
+        self._absent = frozenset()
 
     def take_out(self, indices: Iterable[int]) -> None:
         """Give these parameters up to another synchronizer."""

@@ -5,13 +5,14 @@ which their gradients become ready and of the caps, so ranks that agree on these
 
 One bucket in memory, in elements of its dtype::
 
-    │ slot 0 │pad│ slot 1 │ slot 2 │pad│ flags: one per slot │ ballot: one per rank │
-    └────────────── payload ───────────┘└────────────────── tail ───────────────────┘
+    │ slot 0 │pad│ slot 1 │ slot 2 │pad│ flags: one per slot │ ballot: one per rank, requests │
+    └────────────── payload ───────────┘└──────────────────────── tail ───────────────────────┘
 
 The tail travels with the gradients and is summed like them, so what ranks must agree on costs no collective of its
 own. A *flag* is 1 where this rank has a gradient for the slot, so a sum of zero means that nobody has. The *ballot*
-stands in the last bucket only: a rank whose backward failed puts a 1 into its place. Where a layout is to be shared out
-among ranks, the payload is padded at its end, so that all shares are of one size and begin aligned.
+stands in the last bucket only: a rank whose backward failed puts a 1 into its place, one that asks for something into
+that of the request (:mod:`gradsync.bucket.requests`). Where a layout is to be shared out among ranks, the payload is
+padded at its end, so that all shares are of one size and begin aligned.
 """
 
 from collections.abc import Callable, Sequence

@@ -28,6 +28,7 @@ class GradientOrder:
         # Before anything is known: gradients come about in the reverse of the order of registration.
         self.order = list(reversed(range(count)))
         self.learned = False
+        self.running = False
         self._windows = 0
         self._due = False
         self._observed: list[int] = []
@@ -39,7 +40,6 @@ class GradientOrder:
             "order": list(self.order),
             "learned": self.learned,
             "windows": self._windows,
-            "due": self._due,
             "observed": list(self._observed),
             "seen": [sorted(seen) for seen in self._seen],
         }
@@ -47,27 +47,41 @@ class GradientOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Know again what was known. All ranks must load the same."""
         self.order = list(state["order"])
-        self.learned, self._windows, self._due = state["learned"], state["windows"], state["due"]
+        self.learned, self._windows = state["learned"], state["windows"]
         self._observed = list(state["observed"])
         self._seen = deque(map(set, state["seen"]), maxlen=CHECKS_REMEMBERED)
 
-    def window_finished(self, arrivals: list[int]) -> None:
-        """Note the order of the window that was just synchronized."""
+    # Windows are counted when ranks meet for them: all do, also one whose backward fails, so that all count alike.
+
+    def window_began(self) -> None:
+        """Ranks meet for a window."""
+        self._due = self._windows > 0 and _is_checked(self._windows)
         self._windows += 1
-        self._due = _is_checked(self._windows)
-        if self._due:
-            self._observed = list(arrivals)
-            self._seen.append(set(arrivals))
+        self.running = True
+
+    def window_ended(self) -> None:
+        """The window is over, whatever has become of it."""
+        self.running = False
+
+    def observe(self, arrivals: list[int]) -> None:
+        """Note the order of the running window, which was synchronized."""
+        self._observed = list(arrivals)
+        self._seen.append(set(arrivals))
 
     @property
-    def windows(self) -> int:
-        """How many windows were synchronized."""
-        return self._windows
+    def windows_before(self) -> int:
+        """How many windows there were before the running one."""
+        return self._windows - 1
 
     @property
     def observing(self) -> bool:
-        """Whether the window that comes to its end next is one of those that are looked at."""
-        return _is_checked(self._windows + 1)
+        """Whether the window that runs, or comes next, is one of those that are looked at."""
+        return _is_checked(self._windows if self.running else self._windows + 1)
+
+    @property
+    def observed(self) -> bool:
+        """Whether anything was. A window that failed teaches nothing."""
+        return bool(self._seen)
 
     @property
     def due(self) -> bool:

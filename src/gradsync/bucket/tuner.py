@@ -53,9 +53,10 @@ class _Trial:
 
 
 class BucketTuner:
-    """An observer of the engine that proposes bucket sizes."""
+    """An observer of the engine that proposes bucket sizes. ``clock`` says how late it is, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.rounds = 0
         self._trials: list[_Trial] = []
         # Who is still to be tried again; None as long as there are new sizes to try.
@@ -70,7 +71,7 @@ class BucketTuner:
     # -- watching --------------------------------------------------------------------------------------------------
 
     def backward_began(self, *, synchronizes: bool) -> None:
-        self._began = time.perf_counter()
+        self._began = self._clock()
 
     def bucket_ready(self, bucket: Bucket) -> None:
         pass
@@ -86,7 +87,7 @@ class BucketTuner:
 
     def synchronization_finished(self) -> None:
         # A rank without a backward in this window has waited for the others, which says nothing.
-        self._times.append(float("inf") if self._began is None else time.perf_counter() - self._began)
+        self._times.append(float("inf") if self._began is None else self._clock() - self._began)
         self._began = None
 
     # -- proposing -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ The walk of a gradient::
     ready_hooks          a parameter's gradient is ready             stop 1
     chunk.land           it lands in its slot of a bucket            stop 2
     pipeline             full buckets are settled and started        stops 3 and 4
-    _end                 the rest is started, all are finished       stop 5
+    backward_ended       the rest is started, all are finished       stop 5
 
 What happens between two backwards, windows and steps, is in :mod:`gradsync.engine.synchronizer`. Parameters are known
 here, not modules.
@@ -24,7 +24,8 @@ been zeroed. The ballot travels in the last bucket, which therefore starts when 
 rank that fails at the very end would otherwise have told nobody.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,11 +34,19 @@ from gradsync.bucket import Bucket, ParameterSpec
 from gradsync.bucket.arrangement import Arrangement, BucketOptions
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.precise import PreciseGradients
-from gradsync.engine.backward_watch import NO_TASK, at_end_of_backward, current_task, inside_inner_task
+from gradsync.engine.backward_watch import (
+    NO_TASK,
+    accumulates,
+    current_task,
+    inside_inner_task,
+    watch_backward,
+    watch_failures,
+)
 from gradsync.engine.forwards import Forwards
+from gradsync.engine.meeting import Meeting, Present
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.phase import Phase, Phases, Switches
-from gradsync.engine.pipeline import Division, Pipeline
+from gradsync.engine.pipeline import Pipeline
 from gradsync.engine.ready_hooks import ReadyHooks
 from gradsync.engine.sparse_reduction import SparseGradients
 from gradsync.engine.turns import Turns
@@ -64,7 +73,7 @@ class BackwardEngine:
         self.switches = Switches()
         self.forwards = Forwards()
         self.synchronizations = 0
-        self.observer = options.watchers
+        self.observer = options.watchers()
         self.phases = Phases()
         self.pipeline = Pipeline(options.communicator, options.policy.reduction)
         self.arrangement = Arrangement(self.parameters, specs, _bucket_options(options))
@@ -73,15 +82,15 @@ class BackwardEngine:
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self._sparse = SparseGradients(self.parameters, options.communicator)
         self._turns = Turns(self, options.communicator)
-        self._divisor = float(options.communicator.world_size)
+        self._meeting = Meeting(self.arrangement, self.pipeline, self.window.weights, self._sparse)
         self._norms: BucketNorms | None = None
         # Whether backwards have come that no output told of: then gradients are counted, always.
         self._unwatched = False
-        # What ranks must agree on before the first bucket has been agreed on.
-        self._met = False
         # The weight of the running backward has been counted.
         self._announced = False
+        # The graph task of the running backward.
         self._task = NO_TASK
+        watch_failures()
         self.build()
 
     @property
@@ -107,8 +116,9 @@ class BackwardEngine:
         self.window.means_left_buckets()
         self.pipeline.lay([])
         self.arrangement.build()
-        # A tuner that has finished need not watch any more.
-        self.observer = self.options.watchers
+        tuner = self.options.tuner
+        if self.observer is not None and tuner is not None and tuner.finished:
+            self.observer = self.observer.without(tuner)
         self.pipeline.lay(self.arrangement.buckets, self.observer)
         self.pipeline.reduction.rebuilt(self.arrangement.layout)
         self._hooks.register(self.arrangement.places, counting=True)
@@ -120,7 +130,7 @@ class BackwardEngine:
 
     def divide_by(self, ranks: int) -> None:
         """Take the mean over so many ranks, where windows are not weighted."""
-        self._divisor = float(ranks)
+        self._meeting.divisor = float(ranks)
 
     def norms(self, norm_type: float) -> BucketNorms:
         """The norms of the buckets; from the next window on they are computed as buckets finish."""
@@ -143,7 +153,7 @@ class BackwardEngine:
 
     def on_output_gradient(self, forward_synchronizes: bool, forward_task: int) -> None:
         """The gradient of a forward's output is there: a backward runs, or runs on."""
-        if self.phase is Phase.DETACHED:
+        if self.phase is Phase.DETACHED or not accumulates():
             return
         if self.phases.busy and forward_task == NO_TASK and current_task() != self._task:
             self.recover()
@@ -203,7 +213,7 @@ class BackwardEngine:
         if self.options.keeper is not None:
             self.options.keeper.resume()
         self._hooks.arrivals.clear()
-        at_end_of_backward(self._end, self._failed)
+        watch_backward(self)
         if self.observer is not None:
             self.observer.backward_began(synchronizes=self.switches.enabled)
 
@@ -219,47 +229,20 @@ class BackwardEngine:
             self._hooks.register(self.arrangement.places, counting=counting)
         self._hooks.stay_last()
         # See [Note: the first window], and :mod:`gradsync.engine.turns`.
-        overlapping = leads and self.arrangement.order.learned and self.options.policy.schedule == "overlapped"
+        order = self.arrangement.order
+        overlapping = leads and order.learned and order.observed and self.options.policy.schedule == "overlapped"
         self.pipeline.begin(overlapping=overlapping, by_sight=not counting)
 
     def _meet(self) -> None:
-        """What ranks must agree on before the first bucket starts. Collective, where there is something to agree on.
+        present = Present(contributes=self._contributes, arrivals=self._hooks.arrivals, absent=self._announced_absent())
+        self._meeting.before_buckets(present, self.build)
 
-        Once a synchronization: a backward that reaches no parameter (``autograd.grad``) may have met already.
-        """
-        if self._met:
-            return
-        self._met = True
-        if self._rearrange():
-            self.arrangement.land_again(self._hooks.arrivals)
-        weights = self.window.weights
-        if weights.agreed_on:
-            weights.start()
-            world_size = float(self.communicator.world_size)
-            self.pipeline.divide(Division(divisor=world_size, local_scale=weights.landing_scale))
-        else:
-            weights.skip()
-            self.pipeline.divide(Division(divisor=self._divisor))
-        if self.options.droppable and self.pipeline.reduction.carries_tail:
-            self.arrangement.mark_absent(self.forwards.absent)
-        self.pipeline.recount()
+    def _announced_absent(self) -> Collection[int] | None:
+        return self.forwards.absent if self.options.droppable else None
 
-    def _rearrange(self) -> bool:
-        """Lay buckets out anew, if ranks agree that it is time to: True where what had landed has to land again."""
-        arrangement, reduction = self.arrangement, self.pipeline.reduction
-        held = reduction.keeps_layout and arrangement.order.learned
-        before = arrangement.trainable
-        changed = arrangement.agree(hold_order=held) if arrangement.agreement_is_due else False
-        if held and arrangement.trainable != before:
-            raise MisuseError(
-                f"a parameter has begun or ceased to be trained, so buckets must be laid out anew, but {reduction!r} "
-                "has state that belongs to the buckets as they are. Exchange it for a new one first, "
-                "with register_comm_hook or synchronizer.reduce_with, or freeze and unfreeze before the first window"
-            )
-        if (not held and arrangement.tune()) or changed:
-            self.build()
-            return True
-        return arrangement.expect_arrivals()
+    @property
+    def _contributes(self) -> bool:
+        return self._task != NO_TASK or self.window.state is WindowState.UNSYNCHRONIZED
 
     def _must_count(self) -> bool:
         """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
@@ -285,7 +268,7 @@ class BackwardEngine:
 
     # -- it ends -------------------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
+    def backward_ended(self) -> None:
         """Stop 5: autograd has finished; so do the buckets."""
         if self.phase is Phase.DETACHED:
             return
@@ -317,24 +300,20 @@ class BackwardEngine:
             if not self._turns.leads:
                 self._turns.take_lead()
                 self._meet()
-            self.pipeline.flush()
-            correction = self.window.weights.finish()
-            self.pipeline.finish(correction=correction, norms=self._norms)
-            divisor = self.pipeline.division.divisor / self.pipeline.division.local_scale
-            sparse = self.arrangement.layout.sparse
-            self._sparse.reduce(sparse, divisor if correction is None else divisor / correction)
+            self._meeting.exchange(contributes=self._contributes, norms=self._norms)
         except BaseException:
             self.recover()
             raise
-        self._leave_synchronization(Phase.IDLE)
         self.synchronizations += 1
         self.arrangement.window_finished(self._hooks.arrivals)
+        self._leave_synchronization(Phase.IDLE)
         self.window.synchronized(self.buckets)
         if self._precise is not None and self.window.finished:
             self._precise.narrow(self.buckets)
             self.window.means_left_buckets()
         if self.observer is not None:
             self.observer.synchronization_finished()
+        self._meeting.raise_late()
 
     def _leave(self, phase: Phase) -> None:
         """The one way out of a backward, whatever has become of it."""
@@ -343,24 +322,38 @@ class BackwardEngine:
         self.pipeline.reset()
         if self.options.keeper is not None:
             self.options.keeper.release_all()
+        self._task = NO_TASK
         self.phases.enter(phase)
 
     def _leave_synchronization(self, phase: Phase) -> None:
         """What was noted for one synchronization is not for the next."""
-        self._met = False
+        self.arrangement.window_ended()
         self.forwards.close_window()
         self._sparse.clear()
         self._leave(phase)
 
     # -- it fails --------------------------------------------------------------------------------------------------
 
-    def _failed(self) -> None:
+    def backward_failed(self) -> None:
+        """Autograd has raised."""
         if self.phases.busy:
             self.recover()
+
+    def output_unreached(self, forward_synchronizes: bool) -> None:
+        """A backward failed on its way to the output of a forward: on the other ranks it has come there, or will."""
+        switches = self.switches
+        reaches = self.phase is Phase.IDLE and any(parameter.requires_grad for parameter in self.parameters)
+        if reaches and switches.enabled and (forward_synchronizes or switches.forced):
+            self.fail()
 
     def recover(self) -> None:
         """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
         if self.phase is Phase.SYNCHRONIZING and not self.pipeline.complete:
+            if not self.arrangement.order.running:
+                # It was another model's turn. The other ranks meet for this one next.
+                with contextlib.suppress(Exception):
+                    self._turns.take_lead()
+                    self._meet()
             self.pipeline.abandon()
         self._hooks.arrivals.clear()
         self.window.discard()
@@ -370,7 +363,6 @@ class BackwardEngine:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
         if self.phase in (Phase.BROKEN, Phase.DETACHED):
             return
-        self.window.weights.follow(counted=True)
         try:
             if self.phase is not Phase.SYNCHRONIZING:
                 self._become_synchronizing()

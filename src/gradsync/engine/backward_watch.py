@@ -1,4 +1,4 @@
-"""How the engine learns that a backward runs, and when it has ended.
+"""How the engine learns that a backward runs, when it has ended, and that it has failed.
 
 Autograd calls back at the end of a *graph task*. Reentrant activation checkpointing runs graph tasks inside graph
 tasks, and the inner one ends first, when only part of the gradients is there. So the end is asked for from a hook on
@@ -7,15 +7,27 @@ outputs that cannot be watched, and refuses inside an inner task.
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["NO_TASK", "at_end_of_backward", "current_task", "inside_inner_task", "tensors_in"]
+__all__ = [
+    "NO_TASK",
+    "Watcher",
+    "accumulates",
+    "current_task",
+    "inside_inner_task",
+    "mark_output",
+    "tensors_in",
+    "watch_backward",
+    "watch_failures",
+]
 
 NO_TASK = -1
 
@@ -25,29 +37,132 @@ def current_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def at_end_of_backward(ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Run ``ended`` when the current graph task has nothing left to do, or ``failed`` when it raises.
+class Watcher(Protocol):
+    """Who is told what becomes of a backward: an engine."""
 
-    Autograd drops its callbacks without a word when a backward fails. But it does drop them, before the error reaches
-    the caller of ``backward()``, and that can be noticed.
+    def backward_ended(self) -> None:
+        """The graph task has nothing left to do."""
+
+    def backward_failed(self) -> None:
+        """It has raised."""
+
+    def output_unreached(self, forward_synchronizes: bool) -> None:
+        """A backward has raised on its way to the output of a forward, and this watcher had not begun in it."""
+
+
+def watch_backward(watcher: Watcher) -> None:
+    """Tell ``watcher`` when the running graph task ends, or fails.
+
+    Autograd drops its callbacks without a word when a backward fails. See :func:`watch_failures`.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(_Outcome(ended, failed))
+    torch.autograd.Variable._execution_engine.queue_callback(watcher.backward_ended)
+    call = _running_call()
+    if call is not None:
+        call.begun.append(watcher)
 
 
-class _Outcome:
-    """Called when a backward ends well; otherwise its deletion says that it did not."""
+# Where a node of the graph keeps whom to tell; torch itself keeps traces there.
+_MARK = "gradsync"
 
-    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        self._ended, self._failed = ended, failed
-        self._called = False
 
-    def __call__(self) -> None:
-        self._called = True
-        self._ended()
+def mark_output(node: Any, watcher: Callable[[], Watcher | None], forward_synchronizes: bool) -> None:
+    """The node made an output of a forward: a backward that fails on its way there is told to ``watcher``."""
+    node.metadata[_MARK] = (watcher, forward_synchronizes)
 
-    def __del__(self) -> None:
-        if not self._called:
-            self._failed()
+
+class _Call:
+    """A call of ``backward()`` or ``autograd.grad()`` that runs."""
+
+    def __init__(self, *, accumulates: bool) -> None:
+        self.accumulates = accumulates
+        self.begun: list[Watcher] = []
+
+    def tell(self, error: BaseException, roots: Iterable[torch.Tensor]) -> None:
+        """The call has raised. Who began first is told first, as it would have been told of the end; then those that
+        it would have reached, in the order in which it would have."""
+        untold: list[Callable[[], None]] = [watcher.backward_failed for watcher in self.begun]
+        for watcher, forward_synchronizes in _marks_below(roots):
+            if watcher not in self.begun:
+                untold.append(functools.partial(watcher.output_unreached, forward_synchronizes))
+        for tell in untold:
+            try:
+                tell()
+            except Exception as another:
+                error.add_note(f"gradsync could not tell the other ranks of it: {another}")
+
+
+def _marks_below(roots: Iterable[torch.Tensor]) -> list[tuple[Watcher, bool]]:
+    """Who is marked in the graph below ``roots``. Autograd runs the youngest nodes first."""
+    found: list[tuple[int, Watcher, bool]] = []
+    ahead: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if _MARK in node.metadata:
+            reference, forward_synchronizes = node.metadata[_MARK]
+            watcher = reference()
+            if watcher is not None:
+                found.append((node._sequence_nr(), watcher, forward_synchronizes))
+        following = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= following
+        ahead.extend(following)
+    return [(watcher, synchronizes) for _, watcher, synchronizes in sorted(found, key=lambda mark: -mark[0])]
+
+
+# By the thread that called: the calls it is in, one in another where checkpoints are reentrant.
+_calls: dict[int, list[_Call]] = {}
+
+
+def _running_call() -> _Call | None:
+    """The outermost call of backward that this thread works for, where that can be known.
+
+    On an accelerator hooks run in threads of autograd, which do not say who has called them.
+    """
+    calls = _calls.get(threading.get_ident())
+    if calls:
+        return calls[0]
+    others = list(_calls.values())
+    return others[0][0] if len(others) == 1 and others[0] else None
+
+
+def accumulates() -> bool:
+    """Whether the running backward leaves gradients in parameters: ``autograd.grad`` only returns them."""
+    call = _running_call()
+    return call is None or call.accumulates
+
+
+def watch_failures() -> None:
+    """Have every backward of this process tell when it raises, on the thread that called it.
+
+    Autograd has no hook for that. Its one entry is wrapped, once, when the first engine is made.
+
+    Alternative considered: to notice that autograd drops its callbacks, in their ``__del__``. There errors cannot be
+    raised, and collectives run wherever the last reference happens to go.
+
+    A backward that was called in another way is noticed when the engine is next touched.
+    """
+    inner = getattr(torch.autograd, "_engine_run_backward", None)
+    if inner is None or hasattr(inner, "_told_to_gradsync"):
+        return
+
+    @functools.wraps(inner)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        calls = _calls.setdefault(threading.get_ident(), [])
+        call = _Call(accumulates=kwargs.get("accumulate_grad", True))
+        calls.append(call)
+        try:
+            return inner(*args, **kwargs)
+        except BaseException as error:
+            if call.accumulates and len(calls) == 1:
+                call.tell(error, args[0])
+            raise
+        finally:
+            calls.pop()
+            if not calls:
+                del _calls[threading.get_ident()]
+
+    run_backward._told_to_gradsync = True  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
 
 def inside_inner_task() -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradsync.bucket.requests import Requests
 from gradsync.errors import PeerFailedError
 
 __all__ = ["DeferredBallot", "raise_for"]
@@ -21,17 +22,23 @@ class DeferredBallot:
     def arrived(self) -> bool:
         return bool(self._event.query())
 
-    def votes(self) -> list[float]:
-        votes: list[float] = self._copy.tolist()
-        return votes
+    def wait(self) -> list[float]:
+        self._event.synchronize()
+        ballot: list[float] = self._copy.tolist()
+        return ballot
 
 
-def raise_for(votes: Sequence[float]) -> None:
-    """Name the ranks whose backward failed, if there are any."""
-    failed = [rank for rank, vote in enumerate(votes) if vote > 0]
+def raise_for(ballot: Sequence[float], *, late: bool = False) -> None:
+    """Name the ranks whose backward failed, if there are any. ``late``: an optimizer may have stepped since."""
+    failed = [rank for rank, vote in enumerate(ballot[: -Requests.PLACES]) if vote > 0]
     if failed:
         names = ", ".join(f"rank {rank}" for rank in failed)
+        stepped = (
+            " An optimizer step since then has used them: go on from the last checkpoint, or accept one bad step."
+            if late
+            else ""
+        )
         raise PeerFailedError(
-            f"the backward of {names} failed, so these gradients are not the mean over all ranks. See the error "
-            "there; call zero_grad() before the next backward"
+            f"the backward of {names} failed, so these gradients are not the mean over all ranks.{stepped} See the "
+            "error there; call zero_grad() before the next backward"
         )

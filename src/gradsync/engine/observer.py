@@ -1,11 +1,14 @@
 """What the engine tells whoever watches it. The engine calls an observer; it never imports one."""
 
-from typing import Protocol
+import logging
+from typing import Any, Protocol
 
 from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Handle
 
 __all__ = ["Observer", "Observers"]
+
+LOGGER = logging.getLogger("gradsync")
 
 
 class Observer(Protocol):
@@ -31,31 +34,41 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several that watch at once."""
+    """All who watch one engine. One that raises is not told any more: watching must not be able to break a training,
+    and least of all on one rank alone, in the middle of a synchronization that the others go on with."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
+    def without(self, observer: Observer) -> "Observers | None":
+        """All others, if there are any."""
+        others = [each for each in self._observers if each is not observer]
+        return Observers(*others) if others else None
+
     def backward_began(self, *, synchronizes: bool) -> None:
-        for observer in self._observers:
-            observer.backward_began(synchronizes=synchronizes)
+        self._tell("backward_began", synchronizes=synchronizes)
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        for observer in self._observers:
-            observer.bucket_ready(bucket)
+        self._tell("bucket_ready", bucket)
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        for observer in self._observers:
-            observer.bucket_started(bucket, handle)
+        self._tell("bucket_started", bucket, handle)
 
     def backward_ended(self) -> None:
-        for observer in self._observers:
-            observer.backward_ended()
+        self._tell("backward_ended")
 
     def bucket_finished(self, bucket: Bucket) -> None:
-        for observer in self._observers:
-            observer.bucket_finished(bucket)
+        self._tell("bucket_finished", bucket)
 
     def synchronization_finished(self) -> None:
+        self._tell("synchronization_finished")
+
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         for observer in self._observers:
-            observer.synchronization_finished()
+            try:
+                getattr(observer, event)(*args, **kwargs)
+            except Exception:
+                self._observers = tuple(each for each in self._observers if each is not observer)
+                LOGGER.exception(
+                    "the observer %r raised in %s, and is told nothing any more; training goes on", observer, event
+                )

@@ -9,7 +9,7 @@ import torch
 from gradsync.bucket import BucketCaps
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
-from gradsync.engine.observer import Observer, Observers
+from gradsync.engine.observer import Observers
 from gradsync.engine.policy import SyncPolicy
 
 __all__ = ["ParameterKeeper", "SynchronizerOptions"]
@@ -40,11 +40,7 @@ class SynchronizerOptions:
     droppable: bool = False
     tuner: BucketTuner | None = None
 
-    @property
-    def watchers(self) -> Observer | None:
+    def watchers(self) -> Observers | None:
         """Who is to be told of what happens, if anybody."""
-        tuner = None if self.tuner is None or self.tuner.finished else self.tuner
-        observer = self.policy.observer
-        if tuner is None or observer is None:
-            return tuner or observer
-        return Observers(observer, tuner)
+        watching = [each for each in (self.policy.observer, self.tuner) if each is not None]
+        return Observers(*watching) if watching else None

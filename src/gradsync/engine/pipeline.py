@@ -19,9 +19,10 @@ import torch
 from gradsync.bucket import Bucket
 from gradsync.bucket.chunk import LATE_REMEDY, Chunk
 from gradsync.bucket.norm import BucketNorms
+from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator, Handle
 from gradsync.engine.ballot import DeferredBallot, raise_for
-from gradsync.engine.observer import Observer
+from gradsync.engine.observer import Observers
 from gradsync.errors import LateGradientError, PeerFailedError
 from gradsync.reduction import Reduction
 
@@ -56,9 +57,11 @@ class Pipeline:
 
     def __init__(self, communicator: Communicator, reduction: Reduction) -> None:
         self.communicator = communicator
-        self.observer: Observer | None = None
+        self.observer: Observers | None = None
         self.buckets: list[Bucket] = []
         self.division = Division(divisor=float(communicator.world_size))
+        # What this rank asks for in the ballot of the running synchronization.
+        self.requests = Requests()
         self._deferred_ballot: DeferredBallot | None = None
         self.reduce_with(reduction)
         self.lay([])
@@ -75,7 +78,7 @@ class Pipeline:
         # Then versions tell nothing of late gradients, and gradients must be counted.
         self.wire_is_seen = not reduction.carries_tail
 
-    def lay(self, buckets: Sequence[Bucket], observer: Observer | None = None) -> None:
+    def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
         """Take other buckets."""
         self.buckets = list(buckets)
         self.observer = observer
@@ -88,6 +91,7 @@ class Pipeline:
         self._overlapping = self._by_sight = False
         self._failed_rank: int | None = None
         self._tails_sent = False
+        self.requests = Requests()
         self._next = 0
         self._finished = 0
         self._pending: list[tuple[Bucket, Handle | None]] = []
@@ -176,15 +180,15 @@ class Pipeline:
         if bucket.absent:
             bucket.compact()
         if bucket.plan.ballot:
-            bucket.vote(self._failed_rank)
+            bucket.vote(self._failed_rank, self.requests)
         if not bucket.absent or bucket.has_wire:
             handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
             if LOGGER.isEnabledFor(logging.DEBUG):
                 LOGGER.debug("rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
-            if self.observer is not None:
-                self.observer.bucket_started(bucket, handle)
         self._pending.append((bucket, handle))
         self._versions[number] = bucket.buffer._version
+        if handle is not None and self.observer is not None:
+            self.observer.bucket_started(bucket, handle)
 
     def _refuse_late(self, bucket: Bucket) -> None:
         """Somebody has written since gradients were settled: autograd, through the views, which share the version."""
@@ -268,7 +272,7 @@ class Pipeline:
         """
         for bucket, handle in self._pending:
             self._wait(bucket, handle)
-        self.buckets[-1].vote(self._failed_rank)
+        self.buckets[-1].vote(self._failed_rank, self.requests)
         self._tails_sent = True
         tails = [bucket.tail for bucket in self.buckets]
         shared = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
@@ -276,19 +280,50 @@ class Pipeline:
         for tail, summed in zip(tails, shared.split([tail.numel() for tail in tails]), strict=True):
             tail.copy_(summed)
 
-    # -- failures elsewhere --------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def correct(self, correction: float) -> None:
+        """Multiply the means with what was learned after they had come."""
+        for bucket in self.buckets:
+            bucket.payload.mul_(correction)
 
-    def check_deferred(self) -> None:
-        """Raise if an earlier synchronization on an accelerator turns out to have failed. Never waits."""
-        if self._deferred_ballot is not None and self._deferred_ballot.arrived():
-            votes, self._deferred_ballot = self._deferred_ballot.votes(), None
-            raise_for(votes)
+    # -- what other ranks say ------------------------------------------------------------------------------------
 
     def _read_ballot(self) -> None:
         if not self.buckets:
             return
         ballot = self.buckets[-1].ballot
-        if ballot.device.type == "cpu":
-            raise_for(ballot.tolist())
+        if reads_at_once(ballot.device):
+            votes = ballot.tolist()
+            raise_for(votes)
+            self.requests = Requests.read(votes)
         else:
             self._deferred_ballot = DeferredBallot(ballot)
+
+    def await_requests(self) -> None:
+        """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did."""
+        if self._deferred_ballot is not None:
+            ballot, self._deferred_ballot = self._deferred_ballot.wait(), None
+            raise_for(ballot)
+            self.requests = Requests.read(ballot)
+
+    def check_deferred(self) -> None:
+        """Raise if an earlier synchronization on an accelerator turns out to have failed. Never waits."""
+        if self._deferred_ballot is not None and self._deferred_ballot.arrived():
+            error = self.late_failure()
+            if error is not None:
+                raise error
+
+    def late_failure(self) -> PeerFailedError | None:
+        """As :meth:`check_deferred`, but waits: at a point that all ranks reach, before there is another ballot."""
+        if self._deferred_ballot is not None:
+            ballot, self._deferred_ballot = self._deferred_ballot.wait(), None
+            try:
+                raise_for(ballot, late=True)
+            except PeerFailedError as error:
+                return error
+        return None
+
+
+def reads_at_once(device: torch.device) -> bool:
+    """Whether the host may read what came over the wire: on an accelerator it would stop, and run ahead no more."""
+    return device.type == "cpu"

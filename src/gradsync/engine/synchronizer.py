@@ -15,7 +15,7 @@ import torch
 
 from gradsync.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.engine.backward import BackwardEngine
-from gradsync.engine.backward_watch import NO_TASK, current_task, tensors_in
+from gradsync.engine.backward_watch import NO_TASK, current_task, mark_output, tensors_in
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.ownership import own, owner_of, release
 from gradsync.engine.phase import Phase
@@ -162,6 +162,8 @@ class Synchronizer:
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(hook)
+                if task == NO_TASK:
+                    mark_output(tensor.grad_fn, reference, synchronizes)
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
@@ -223,11 +225,17 @@ class Synchronizer:
 
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.clear()
         self.engine.forwards.announce_all_absent(len(self.parameters))
         self.synchronize()
+        # The means stay for now: an optimizer that shares its work out may step on them here, too.
         self.window.close()
+
+    def clear(self) -> None:
+        """Drop all gradients, and what the window knows of them."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -246,6 +254,7 @@ class Synchronizer:
         if engine.phases.busy:
             engine.recover()
         engine.require_whole()
+        engine.pipeline.check_deferred()
         self.finish_last()
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()

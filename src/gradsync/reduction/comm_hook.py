@@ -4,7 +4,13 @@ The hook sees the bucket as torch's ``GradBucket`` shows it and is responsible f
 flags do not pass through it (a low-rank hook would not leave them whole), so they travel in a collective of their own.
 
 A hook with a state of its own, as torch's PowerSGD, keeps it by the index of the bucket. As under torch, buckets are
-laid out anew once, after the first window; from then on they stay as they are.
+laid out anew once, after the first window; from then on they stay as they are. A state that was saved belongs to the
+layout of that time: load the engine's with it (``model.synchronizer.load_state_dict``, or ``gradsync.checkpoint``).
+
+[Note: chained collectives] A hook may start further collectives from the callbacks of its futures, as PowerSGD does. On
+the CPU those run in threads of Gloo, in any order: two buckets at once would pair the collectives of one with those of
+another. There a bucket's hook is called when the one before has finished, unless it is known to send one message only.
+On GPUs futures are done when their work is queued, and callbacks run in order.
 """
 
 from collections.abc import Callable
@@ -21,6 +27,12 @@ from gradsync.reduction.base import Reduction
 __all__ = ["CommHook", "GradBucket", "Hook"]
 
 Hook = Callable[[Any, Any], Any]
+
+# One collective a bucket, and nothing after it. See [Note: chained collectives].
+SINGLE = {
+    ("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", name)
+    for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+}
 
 
 class GradBucket:
@@ -100,6 +112,8 @@ class CommHook(Reduction):
         self._hook = hook
         self._name = getattr(hook, "__name__", type(hook).__name__)
         self._started = False
+        self._chains = (getattr(hook, "__module__", None), self._name) not in SINGLE
+        self._running: _FutureHandle | None = None
 
     def __repr__(self) -> str:
         return f"CommHook({self._name})"
@@ -107,7 +121,9 @@ class CommHook(Reduction):
     @property
     def keeps_layout(self) -> bool:
         # A hook whose state is a process group, as torch's simple ones take it, has none.
-        return self._started and self._state is not None and not isinstance(self._state, dist.ProcessGroup)
+        if self._state is None or isinstance(self._state, dist.ProcessGroup):
+            return False
+        return self._started or _has_memory(self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """That of the hook's state, if it has one: torch's own states can only be pickled, and are left out."""
@@ -123,6 +139,7 @@ class CommHook(Reduction):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         self._started = True
+        self._finish_former(bucket)
         is_last = bucket.plan.ballot > 0
         future = self._hook(self._state, GradBucket(bucket, is_last=is_last))
         if not isinstance(future, torch._C.Future):  # what work.get_future().then(...) returns
@@ -130,4 +147,15 @@ class CommHook(Reduction):
                 f"the communication hook {self._name!r} must return a torch.futures.Future[torch.Tensor], "
                 f"got {type(future).__name__}. Return work.get_future(), or a future with set_result(tensor)"
             )
-        return _FutureHandle(future, bucket, self._name)
+        self._running = _FutureHandle(future, bucket, self._name)
+        return self._running
+
+    def _finish_former(self, bucket: Bucket) -> None:
+        former, self._running = self._running, None
+        if former is not None and self._chains and bucket.buffer.device.type == "cpu":
+            former.wait()
+
+
+def _has_memory(state: Any) -> bool:
+    """Whether it remembers something by bucket already, as one that was saved and loaded does."""
+    return any(isinstance(value, dict) and value for value in getattr(state, "__dict__", {}).values())

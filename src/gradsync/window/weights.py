@@ -12,6 +12,11 @@ would stop the backward of a fast rank until the slowest has begun its last one.
 of the window before, which is the same number in most trainings, and corrected at the end where it was not. The true
 sum is on its way meanwhile, as a few float64 numbers ahead of the first bucket. Only the first window waits for it.
 
+[Note: who counts] A rank without a backward cannot know whether the others count, and no rank may start a collective
+that another does not. So sums go ahead of the buckets where the ranks counted in the window before, and in the first
+window of all, of which nobody knows anything. Elsewhere nothing is sent, and a rank that counts all the same says so in
+the ballot: its gradients travel in units of one, and the sums follow the buckets.
+
 Alternative considered: a place for the weight in the tail of a bucket. A tail has the dtype of its bucket, and bfloat16
 cannot tell 4096 tokens from 4100.
 
@@ -38,7 +43,6 @@ class Counting(enum.Enum):
     """What is known of a window's weights."""
 
     NOTHING = "nothing is counted"
-    FOLLOWING = "this rank has nothing, the others count"
     COUNTING = "micro-batches are counted"
     AGREED = "the sum over all ranks is known"
 
@@ -72,7 +76,8 @@ class Weights:
         # Σ w over all ranks, as far as it is known before it is known. See [Note: what is not known].
         self.expected: float | None = None
         self._block: _Block | None = None
-        self._last_window_counted = False
+        # The same on all ranks; None before the first window. See [Note: who counts].
+        self._last_window_counted: bool | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -84,7 +89,9 @@ class Weights:
         self._takes_back = False
         self._message: torch.Tensor | None = None
         self._pending: Handle | None = None
-        self._total: float | torch.Tensor = 0.0
+        self._sent = 0.0
+        # Σ w over all ranks, where it is known.
+        self._total: float | torch.Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of an unfinished window, and what all ranks expect of the next, as plain values."""
@@ -209,21 +216,6 @@ class Weights:
         if not self.counting:
             self.phase = Counting.NOTHING
 
-    def skip(self) -> None:
-        """A window in which nobody counts is synchronized."""
-        if not self.deferred:
-            self._last_window_counted = False
-
-    def follow(self, *, counted: bool | None = None) -> None:
-        """This rank has nothing in the window. Whether the others count is ``counted``, or as in the window before."""
-        if self.phase is Counting.NOTHING and (self._last_window_counted if counted is None else counted):
-            self.phase = Counting.FOLLOWING
-
-    @property
-    def agreed_on(self) -> bool:
-        """Whether ranks must agree on the sum of weights in this window."""
-        return (self.phase is not Counting.NOTHING or self.in_block) and not self.deferred
-
     def _refuse_mixture(self, which: str) -> None:
         raise MisuseError(
             f"some backwards of this window have a weight and some have none ({which} has one), so there is no right "
@@ -232,67 +224,130 @@ class Weights:
 
     # -- agreeing ----------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Send this rank's sum on its way; collective, before the first bucket starts."""
-        tally = self._tally
-        kinds = (float(tally.weighted > 0), float(tally.plain > 0))
-        self._message = _on(self._communicator.device, (tally.sum, *kinds))
-        self._pending = self._communicator.all_reduce(self._message)
-        self._last_window_counted = True
-        if self.expected is None:
-            self._receive()
-            total = float(self._total)
-            # The whole world has nothing: any number will do, zero would not.
-            self.expected = total if total > 0 else float(self._communicator.world_size)
+    def start(self, *, uncounted: bool) -> None:
+        """Before the first bucket starts: send this rank's sum on its way, where all ranks do. See [Note: who counts].
+
+        ``uncounted``: this rank has gradients in the window that no backward of it has counted.
+        """
+        self._message = None
+        if self.deferred or self._last_window_counted is False:
+            return
+        self._send(uncounted=uncounted)
+        if self._last_window_counted is None or self.expected is None:
+            total = self._read()
+            self._last_window_counted = total > 0
+            # Where nobody counted inside accumulate() any number will do; zero would not.
+            self.expected = total if total > 0 else self.expected
+
+    @property
+    def unannounced(self) -> bool:
+        """Whether this rank counts, and no sums have gone ahead: they must follow the buckets."""
+        return self._message is None and not self.deferred and (self.phase is not Counting.NOTHING or self.in_block)
+
+    def divisor(self, plain: float) -> float:
+        """What the wire divides by, the same on all ranks; ``plain`` where nobody counts."""
+        known_to_be_plain = self._message is None or self._total == 0.0
+        return plain if known_to_be_plain else float(self._communicator.world_size)
 
     @property
     def landing_scale(self) -> float:
         """What turns gradients in units into their share of the expected mean, times the number of ranks."""
-        if self.expected is None or self._tally.unit is None:
+        unit = self._tally.unit
+        if unit is None or self.deferred:
             return 1.0
-        scale = self._tally.unit * self._communicator.world_size / self.expected
+        if self._message is None or self.expected is None:
+            return unit
+        scale = unit * self._communicator.world_size / self.expected
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
-    def finish(self) -> float | torch.Tensor | None:
-        """What corrects means that were computed with the expected sum; None where it was right."""
+    def finish(self, plain: float) -> float | torch.Tensor | None:
+        """What corrects means that were computed with the expected sum; None where it was right.
+
+        ``plain`` is what they should have been divided by if it turns out that nobody counts.
+        """
         if self._message is None:
             return None
-        self._receive()
-        self.phase = Counting.AGREED
-        expected = self.expected
-        assert expected is not None
+        if self._tally.sum != self._sent:
+            raise MisuseError(
+                f"this rank has counted {self._tally.sum:g} in the window, but told the others {self._sent:g}: a "
+                "backward that reaches no parameter of the model came before the one with a weight. Run it after, or "
+                "under no_sync()"
+            )
+        if self._message.device.type == "cpu":
+            self._read()
+        elif self._total is None:
+            # Reading it would stop the host. Ranks that mix are found in the first window, which is read.
+            self._wait()
+            self._total = self._message[0]
+        self._note_agreed()
+        world_size = float(self._communicator.world_size)
+        expected = world_size if self.expected is None else self.expected
         if isinstance(self._total, torch.Tensor):
-            return torch.where(self._total > 0, expected / self._total, 1.0)
-        return None if self._total in (0.0, expected) else expected / self._total
+            return torch.where(self._total > 0, expected / self._total, world_size / plain)
+        if not self._total:
+            return None if self.divisor(plain) == plain else world_size / plain
+        return None if self._total == expected else expected / self._total
+
+    def follow_up(self, divisor: float, *, uncounted: bool) -> float | None:
+        """The buckets have travelled as if nobody counted, but somebody did: exchange the sums now. Collective.
+
+        Returns what corrects the means, which were divided by ``divisor``.
+        """
+        self._send(uncounted=uncounted)
+        total = self._read()
+        self._note_agreed()
+        return None if total in (0.0, divisor) else divisor / total
+
+    def _note_agreed(self) -> None:
+        if self.counting or self.in_block:
+            self.phase = Counting.AGREED
 
     def learn(self) -> None:
         """The window went well on all ranks: its sum, where it is known to all of them, serves the next one."""
-        if self.synchronized and isinstance(self._total, float) and self._total > 0:
-            self.expected = self._total
+        if isinstance(self._total, float):
+            self._last_window_counted = self._total > 0
+            self.expected = self._total if self._total > 0 else self.expected
 
     def undo(self) -> float | torch.Tensor | None:
         """What turns the mean of this window back into a share of the sum, so that a further backward may add to it."""
         self.phase = Counting.COUNTING
         if self._tally.unit is None:
             self._tally.unit = 1.0
-        factor = self._total / (self._communicator.world_size * self._tally.unit)
+        total = 0.0 if self._total is None else self._total
+        factor = total / (self._communicator.world_size * self._tally.unit)
         return None if not isinstance(factor, torch.Tensor) and factor in (0.0, 1.0) else factor
 
-    def _receive(self) -> None:
-        if self._pending is None or self._message is None:
-            return
-        self._pending.wait()
-        self._pending = None
-        if self._message.device.type == "cpu" or self.expected is None:
-            self._total, weighted, plain = self._message.tolist()
-            if weighted and plain:
-                raise MisuseError(
-                    "some ranks gave weights to the backwards of this window and some did not, so there is no right "
-                    "mean. Pass weight= on all ranks, or on none"
-                )
-        else:
-            # Reading it here would stop the host. Ranks that mix are found in the first window, which is read.
-            self._total = self._message[0]
+    def _send(self, *, uncounted: bool) -> None:
+        tally = self._tally
+        kinds = (tally.weighted > 0, tally.plain > 0, uncounted)
+        self._message = _on(self._communicator.device, (tally.sum, *map(float, kinds)))
+        self._pending = self._communicator.all_reduce(self._message)
+        self._sent = tally.sum
+        self._total = None
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def _read(self) -> float:
+        """What all ranks have counted. Waits for it, and for the device."""
+        assert self._message is not None
+        self._wait()
+        total, weighted, plain, uncounted = self._message.tolist()
+        self._total = float(total)
+        if weighted and (plain or uncounted):
+            raise MisuseError(
+                "some ranks gave weights to the backwards of this window and some did not, so there is no right "
+                "mean. Pass weight= on all ranks, or on none"
+            )
+        if plain and uncounted:
+            raise MisuseError(
+                "some ranks ran the backwards of this window inside accumulate() or through model.backward(), which "
+                "count them, and some did not, so there is no right mean. Frame the micro-batches on all ranks, or on "
+                "none"
+            )
+        return self._total
 
 
 def _on(device: torch.device, numbers: tuple[float, ...]) -> torch.Tensor:

@@ -69,9 +69,7 @@ class Window:
 
     def begin_synchronization(self) -> None:
         """What has accumulated is to be averaged, without a further backward."""
-        if self._state is not WindowState.UNSYNCHRONIZED:
-            self.weights.follow()
-        elif self.weights.counting:
+        if self._state is WindowState.UNSYNCHRONIZED and self.weights.counting:
             self._require_untouched(continues=True, late=False)
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:

@@ -188,9 +188,7 @@ class Accumulation:
 
     def discard(self) -> None:
         """Give up what the window has accumulated on this rank. It counts nothing."""
-        for parameter in self.synchronizer.parameters:
-            parameter.grad = None
-        self.synchronizer.window.discard()
+        self.synchronizer.clear()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -33,6 +33,7 @@ class GradientJoinHook(JoinHook):
     def __init__(self, model: JoinedModel) -> None:
         super().__init__()
         self._model = model
+        self._shadowed = False
 
     def main_hook(self) -> None:
         """One iteration of the ranks that still have data: their buffers, their count, their gradients."""
@@ -45,6 +46,7 @@ class GradientJoinHook(JoinHook):
         model.require_forward_param_sync = active > 0
         if active:
             set_divisor(model, active)
+            self._shadowed = True
             model.synchronizer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -54,6 +56,9 @@ class GradientJoinHook(JoinHook):
         buffers = model.replica.buffers if model.forward_sync_buffers else []
         broadcast_tensors([*model.replica.parameters, *buffers], model.communicator, source)
         model.synchronizer.engine.divide_by(model.communicator.world_size)
+        if self._shadowed:
+            # The last mean was that of the others. The first gradient of the next epoch would be added to it.
+            model.synchronizer.clear()
 
 
 def set_divisor(model: JoinedModel, active: int) -> None:

@@ -1,0 +1,128 @@
+"""What ranks agree on around the buckets of one synchronization: before the first starts, and after the last.
+
+Every collective here is one that all ranks start. So whether one is due follows from what all of them know: from the
+number of the window, from what they agreed on before, from the ballot. What a rank has seen alone is asked for in the
+ballot (:mod:`gradsync.bucket.requests`), and done after the buckets, by all.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradsync.bucket.arrangement import Arrangement
+from gradsync.bucket.norm import BucketNorms
+from gradsync.bucket.requests import Requests
+from gradsync.engine.pipeline import Division, Pipeline
+from gradsync.engine.sparse_reduction import SparseGradients
+from gradsync.errors import MisuseError, PeerFailedError
+from gradsync.window import Weights
+
+__all__ = ["Meeting", "Present"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present:
+    """What this rank brings along: whether it has gradients or is computing them, which have come in this backward, and
+    which parameters its forwards left out (None where the model never says)."""
+
+    contributes: bool
+    arrivals: Sequence[int]
+    absent: Collection[int] | None
+
+
+class Meeting:
+    """The meetings of one engine with those of the other ranks."""
+
+    def __init__(
+        self, arrangement: Arrangement, pipeline: Pipeline, weights: Weights, outside: SparseGradients
+    ) -> None:
+        self._arrangement, self._pipeline, self._weights, self._outside = arrangement, pipeline, weights, outside
+        # What sums are divided by where nobody counts.
+        self.divisor = float(pipeline.communicator.world_size)
+        # Of the window before, where it is only heard of in this one.
+        self._late_failure: PeerFailedError | None = None
+
+    # -- before the first bucket starts ----------------------------------------------------------------------------
+
+    def before_buckets(self, present: Present, rebuild: Callable[[], None]) -> None:
+        """Agree on where gradients lie and what they are divided by. Collective, where there is something to agree on.
+
+        Once a synchronization: a backward that reached no parameter may have met already.
+        """
+        arrangement, pipeline, weights = self._arrangement, self._pipeline, self._weights
+        if arrangement.order.running:
+            arrangement.mark_again()
+        else:
+            self._late_failure = pipeline.late_failure()
+            arrangement.order.window_began()
+            if self._rearrange(rebuild):
+                arrangement.land_again(present.arrivals)
+            weights.start(uncounted=present.contributes and not weights.counting)
+            if present.absent is not None and pipeline.reduction.carries_tail:
+                arrangement.mark_absent(present.absent)
+        pipeline.divide(Division(divisor=weights.divisor(self.divisor), local_scale=weights.landing_scale))
+        pipeline.recount()
+
+    def _rearrange(self, rebuild: Callable[[], None]) -> bool:
+        """Lay buckets out anew, if ranks agree that it is time to: True where what had landed has to land again."""
+        arrangement, before = self._arrangement, self._arrangement.trainable
+        held = self._layout_is_held
+        changed = arrangement.agree(hold_order=held)
+        if held and arrangement.trainable != before:
+            self._refuse_other_layout()
+        if (not held and arrangement.tune()) or changed:
+            rebuild()
+            return True
+        return arrangement.expect_arrivals()
+
+    @property
+    def _layout_is_held(self) -> bool:
+        return self._pipeline.reduction.keeps_layout and self._arrangement.order.learned
+
+    def _refuse_other_layout(self) -> None:
+        raise MisuseError(
+            "a parameter has begun or ceased to be trained, so buckets must be laid out anew, but "
+            f"{self._pipeline.reduction!r} has state that belongs to the buckets as they are. Exchange it for a new "
+            "one first, with register_comm_hook or synchronizer.reduce_with, or freeze and unfreeze before the first "
+            "window"
+        )
+
+    # -- the buckets, and what follows them ------------------------------------------------------------------------
+
+    def exchange(self, *, contributes: bool, norms: BucketNorms | None) -> None:
+        """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot."""
+        pipeline, weights = self._pipeline, self._weights
+        pipeline.requests = Requests(weights=weights.unannounced, trained=self._arrangement.trains_more)
+        pipeline.flush()
+        correction = weights.finish(self.divisor)
+        pipeline.finish(correction=correction, norms=norms)
+        if not contributes:
+            # A rank without gradients knows least, and has nothing else to do than to wait.
+            pipeline.await_requests()
+        if pipeline.requests.weights:
+            uncounted = contributes and not weights.counting
+            correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted)
+            if correction is not None:
+                pipeline.correct(correction)
+        divisor = pipeline.division.divisor / pipeline.division.local_scale
+        self._reduce_outside(divisor if correction is None else divisor / correction)
+
+    def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
+        """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""
+        self._outside.reduce(self._arrangement.layout.sparse, divisor)
+        if not self._pipeline.requests.trained:
+            return
+        if self._layout_is_held:
+            self._refuse_other_layout()
+        taken_in = self._arrangement.take_in()
+        for index in taken_in:
+            self._outside.land(index)
+        self._outside.reduce(taken_in, divisor)
+
+    def raise_late(self) -> None:
+        """Raise what was heard of the window before. Not before this one was over: the others would have waited for
+        this rank, or heard from it of a failure that is none."""
+        error, self._late_failure = self._late_failure, None
+        if error is not None:
+            raise error
