@@ -57,8 +57,8 @@ class Accelerator(ProcessControl):
     Started by torchrun, mpirun or srun it finds the other processes; otherwise it is a world of one, without a process
     group. ``communicator`` replaces all that.
 
-    Different from Accelerate: a short last window is divided by its real length, a scheduler moves once a window,
-    several models have a window each, ``backward`` takes a weight, and misuse raises. See docs/coming-from-accelerate.
+    Different from Accelerate: a short last window is divided by its real length, several models have a window each,
+    ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md has all of it, with the switches.
     """
 
     def __init__(
@@ -163,21 +163,19 @@ class Accelerator(ProcessControl):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """One scheduler, which will move once a window."""
+        """One scheduler, which will move when its optimizer has stepped; how far, says the plugin."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         _refuse_again(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
-        followed = [
-            optimizer
-            for optimizer in self.prepared.optimizers
-            if scheduler.optimizer in (optimizer, optimizer.optimizer)
-        ]
+        every = self.prepared.optimizers
+        followed = [each for each in every if getattr(scheduler, "optimizer", None) in (each, each.optimizer)]
         per_process = self.windows.plugin.scheduler_steps == "per_process" and not self.dataloader_config.split_batches
         prepared = PreparedScheduler(
             scheduler,
-            followed,
+            followed or every,
+            self.windows,
             follows_optimizer=self.step_scheduler_with_optimizer,
-            steps_per_window=self.num_processes if per_process else 1,
+            several=self.num_processes if per_process else None,
         )
         self.prepared.schedulers.append(prepared)
         return prepared
@@ -237,6 +235,8 @@ class Accelerator(ProcessControl):
                 "accelerator.backward(loss, weight=…) needs to know the window that the weight counts in. Run it "
                 "inside accelerator.accumulate(model), with divide_by='window' (the default) in the plugin"
             )
+        if running and weight is None and self.is_main_process:
+            self.windows.tell_if_short()
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
         padding = self.gradient_state.in_dataloader and self.gradient_state.active_dataloader.is_padding
@@ -401,6 +401,7 @@ def _refuse_again(given: Any, prepared: Iterable[Any]) -> None:
 def _plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
     if plugin is None:
         return GradientAccumulationPlugin(steps)
+    plugin = GradientAccumulationPlugin.of(plugin)
     if steps not in (1, plugin.num_steps):
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} and a plugin with num_steps={plugin.num_steps}: pass one of them"
@@ -417,4 +418,4 @@ def _loader_configuration(
         raise ConfigurationError(
             "split_batches, even_batches and dispatch_batches belong into dataloader_config when that is given"
         )
-    return configuration
+    return DataLoaderConfiguration.of(configuration)

@@ -1,5 +1,6 @@
 """The configuration objects of an Accelerator, with Accelerate's names and defaults."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ class GradientAccumulationPlugin:
     num_steps
         micro-batches a window.
     adjust_scheduler
-        accepted for Accelerate's sake: a prepared scheduler steps once a window in any case.
+        accepted and without effect, as in Accelerate 1.15, which never looks at a value other than False.
     sync_with_dataloader
         the last batch of a prepared loader ends the window, however short it is.
     sync_each_batch
@@ -24,8 +25,9 @@ class GradientAccumulationPlugin:
         ``"window"``: the mean over the micro-batches that the window really had. ``"num_steps"``: every loss is divided
         by ``num_steps``, as Accelerate does, so that a short last window comes out too small.
     scheduler_steps
-        how far a prepared scheduler moves in a window: ``"once"``, or ``"per_process"`` as many times as there are
-        processes, as Accelerate does without ``split_batches``.
+        how far a prepared scheduler moves in a window. ``"per_process"``: as many times as there are processes, unless
+        ``split_batches``, for a schedule that counts the batches of one process. ``"once"``: one step, for a schedule
+        that counts windows.
     """
 
     num_steps: int | None = None
@@ -33,12 +35,17 @@ class GradientAccumulationPlugin:
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     divide_by: Literal["window", "num_steps"] = "window"
-    scheduler_steps: Literal["once", "per_process"] = "once"
+    scheduler_steps: Literal["per_process", "once"] = "per_process"
 
     @classmethod
     def like_accelerate(cls, num_steps: int | None = None, **options: Any) -> "GradientAccumulationPlugin":
-        """Accelerate's own behaviour, for runs that must not differ from earlier ones."""
-        return cls(num_steps, **{"divide_by": "num_steps", "scheduler_steps": "per_process", **options})
+        """Accelerate's own arithmetic, for runs that must not differ from earlier ones."""
+        return cls(num_steps, **{"divide_by": "num_steps", **options})
+
+    @classmethod
+    def of(cls, plugin: Any) -> "GradientAccumulationPlugin":
+        """``plugin``, or what Accelerate's object of that name says."""
+        return plugin if isinstance(plugin, cls) else cls(**_fields_of(plugin, cls))
 
     def __post_init__(self) -> None:
         steps = self.num_steps
@@ -47,7 +54,7 @@ class GradientAccumulationPlugin:
         if self.divide_by not in ("window", "num_steps"):
             raise ConfigurationError(f"divide_by must be 'window' or 'num_steps', got {self.divide_by!r}")
         if self.scheduler_steps not in ("once", "per_process"):
-            raise ConfigurationError(f"scheduler_steps must be 'once' or 'per_process', got {self.scheduler_steps!r}")
+            raise ConfigurationError(f"scheduler_steps must be 'per_process' or 'once', got {self.scheduler_steps!r}")
 
 
 @dataclass(frozen=True)
@@ -77,3 +84,17 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+
+    @classmethod
+    def of(cls, configuration: Any) -> "DataLoaderConfiguration":
+        """``configuration``, or what Accelerate's object of that name says."""
+        return configuration if isinstance(configuration, cls) else cls(**_fields_of(configuration, cls))
+
+
+def _fields_of(given: Any, known: type[Any]) -> dict[str, Any]:
+    """The values of an object that has other fields besides."""
+    names = [field.name for field in dataclasses.fields(known)]
+    found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    if not found:
+        raise ConfigurationError(f"a {known.__name__} was expected, ours or Accelerate's, got {type(given).__name__}")
+    return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs
+from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from gradsync.accelerator.operations import gather_objects
 from gradsync.communicator import Communicator
 from gradsync.engine import SyncPolicy
@@ -298,6 +298,8 @@ def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Acc
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
+        # The schedule is made of windows, whatever the number of ranks.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
     )
     return accelerator, timeline

@@ -1,0 +1,182 @@
+"""The same loops on Accelerate's Accelerator and on ours, in the same processes: the outcome must be the same."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradsync
+from gradsync import GradientAccumulationPlugin
+from gradsync.accelerator import DataLoaderConfiguration, GradScalerKwargs
+from tests.ranks import Ranks, pool_of
+
+pytestmark = pytest.mark.timeout(120)
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@contextlib.contextmanager
+def theirs() -> Iterator[None]:
+    """Accelerate's state, which is one for the whole process, for as long as it is needed."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    states = accelerate.state.AcceleratorState, accelerate.state.GradientState
+    with mock.patch.dict(os.environ, {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
+        try:
+            yield
+        finally:
+            states[0]._reset_state(True)
+            states[1]._reset_state()
+
+
+def accelerator_of(library: str, **options: Any) -> Any:
+    return (accelerate if library == "accelerate" else gradsync).Accelerator(cpu=True, **options)
+
+
+def rows(count: int = 46) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs[:, :1] - 2 * inputs[:, 1:2])
+
+
+def net() -> nn.Linear:
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view(parameter.shape))
+    return model
+
+
+# -- schedulers ---------------------------------------------------------------------------------------------------
+
+
+def of_another_optimizer(_: torch.optim.Optimizer, total: int) -> Any:
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 3)
+    other.step()  # torch wants to have seen one
+    return scheduler
+
+
+SCHEDULES: dict[str, Any] = {
+    "linear": lambda optimizer, total: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total)),
+    "one cycle": lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total),
+    "of another optimizer": of_another_optimizer,
+}
+
+
+def rates(library: str, schedule: str, split: bool, steps: int, by_itself: bool) -> list[float]:
+    """The learning rate behind every micro-batch of two epochs."""
+    module = accelerate.utils if library == "accelerate" else gradsync
+    accelerator = accelerator_of(
+        library,
+        gradient_accumulation_steps=steps,
+        step_scheduler_with_optimizer=not by_itself,
+        dataloader_config=module.DataLoaderConfiguration(split_batches=split),
+    )
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(rows(), 4)
+    scheduler = SCHEDULES[schedule](optimizer, 2 * len(loader))
+    inner = scheduler.optimizer
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    seen = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                if not by_itself:
+                    scheduler.step()
+                optimizer.zero_grad()
+            seen.append(inner.param_groups[0]["lr"])
+        if by_itself:
+            scheduler.step()
+    return [*seen, scheduler.get_last_lr()[0]]
+
+
+def compare_rates() -> dict[str, bool]:
+    cases = [("linear", False, 1, False), ("linear", True, 2, False), ("linear", False, 3, False)]
+    cases += [("one cycle", False, 1, False), ("one cycle", False, 3, False), ("linear", False, 2, True)]
+    cases += [("of another optimizer", False, 3, False)]
+    same = {}
+    for case in cases:
+        with theirs():
+            expected = rates("accelerate", *case)
+        same[str(case)] = rates("gradsync", *case) == expected
+    return same
+
+
+def test_learning_rates_are_those_of_accelerate() -> None:
+    for same in pool_of(2).run(compare_rates):
+        assert len(same) == 7
+        assert all(same.values()), same
+
+
+def scaled_rates() -> list[float]:
+    accelerator = gradsync.Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 + n)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for number in range(3):
+        loss = model(torch.ones(2, 4)).square().mean()
+        accelerator.backward(loss * torch.inf if number == 1 else loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def test_a_skipped_step_moves_no_schedule(thread_ranks: Ranks) -> None:
+    world = thread_ranks.world_size
+    assert thread_ranks.run(scaled_rates) == [[1.0 + world, 1.0 + world, 1.0 + 2 * world]] * world
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_plugins_of_accelerate_are_understood() -> None:
+    plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+    configuration = accelerate.utils.DataLoaderConfiguration(even_batches=False)
+    accelerator = gradsync.Accelerator(gradient_accumulation_plugin=plugin, dataloader_config=configuration)
+    assert accelerator.windows.plugin == GradientAccumulationPlugin(3, sync_with_dataloader=False)
+    assert accelerator.dataloader_config == DataLoaderConfiguration(even_batches=False)
+
+
+# -- what is said -------------------------------------------------------------------------------------------------
+
+
+def short_windows(**options: Any) -> None:
+    accelerator = gradsync.Accelerator(**options)
+    model = net()
+    model, loader = accelerator.prepare(model, DataLoader(rows(20 * accelerator.num_processes), 4))
+    for _ in range(2):
+        for inputs, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+            if accelerator.sync_gradients:
+                model.zero_grad()
+
+
+def test_the_division_of_a_short_window_is_mentioned_once(
+    thread_ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the main process, where it differs from Accelerate's and nobody has asked for either."""
+    caplog.set_level(logging.WARNING, "gradsync")
+    thread_ranks.run(short_windows, gradient_accumulation_steps=5)
+    thread_ranks.run(short_windows, gradient_accumulation_plugin=GradientAccumulationPlugin.like_accelerate(2))
+    assert caplog.messages == []
+    thread_ranks.run(short_windows, gradient_accumulation_steps=2)
+    (message,) = caplog.messages
+    assert "after 1 of 2 micro-batches" in message
+    assert "like_accelerate(2)" in message
