@@ -16,11 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradsync
 from gradsync import GradientAccumulationPlugin
 from gradsync.accelerator import DataLoaderConfiguration, GradScalerKwargs
-from tests.ranks import Ranks, pool_of
+from gradsync.errors import MisuseError
+from tests.ranks import Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(120)
 
 accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate.local_sgd")
 
 
 @contextlib.contextmanager
@@ -180,3 +182,92 @@ def test_the_division_of_a_short_window_is_mentioned_once(
     (message,) = caplog.messages
     assert "after 1 of 2 micro-batches" in message
     assert "like_accelerate(2)" in message
+
+
+# -- local SGD ----------------------------------------------------------------------------------------------------
+
+
+def local_sgd(library: str, steps: int, clip: bool = False) -> tuple[list[torch.Tensor], int, float]:
+    """The loop of Accelerate's guide, with its LocalSGD. Returns parameters, steps taken and the last rate."""
+    accelerator = accelerator_of(library, gradient_accumulation_steps=steps)
+    model, taken = net(), []
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inner.register_step_post_hook(lambda *_: taken.append(1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + n))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, inner, DataLoader(rows(48), 4), scheduler)
+    with accelerate.local_sgd.LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as averaging:
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                averaging.step()
+    return [each.detach().clone() for each in model.parameters()], len(taken), scheduler.get_last_lr()[0]
+
+
+def compare_local_sgd(*case: Any) -> tuple[bool, list[torch.Tensor], bool]:
+    with theirs():
+        expected = local_sgd("accelerate", *case)
+    parameters, *numbers = local_sgd("gradsync", *case)
+    return numbers == list(expected[1:]), parameters, all(map(torch.allclose, parameters, expected[0]))
+
+
+@pytest.mark.parametrize(("steps", "clip"), [(1, False), (2, True)])
+def test_local_sgd_of_accelerate_trains_as_there(steps: int, clip: bool) -> None:
+    results = pool_of(2).run(compare_local_sgd, steps, clip)
+    for numbers_agree, parameters, parameters_agree in results:
+        assert numbers_agree
+        assert parameters_agree
+        assert all(map(torch.equal, parameters, results[0][1]))
+
+
+def step_alone(case: str) -> tuple[str, bool]:
+    """A step on gradients of this rank alone which nobody has asked for; and whether training goes on after it."""
+    accelerator = gradsync.Accelerator(gradient_accumulation_steps=2)
+    model = net()
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, raw)
+    inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=torch.float64)
+    around = accelerator.no_sync(model) if case == "accelerator.no_sync" else model.no_sync()
+    message = "nothing"
+    try:
+        with around:
+            accelerator.backward(model(inputs).square().mean())
+            (raw if case == "a raw optimizer" else optimizer).step()
+            if case == "one parameter is averaged":
+                parameter = next(iter(model.parameters()))
+                parameter.data = accelerator.reduce(parameter.data, "mean")
+            elif case == "averaged":
+                for parameter in model.parameters():
+                    parameter.data = accelerator.reduce(parameter.data, "mean")
+            optimizer.zero_grad()
+    except MisuseError as error:
+        message = str(error)
+    model.discard()
+    for parameter in model.parameters():
+        parameter.data = accelerator.reduce(parameter.data, "mean")
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+    values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return message, bool((accelerator.gather(values[None]) == values).all())
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("accelerator.no_sync", "gradients that only this rank has"),
+        ("a raw optimizer", "gradients that only this rank has"),
+        ("nothing is averaged", "2 parameters were not averaged"),
+        ("one parameter is averaged", "1 parameters were not averaged"),
+        ("averaged", "nothing"),
+    ],
+)
+def test_local_steps_that_nobody_averages_are_refused(case: str, words: str) -> None:
+    for message, replicas_agree in ThreadRanks(3).run(step_alone, case):
+        assert words in message
+        assert replicas_agree

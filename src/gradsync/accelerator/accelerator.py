@@ -30,7 +30,8 @@ from gradsync.checkpoint import CheckpointFolder
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
-from gradsync.engine.clipping import require_means_of
+from gradsync.engine.backward_watch import tensors_in
+from gradsync.engine.clipping import require_means_of, synchronizers_of
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.wrap.accumulation import backward_through
 
@@ -94,7 +95,9 @@ class Accelerator(ProcessControl):
             autocast=settings["AutocastKwargs"],
             scaler=settings["GradScalerKwargs"],
         )
-        self.models = PreparedModels(world, self.precision, settings["DistributedDataParallelKwargs"])
+        self.models = PreparedModels(
+            world, self.precision, self.windows.local, settings["DistributedDataParallelKwargs"]
+        )
         if self.precision.scaler is not None:
             models = self.models
             self.precision.scaler.synchronizers = lambda: [each.synchronizer for each in models.attachments]
@@ -215,8 +218,8 @@ class Accelerator(ProcessControl):
         return self.windows.window([self.models.attachment_of(model) for model in models], batches)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards in here stay in this process. Around the backward is enough."""
-        return self.models.attachment_of(model).no_sync()
+        """Backwards in here stay in this process. Around the backward is enough. Optimizers may not step."""
+        return self.models.attachment_of(model).synchronizer.switched(enabled=False)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards in here synchronize, also those of forwards that ran under ``no_sync``."""
@@ -272,17 +275,25 @@ class Accelerator(ProcessControl):
         named = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         for each in self.prepared.optimizers if optimizer is None else named:
             if isinstance(each, PreparedOptimizer):
-                require_means_of(each.synchronizers)
+                if not self.windows.local.includes(each.synchronizers):
+                    require_means_of(each.synchronizers)
                 each = each.optimizer
             scaler.unscale(each)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
-        return clip_grad_norm_(self._unscaled(parameters), max_norm, norm_type)
+        listed = self._unscaled(parameters)
+        if self.windows.local.includes(synchronizers_of(listed)):
+            return nn.utils.clip_grad_norm_(listed, max_norm, norm_type)
+        return clip_grad_norm_(listed, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit every element of the averaged gradients to ±``clip_value``."""
-        clip_grad_value_(self._unscaled(parameters), clip_value)
+        listed = self._unscaled(parameters)
+        if self.windows.local.includes(synchronizers_of(listed)):
+            nn.utils.clip_grad_value_(listed, clip_value)
+        else:
+            clip_grad_value_(listed, clip_value)
 
     def _unscaled(self, parameters: Any) -> list[torch.Tensor]:
         """``parameters``, and of all optimizers only theirs unscaled: another one's window may be unfinished."""
@@ -311,6 +322,8 @@ class Accelerator(ProcessControl):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, or mean, of tensors over all processes."""
+        if reduction == "mean":
+            self.windows.local.averaged(tensors_in(tensor))
         return operations.reduce(self.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 from gradsync.accelerator.gradient_state import GradientState
+from gradsync.accelerator.local_training import LocalTraining
 from gradsync.accelerator.plugins import GradientAccumulationPlugin
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import MisuseError
@@ -31,6 +32,7 @@ class ModelWindows:
         # The models of the running micro-batch.
         self.running: list[Accumulation] = []
         self.joining = False
+        self.local = LocalTraining()
         self._state = state
         self._counts: dict[tuple[int, ...], int] = {}
         self._ends: dict[int, bool] = {}
@@ -40,8 +42,8 @@ class ModelWindows:
 
     @property
     def weighs(self) -> bool:
-        """Whether means are over what a window really had."""
-        return self.plugin.divide_by == "window"
+        """Whether means are over what a window really had. In local SGD nobody but this rank would know."""
+        return self.plugin.divide_by == "window" and not self.local.includes(each.synchronizer for each in self.running)
 
     def micro_batch(self, models: Sequence[Accumulation]) -> AbstractContextManager[None]:
         """A micro-batch of these models, counted."""
@@ -67,7 +69,7 @@ class ModelWindows:
                     stack.enter_context(MicroBatches(models, last=last, synchronizes=synchronizes))
                 elif not synchronizes:
                     for model in models:
-                        stack.enter_context(model.no_sync())
+                        stack.enter_context(model.synchronizer.switched(enabled=False))
                 yield
         finally:
             self.running = []

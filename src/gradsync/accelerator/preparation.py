@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradsync.accelerator.local_training import DistributedDataParallel as PreparedWrapper
+from gradsync.accelerator.local_training import LocalTraining
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.world import World
 from gradsync.attach import synchronize_gradients
@@ -22,9 +24,10 @@ _ENGINE = ("policy", "bucket_cap_mb")
 class PreparedModels:
     """The models of one accelerator, each with its engine."""
 
-    def __init__(self, world: World, precision: Precision, options: Mapping[str, Any]) -> None:
+    def __init__(self, world: World, precision: Precision, local: LocalTraining, options: Mapping[str, Any]) -> None:
         self._world = world
         self._precision = precision
+        self._local = local
         self._options = dict(options)
         self._attachments: dict[int, Accumulation] = {}
         self.prepared: list[nn.Module] = []
@@ -57,7 +60,8 @@ class PreparedModels:
             options = {name: value for name, value in self._options.items() if name in _ENGINE}
             self._remember(model, synchronize_gradients(model, **ranks, **options), model)
             return model
-        wrapper = DistributedDataParallel(model, **ranks, **self._options)
+        wrapper = PreparedWrapper(model, **ranks, **self._options)
+        wrapper.local_training = self._local
         self._remember(wrapper, wrapper, model)
         return wrapper
 
