@@ -1,8 +1,8 @@
 """Local SGD: a model trains on each rank by itself for some steps, then the ranks average its parameters.
 
 Accelerate's ``LocalSGD`` enters ``no_sync()`` of the prepared model for the whole training, lets optimizers step on
-what each rank has alone, and averages by ``accelerator.reduce(parameter.data, "mean")``, at last before it leaves. The same
-steps without the averaging are a mistake, the commonest there is: replicas drift apart. Both look alike while they
+what each rank has alone, and averages by ``accelerator.reduce(parameter.data, "mean")``, at last before it leaves. The
+same steps without the averaging are a mistake, and a common one: replicas drift apart. Both look alike while they
 happen, so the steps are allowed and remembered, and leaving ``no_sync()`` raises unless the parameters were averaged.
 
 Only the model's own ``no_sync()`` allows them; in ``accelerator.no_sync(model)``, the one for accumulating, a step is

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from gradsync.errors import ConfigurationError
 
-__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin"]
+__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,41 @@ class DataLoaderConfiguration:
     def of(cls, configuration: Any) -> "DataLoaderConfiguration":
         """``configuration``, or what Accelerate's object of that name says."""
         return configuration if isinstance(configuration, cls) else cls(**_fields_of(configuration, cls))
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps its files.
+
+    project_dir, logging_dir
+        the folder of the run, and that of trackers which write files (``project_dir`` unless given).
+    automatic_checkpoint_naming, total_limit, iteration
+        ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>``, and keeps at most so many.
+    save_on_each_node
+        ``accelerator.save`` writes once a node, not once in all.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
+
+    @classmethod
+    def of(cls, configuration: Any, project_dir: Any = None) -> "ProjectConfiguration":
+        """``configuration``, ours or Accelerate's, with ``project_dir`` where it has none."""
+        if isinstance(configuration, cls):
+            chosen = configuration
+        else:
+            chosen = cls() if configuration is None else cls(**_fields_of(configuration, cls))
+        if project_dir is not None and chosen.project_dir is None:
+            chosen.project_dir = str(project_dir)
+            chosen.logging_dir = chosen.logging_dir or str(project_dir)
+        return chosen
 
 
 def _fields_of(given: Any, known: type[Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class PreparedScheduler:
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
-        self._windows = windows
+        self._windows: ModelWindows | None = windows
         self._follows_optimizer = follows_optimizer
         self._several = several
 
@@ -38,6 +38,13 @@ class PreparedScheduler:
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no windows any more: it moves whenever its optimizers may step."""
+        return {**self.__dict__, "_windows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on, if the optimizers did."""
@@ -51,7 +58,7 @@ class PreparedScheduler:
     @property
     def _window_ends(self) -> bool:
         if not self.optimizers:
-            return self._windows.end_for([])
+            return self._windows is None or self._windows.end_for([])
         return all(optimizer.window_ends and not optimizer.step_was_skipped for optimizer in self.optimizers)
 
     @property

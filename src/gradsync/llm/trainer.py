@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
-from gradsync.accelerator.operations import gather_objects
+from gradsync.accelerator.operations import gather_object
 from gradsync.communicator import Communicator
 from gradsync.engine import SyncPolicy
 from gradsync.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
@@ -287,7 +287,7 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return ReplicaProof(digests=tuple(gather_objects(communicator, [digest.hexdigest()])))
+    return ReplicaProof(digests=tuple(gather_object(communicator, [digest.hexdigest()])))
 
 
 def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
