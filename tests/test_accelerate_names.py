@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gradsync
 from gradsync import Accelerator, utils
-from gradsync.accelerator import AutocastKwargs, ProfileKwargs, ProjectConfiguration
+from gradsync.accelerator import AutocastKwargs, ProfileKwargs
 from gradsync.accelerator.data_loader import skip_first_batches
 from gradsync.errors import ConfigurationError, MisuseError
+from tests import accelerate_suite as suite
 from tests.ranks import Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -343,71 +344,39 @@ def test_first_batches_of_a_plain_loader_are_skipped_before_it_is_dealt(thread_r
         assert "Prepare the loader first" in message
 
 
-# -- saving ---------------------------------------------------------------------------------------------------------
+# -- handlers -------------------------------------------------------------------------------------------------------
 
 
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    return model
+def test_settings_that_would_be_lost_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    handler = accelerate.InitProcessGroupKwargs(backend="mpi")
+    with pytest.raises(ConfigurationError, match=r"InitProcessGroupKwargs\(backend='mpi'\) means nothing here"):
+        Accelerator(cpu=True, kwargs_handlers=[handler])
 
 
-def save_models(folder: str) -> list[str]:
-    accelerator = Accelerator()
-    model = accelerator.prepare(tied())
-    accelerator.save_model(model, folder)
-    accelerator.save_model(model, f"{folder}/shards", max_shard_size="0.08KB")
-    accelerator.save({"a": torch.ones(2)}, f"{folder}/any.bin")
-    return list(accelerator.get_state_dict(model))
+def gradient_with_hook(hook: str) -> torch.Tensor:
+    accelerator = Accelerator(kwargs_handlers=[utils.DistributedDataParallelKwargs(comm_hook=hook)])
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    model = accelerator.prepare(model)
+    model(torch.full((1, 3), 1.0 + accelerator.process_index / 512)).sum().backward()
+    return next(model.parameters()).grad
 
 
-def test_models_are_saved_as_the_hub_has_them(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    for names in ThreadRanks(3).run(save_models, str(tmp_path)):
-        assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert sorted(safetensors.load_file(tmp_path / "model.safetensors")) == ["0.bias", "0.weight", "1.bias"]
-    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"]["1.bias"] == "model-00002-of-00002.safetensors"
-    assert torch.equal(torch.load(tmp_path / "any.bin")["a"], torch.ones(2))
+def test_communication_hooks_have_names() -> None:
+    exact = pool_of(2).run(gradient_with_hook, "no")[0]
+    for gradient in pool_of(2).run(gradient_with_hook, "bf16"):
+        assert not torch.equal(gradient, exact)
+        torch.testing.assert_close(gradient, exact, rtol=1e-2, atol=1e-2)
 
 
-def test_checkpoints_may_name_themselves(tmp_path: Path) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(cpu=True, project_config=project)
-    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
-    for number in range(3):
-        nn.init.constant_(model.weight, float(number))
-        accelerator.save_state()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
-    nn.init.zeros_(model.weight)
-    accelerator.load_state()
-    assert model.weight.item() == 2.0
-    assert accelerator.logging_dir == str(tmp_path)
-    with pytest.raises(ConfigurationError, match="needs output_dir"):
-        Accelerator(cpu=True).save_state()
+# -- the page about Accelerate's tests --------------------------------------------------------------------------------
 
 
-def test_hooks_may_save_and_load_a_model_by_themselves(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
-    kept = {}
-
-    def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        kept[folder] = {name: tensor.clone() for name, tensor in weights.pop().items()}
-
-    def load(models: list[nn.Module], folder: str) -> None:
-        models.pop().load_state_dict(kept[folder])
-
-    hooks = [accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)]
-    before = model.weight.item()
-    accelerator.save_state(tmp_path)
-    nn.init.constant_(model.weight, before + 1)
-    accelerator.load_state(tmp_path)
-    assert model.weight.item() == before
-    for hook in hooks:
-        hook.remove()
-    with pytest.raises(ConfigurationError, match="0 models and this accelerator has prepared 1"):
-        accelerator.load_state(tmp_path)
+def test_the_page_names_every_expected_failure() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "accelerate-tests.md").read_text()
+    names = [*suite.SCRIPTS, *suite.NOT_RUN, *(name for failures in suite.EXPECTED.values() for name in failures)]
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_utils_exports_what_it_names() -> None:

@@ -144,6 +144,30 @@ def test_a_skipped_step_moves_no_schedule(thread_ranks: Ranks) -> None:
     assert thread_ranks.run(scaled_rates) == [[1.0 + world, 1.0 + world, 1.0 + 2 * world]] * world
 
 
+# -- several models -----------------------------------------------------------------------------------------------
+
+
+def ends(library: str) -> list[bool]:
+    """Where windows end of two models that accumulate in one loop, three micro-batches an iteration."""
+    plugin = GradientAccumulationPlugin.like_accelerate(2) if library == "gradsync" else None
+    options = {"gradient_accumulation_plugin": plugin} if plugin else {"gradient_accumulation_steps": 2}
+    accelerator = accelerator_of(library, **options)
+    a, b = accelerator.prepare(net()), accelerator.prepare(net())
+    seen = []
+    for _ in range(3):
+        for model in (a, b, b):
+            with accelerator.accumulate(model):
+                seen.append(accelerator.sync_gradients)
+    return seen
+
+
+def test_models_may_share_one_count() -> None:
+    expected = ends("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    assert ends("gradsync") == expected == [number % 2 == 0 for number in range(1, 10)]
+
+
 # -- settings -----------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Which micro-batch ends a window: counted for every set of models by itself.
+"""Which micro-batch ends a window: counted for every set of models by itself, unless one count is to be shared.
 
 A generator and a discriminator that accumulate in the same loop have a window each; neither shortens the other's. The
 last batch of the loader that is being iterated ends all of them, whatever their count.
@@ -94,7 +94,8 @@ class ModelWindows:
 
     def _count(self, models: Sequence[Accumulation]) -> bool:
         """Whether the micro-batch that begins is the last of its window."""
-        key = tuple(sorted(id(model.synchronizer) for model in models))
+        shared = self.plugin.windows == "shared"
+        key = () if shared else tuple(sorted(id(model.synchronizer) for model in models))
         count = self._counts.get(key, 0) + 1
         self._odd_length = None
         last = count >= self.num_steps

@@ -9,6 +9,13 @@ from gradsync.errors import ConfigurationError
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
 
 
+CHOICES = {
+    "divide_by": ("window", "num_steps"),
+    "scheduler_steps": ("per_process", "once"),
+    "windows": ("per_model", "shared"),
+}
+
+
 @dataclass(frozen=True)
 class GradientAccumulationPlugin:
     """How micro-batches become windows.
@@ -28,6 +35,9 @@ class GradientAccumulationPlugin:
         how far a prepared scheduler moves in a window. ``"per_process"``: as many times as there are processes, unless
         ``split_batches``, for a schedule that counts the batches of one process. ``"once"``: one step, for a schedule
         that counts windows.
+    windows
+        ``"per_model"``: ``accumulate(a)`` and ``accumulate(b)`` in one loop count a window each. ``"shared"``: one
+        count of all micro-batches, as in Accelerate.
     """
 
     num_steps: int | None = None
@@ -36,11 +46,12 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
     divide_by: Literal["window", "num_steps"] = "window"
     scheduler_steps: Literal["per_process", "once"] = "per_process"
+    windows: Literal["per_model", "shared"] = "per_model"
 
     @classmethod
     def like_accelerate(cls, num_steps: int | None = None, **options: Any) -> "GradientAccumulationPlugin":
         """Accelerate's own arithmetic, for runs that must not differ from earlier ones."""
-        return cls(num_steps, **{"divide_by": "num_steps", **options})
+        return cls(num_steps, **{"divide_by": "num_steps", "windows": "shared", **options})
 
     @classmethod
     def of(cls, plugin: Any) -> "GradientAccumulationPlugin":
@@ -51,10 +62,9 @@ class GradientAccumulationPlugin:
         steps = self.num_steps
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigurationError(f"num_steps must be a whole number of at least 1, got {steps!r}")
-        if self.divide_by not in ("window", "num_steps"):
-            raise ConfigurationError(f"divide_by must be 'window' or 'num_steps', got {self.divide_by!r}")
-        if self.scheduler_steps not in ("once", "per_process"):
-            raise ConfigurationError(f"scheduler_steps must be 'per_process' or 'once', got {self.scheduler_steps!r}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigurationError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
