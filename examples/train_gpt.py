@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from gradsync import Accelerator
+from gradsync import Accelerator, GradientAccumulationPlugin
 from gradsync.llm.batches import Batches, BatchPlan
 from gradsync.llm.model import build_model, count_targets, loss_of
 from gradsync.llm.schedule import warmup_cosine
@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="checkpoints")
     arguments = parser.parse_args()
 
-    accelerator = Accelerator()
+    # The schedule below counts windows, not the batches of one process.
+    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"))
     torch.manual_seed(0)
     with accelerator.main_process_first():  # builds the token file once
         tokens = prepare_tokens(arguments.data)

@@ -697,8 +697,18 @@ def test_plain_loaders_are_skipped_without_reading() -> None:
     assert samples(loader) == [[6, 7]]
     assert dataset.touched == [6, 7]
     assert len(samples(loader)) == 4
-    with pytest.raises(gradsync.ConfigurationError, match="Prepare the loader first"):
-        run_ranks(prepare, 2, loader)
+
+
+def prepare_what_skips() -> tuple[list[list[int]], list[list[int]]]:
+    loader = prepare(skip_first_batches(DataLoader(Touched(), 1), 2))
+    return samples(loader), samples(loader)
+
+
+def test_a_plain_loader_that_skips_is_dealt_among_the_ranks() -> None:
+    assert run_ranks(prepare_what_skips, 2) == [
+        ([[2], [4], [6]], [[0], [2], [4], [6]]),
+        ([[3], [5], [7]], [[1], [3], [5], [7]]),
+    ]
 
 
 def test_torchdata_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from gradsync.accelerator.operations import (
     Reduction,
     UnsupportedTypeError,
     broadcast,
+    broadcast_object_list,
     concatenate,
     find_batch_size,
     gather,
-    gather_objects,
+    gather_object,
     map_tensors,
     pad_across_processes,
     reduce,
@@ -258,14 +259,38 @@ def test_the_error_is_also_a_type_error() -> None:
 
 def gather_own_objects() -> list[Any]:
     wire = choose_communicator()
-    own = [f"ünï {wire.rank}", {"n": wire.rank, "deep": [None, True, 1.5, (1, 2)]}]
-    return gather_objects(wire, own * wire.rank)  # nothing on rank 0, and more on every next one
+    own = [f"ünï {wire.rank}", {"n": wire.rank, 7: [None, True, 1.5, (1, torch.full((2, 1), wire.rank))]}]
+    return gather_object(wire, own * wire.rank)  # nothing on rank 0, and more on every next one
 
 
 def test_objects_are_gathered_in_rank_order(ranks: Ranks) -> None:
-    own = [[f"ünï {rank}", {"n": rank, "deep": [None, True, 1.5, [1, 2]]}] for rank in range(ranks.world_size)]
+    """Also a dict whose keys are numbers, a tuple, and a tensor."""
+    own = [
+        [f"ünï {rank}", {"n": rank, 7: [None, True, 1.5, (1, torch.full((2, 1), rank))]}]
+        for rank in range(ranks.world_size)
+    ]
     expected = [each for rank, objects in enumerate(own) for each in objects * rank]
-    assert ranks.run(gather_own_objects) == [expected] * ranks.world_size
+    for gathered in ranks.run(gather_own_objects):
+        assert repr(gathered) == repr(expected)
+
+
+def broadcast_own_objects(source: int, shorter: bool) -> Any:
+    wire = choose_communicator()
+    own: list[Any] = [wire.rank, {"of": (wire.rank,)}][: 1 if shorter and wire.rank else 2]
+    return outcome(lambda wire: broadcast_object_list(wire, own, source)), own
+
+
+def test_objects_are_broadcast_in_place(ranks: Ranks) -> None:
+    source = ranks.world_size - 1
+    for answer, own in ranks.run(broadcast_own_objects, source, False):
+        assert answer == ("nothing", repr([source, {"of": (source,)}]))
+        assert own == [source, {"of": (source,)}]
+
+
+def test_objects_to_broadcast_must_be_as_many_everywhere(thread_ranks: Ranks) -> None:
+    for (kind, message), _ in thread_ranks.run(broadcast_own_objects, 0, True):
+        assert kind == ("nothing" if thread_ranks.world_size == 1 else "MismatchError")
+        assert kind == "nothing" or "lists of the same length" in message
 
 
 def circle() -> list[Any]:
@@ -275,17 +300,17 @@ def circle() -> list[Any]:
 
 
 OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "set": (lambda: [{1}], "Object of type set is not JSON serializable"),
-    "tensor": (lambda: [torch.ones(1)], "Object of type Tensor is not JSON serializable"),
-    "key": (lambda: [{"a": ({1: 2},)}], "the key 1 of a dict is no text"),
-    "circle": (circle, "Circular reference"),
+    "set": (lambda: ["a", {1}], "objects[1] is a builtins.set"),
+    "sparse tensor": (lambda: [torch.ones(1).to_sparse()], "objects[0] is a torch.Tensor"),
+    "key": (lambda: [{"a": ({(1,): 2},)}], "objects[0]['a'][0] is a builtins.dict"),
+    "circle": (circle, "maximum recursion depth exceeded"),
     "no list": (lambda: {"a": 1}, "a list was expected, got dict"),
 }
 
 
 def gather_bad_object(name: str) -> tuple[str, str]:
     last = choose_communicator().rank == choose_communicator().world_size - 1
-    return outcome(lambda wire: gather_objects(wire, OBJECTS[name][0]() if last else ["fine"]))
+    return outcome(lambda wire: gather_object(wire, OBJECTS[name][0]() if last else ["fine"]))
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -645,6 +670,6 @@ def test_a_group_with_nccl_alone_takes_tensors_from_everywhere() -> None:
                     assert result.tolist() == own.tolist()
         short = [torch.ones(2, device="cuda"), torch.ones(3)]
         assert [each.numel() for each in pad_across_processes(wire, short)] == [2, 3]
-        assert gather_objects(wire, ["a"]) == ["a"]
+        assert gather_object(wire, ["a"]) == ["a"]
     finally:
         dist.destroy_process_group()

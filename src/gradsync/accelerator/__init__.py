@@ -6,8 +6,9 @@ from gradsync.accelerator.handlers import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
 )
-from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
+from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 __all__ = [
     "Accelerator",
@@ -17,4 +18,6 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "ProfileKwargs",
+    "ProjectConfiguration",
 ]

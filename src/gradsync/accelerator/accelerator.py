@@ -1,5 +1,6 @@
 """``Accelerator``: a training loop for one process becomes one for many, with Accelerate's names and defaults."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -12,25 +13,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from gradsync.accelerator import operations
+from gradsync.accelerator.choices import checked_rng_types, chosen_loaders, chosen_plugin
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.environment import read_environment
+from gradsync.accelerator.familiar import Familiar, launched_settings, refuse_absent
 from gradsync.accelerator.gradient_state import GradientState
-from gradsync.accelerator.handlers import settings_of
+from gradsync.accelerator.gradients import Gradients
+from gradsync.accelerator.handlers import ProfileKwargs, settings_of
+from gradsync.accelerator.helpers import extract_model_from_parallel
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
-from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
-from gradsync.accelerator.precision import Precision, plain_forward
+from gradsync.accelerator.over_processes import OverProcesses
+from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.preparation import PreparedModels
-from gradsync.accelerator.process_control import ProcessControl
+from gradsync.accelerator.saving import Saving
 from gradsync.accelerator.scheduler import PreparedScheduler
-from gradsync.accelerator.state_saving import Prepared, has_checkpoint, load_prepared, save_prepared
+from gradsync.accelerator.state_saving import Prepared
+from gradsync.accelerator.tracking import Tracking, acquaint
 from gradsync.accelerator.world import World, connect
-from gradsync.checkpoint import CheckpointFolder
-from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.communicator import Communicator
-from gradsync.data_parallel import DistributedDataParallel
-from gradsync.engine.clipping import require_means_of
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.wrap.accumulation import backward_through
 
@@ -39,7 +41,7 @@ __all__ = ["Accelerator"]
 Batch = TypeVar("Batch")
 
 
-class Accelerator(ProcessControl):
+class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
     """Prepares models, optimizers, loaders and schedulers for all processes, and runs windows of micro-batches.
 
     ::
@@ -57,8 +59,8 @@ class Accelerator(ProcessControl):
     Started by torchrun, mpirun or srun it finds the other processes; otherwise it is a world of one, without a process
     group. ``communicator`` replaces all that.
 
-    Different from Accelerate: a short last window is divided by its real length, a scheduler moves once a window,
-    several models have a window each, ``backward`` takes a weight, and misuse raises. See docs/coming-from-accelerate.
+    Different from Accelerate: a short last window is divided by its real length, several models have a window each,
+    ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md has all of it, with the switches.
     """
 
     def __init__(
@@ -68,37 +70,78 @@ class Accelerator(ProcessControl):
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
         *,
         even_batches: bool = True,
         dispatch_batches: bool | None = None,
         communicator: Communicator | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if not name.startswith("_") and name != "self"}
+        refuse_absent(arguments)
+        self._arguments = arguments
         settings = settings_of(kwargs_handlers)
+        launched = launched_settings()
+        self.project_configuration = ProjectConfiguration.of(project_config, project_dir)
+        self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
+        self._profile = ProfileKwargs(**settings["ProfileKwargs"])
+        self.rng_types = checked_rng_types(rng_types)
         self.gradient_state = GradientState()
         self.windows = ModelWindows(
-            _plugin(gradient_accumulation_steps, gradient_accumulation_plugin), self.gradient_state
+            chosen_plugin(gradient_accumulation_steps, gradient_accumulation_plugin, launched.steps),
+            self.gradient_state,
         )
-        self.dataloader_config = _loader_configuration(dataloader_config, split_batches, even_batches, dispatch_batches)
+        self.dataloader_config = chosen_loaders(dataloader_config, split_batches, even_batches, dispatch_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        world = connect(read_environment(), cpu=cpu, communicator=communicator, **settings["InitProcessGroupKwargs"])
+        world = connect(
+            read_environment(), cpu=cpu or launched.cpu, communicator=communicator, **settings["InitProcessGroupKwargs"]
+        )
         super().__init__(world.communicator, world.device, world.environment)
         self.world = world
         self.precision = Precision(
-            mixed_precision,
+            launched.mixed_precision if mixed_precision is None else mixed_precision,
             self.device,
             autocast=settings["AutocastKwargs"],
             scaler=settings["GradScalerKwargs"],
         )
-        self.models = PreparedModels(world, self.precision, settings["DistributedDataParallelKwargs"])
+        self.models = PreparedModels(
+            world, self.precision, self.windows.local, settings["DistributedDataParallelKwargs"]
+        )
         if self.precision.scaler is not None:
             models = self.models
             self.precision.scaler.synchronizers = lambda: [each.synchronizer for each in models.attachments]
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
+        if world.is_process:
+            acquaint(self, self.mixed_precision)
+        self._choose_trackers(log_with, self.logging_dir)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the settings and the ranks, and has prepared nothing."""
+        if self._arguments["communicator"] is not None:
+            raise MisuseError(
+                "an Accelerator with a communicator of its own cannot be pickled: a communicator has no meaning "
+                "elsewhere. Make a new Accelerator there"
+            )
+        return (_made_again, (self._arguments, self.world))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
+        """As in Accelerate the accelerator itself: a copied model or trainer goes on with it."""
+        return self
 
     @property
     def state(self) -> World:
@@ -137,20 +180,24 @@ class Accelerator(ProcessControl):
         return self.models.prepare(model, place=place, evaluation_mode=evaluation_mode)
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedDataLoader:
         """One loader: every process gets its share of the batches, on its device."""
-        if isinstance(data_loader, PreparedDataLoader):
-            return data_loader
+        if slice_fn_for_dispatch is not None:
+            raise ConfigurationError(
+                "slice_fn_for_dispatch is not supported: batches are cut along their first dimension. Pass "
+                "dispatch_batches=False, so that every process reads its own batches"
+            )
         prepared = prepare_data_loader(
             data_loader,
             communicator=self.communicator,
             device=self.device,
             gradient_state=self.gradient_state,
-            configuration=self.dataloader_config,
+            configuration=DataLoaderConfiguration.of(self.dataloader_config),
             put_on_device=self.device_placement if device_placement is None else device_placement,
         )
-        self.prepared.loaders.append(prepared)
+        if not any(prepared is each for each in self.prepared.loaders):
+            self.prepared.loaders.append(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -163,21 +210,19 @@ class Accelerator(ProcessControl):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """One scheduler, which will move once a window."""
+        """One scheduler, which will move when its optimizer has stepped; how far, says the plugin."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         _refuse_again(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
-        followed = [
-            optimizer
-            for optimizer in self.prepared.optimizers
-            if scheduler.optimizer in (optimizer, optimizer.optimizer)
-        ]
+        every = self.prepared.optimizers
+        followed = [each for each in every if getattr(scheduler, "optimizer", None) in (each, each.optimizer)]
         per_process = self.windows.plugin.scheduler_steps == "per_process" and not self.dataloader_config.split_batches
         prepared = PreparedScheduler(
             scheduler,
-            followed,
+            followed or every,
+            self.windows,
             follows_optimizer=self.step_scheduler_with_optimizer,
-            steps_per_window=self.num_processes if per_process else 1,
+            several=self.num_processes if per_process else None,
         )
         self.prepared.schedulers.append(prepared)
         return prepared
@@ -217,8 +262,8 @@ class Accelerator(ProcessControl):
         return self.windows.window([self.models.attachment_of(model) for model in models], batches)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards in here stay in this process. Around the backward is enough."""
-        return self.models.attachment_of(model).no_sync()
+        """Backwards in here stay in this process. Around the backward is enough. Optimizers may not step."""
+        return self.models.attachment_of(model).synchronizer.switched(enabled=False)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Backwards in here synchronize, also those of forwards that ran under ``no_sync``."""
@@ -237,6 +282,8 @@ class Accelerator(ProcessControl):
                 "accelerator.backward(loss, weight=…) needs to know the window that the weight counts in. Run it "
                 "inside accelerator.accumulate(model), with divide_by='window' (the default) in the plugin"
             )
+        if running and weight is None and self.is_main_process:
+            self.windows.tell_if_short()
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
         padding = self.gradient_state.in_dataloader and self.gradient_state.active_dataloader.is_padding
@@ -248,104 +295,22 @@ class Accelerator(ProcessControl):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Processes in here may have different numbers of batches; those that run out shadow the others."""
+        """Processes in here may have different numbers of batches; those that run out shadow the others.
+
+        Nothing of that is needed, or done, where batches are even; ``even_batches`` changes it for prepared loaders.
+        """
         if even_batches is not None and not self.prepared.loaders:
             raise ConfigurationError("even_batches changes prepared loaders, and none has been prepared")
-        wrapped: list[Joinable] = [each for each in joinables if isinstance(each, DistributedDataParallel)]
+        uneven = not (self.even_batches if even_batches is None else even_batches)
+        joined = [each for each in joinables if isinstance(each, Joinable) and self.use_distributed and uneven]
         with ExitStack() as stack:
-            if even_batches is not None:
-                for loader in self.prepared.loaders:
-                    stack.enter_context(loader.evening(even_batches))
-            if wrapped:
+            for loader in self.prepared.loaders if even_batches is not None else ():
+                stack.enter_context(loader.evening(bool(even_batches)))
+            if joined:
                 self.windows.joining = True
                 stack.callback(setattr, self.windows, "joining", False)
-                stack.enter_context(Join(wrapped, enable=True, throw_on_early_termination=False))
+                stack.enter_context(Join(joined, enable=True, throw_on_early_termination=False))
             yield
-
-    # -- gradients ---------------------------------------------------------------------------------------------
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo the scaling of float16 training, before gradients are looked at."""
-        scaler = self.precision.scaler
-        if scaler is None:
-            return
-        named = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        for each in self.prepared.optimizers if optimizer is None else named:
-            if isinstance(each, PreparedOptimizer):
-                require_means_of(each.synchronizers)
-                each = each.optimizer
-            scaler.unscale(each)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
-        return clip_grad_norm_(self._unscaled(parameters), max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limit every element of the averaged gradients to ±``clip_value``."""
-        clip_grad_value_(self._unscaled(parameters), clip_value)
-
-    def _unscaled(self, parameters: Any) -> list[torch.Tensor]:
-        """``parameters``, and of all optimizers only theirs unscaled: another one's window may be unfinished."""
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        meant = {id(parameter) for parameter in listed}
-        for optimizer in self.prepared.optimizers:
-            if any(id(parameter) in meant for group in optimizer.param_groups for parameter in group["params"]):
-                self.unscale_gradients(optimizer)
-        return listed
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the scaler found gradients that are not finite, so that the last step did not take place."""
-        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
-
-    # -- tensors over processes --------------------------------------------------------------------------------
-
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, one after the other along the first dimension; also in nested structures."""
-        return operations.gather(self.communicator, tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """:meth:`gather` without the samples that only completed the last batch: each sample of the data once."""
-        state = self.gradient_state
-        return operations.gather_for_metrics(self.communicator, input_data, state, objects=use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, or mean, of tensors over all processes."""
-        return operations.reduce(self.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors made as long in ``dim`` as the longest of all processes."""
-        return operations.pad_across_processes(self.communicator, tensor, dim, pad_index, pad_first)
-
-    # -- saving ------------------------------------------------------------------------------------------------
-
-    def save_state(self, output_dir: str | Path) -> Path:
-        """Write everything prepared into ``output_dir``: also in the middle of a window, also in an epoch.
-
-        An older checkpoint there stays until the new one is whole. All processes must call it.
-        """
-        return save_prepared(self.prepared, CheckpointFolder(output_dir, self.communicator))
-
-    def has_state(self, input_dir: str | Path) -> bool:
-        """Whether :meth:`save_state` has written a checkpoint there. All processes must call it."""
-        return has_checkpoint(self.communicator, input_dir)
-
-    def load_state(self, input_dir: str | Path) -> None:
-        """Go on where :meth:`save_state` was called, with the same objects prepared in the same order.
-
-        A damaged checkpoint is noticed, and the one before it taken; the main process says so.
-        """
-        for note in load_prepared(self.prepared, self.communicator, input_dir):
-            self.print(note)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these too. They need ``state_dict`` and ``load_state_dict``."""
-        for each in objects:
-            if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
-                raise ConfigurationError(
-                    f"{type(each).__name__} cannot be saved: it needs state_dict() and load_state_dict()"
-                )
-        self.prepared.others.extend(objects)
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -358,15 +323,28 @@ class Accelerator(ProcessControl):
         """torch's gradient scaler, with ``mixed_precision="fp16"``."""
         return None if self.precision.scaler is None else self.precision.scaler.scaler
 
-    def autocast(self, *_: Any) -> AbstractContextManager[None]:
-        """Operations in here run in the precision that ``mixed_precision`` names."""
-        return self.precision.autocast()
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
+        """Operations in here run in the precision that ``mixed_precision`` names, or as ``autocast_handler`` says."""
+        changed = {} if autocast_handler is None else settings_of([autocast_handler])["AutocastKwargs"]
+        return self.precision.autocast(changed if autocast_handler is not None else None)
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
-        """The model as it was before ``prepare``; without autocast around its forward if so wished."""
-        compiled: Any = getattr(model, "_orig_mod", model)
-        inner: nn.Module = compiled.module if isinstance(compiled, DistributedDataParallel) else compiled
-        return inner if keep_fp32_wrapper else plain_forward(inner)
+    @contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
+        """Run torch's profiler; each process writes its trace where ``output_trace_dir`` says."""
+        settings = self._profile if profile_handler is None else profile_handler
+        with settings.build() as profiler:
+            yield profiler
+        if settings.output_trace_dir is not None:
+            folder = Path(settings.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
+            self.wait_for_everyone()
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The model as it was before ``prepare``; without autocast around its forward, or uncompiled, if so wished."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader whose first epoch begins after ``num_batches`` batches."""
@@ -386,7 +364,8 @@ class Accelerator(ProcessControl):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Wait for everyone and close the process group, if this accelerator has made it."""
+        """Finish all trackers, wait for everyone and close the process group, if this accelerator has made it."""
+        self._finish_trackers()
         self.wait_for_everyone()
         self.world.close()
 
@@ -398,23 +377,7 @@ def _refuse_again(given: Any, prepared: Iterable[Any]) -> None:
         )
 
 
-def _plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    if plugin is None:
-        return GradientAccumulationPlugin(steps)
-    if steps not in (1, plugin.num_steps):
-        raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} and a plugin with num_steps={plugin.num_steps}: pass one of them"
-        )
-    return plugin
-
-
-def _loader_configuration(
-    configuration: DataLoaderConfiguration | None, split: bool, even: bool, dispatch: bool | None
-) -> DataLoaderConfiguration:
-    if configuration is None:
-        return DataLoaderConfiguration(split_batches=split, even_batches=even, dispatch_batches=dispatch)
-    if split or not even or dispatch is not None:
-        raise ConfigurationError(
-            "split_batches, even_batches and dispatch_batches belong into dataloader_config when that is given"
-        )
-    return configuration
+def _made_again(arguments: dict[str, Any], world: World) -> Accelerator:
+    accelerator = Accelerator(**arguments)
+    accelerator.world = world
+    return accelerator

@@ -1,16 +1,13 @@
 """``dispatch_batches``: rank 0 reads the batches of all ranks, cuts them into parts and sends these.
 
-A message is a JSON text, which says how the parts are built, with the bytes of their tensors behind. Nothing but these
-can be sent: tensors, numbers, strings, None, and dicts, lists, tuples and named tuples of such things. It holds the
-parts of all, and each rank takes its own. Rank 0 too uses what comes out of it, so that all see the same types.
+A message (see :mod:`gradsync.accelerator.messages`) holds the parts of all, and each rank takes its own. Rank 0 too
+uses what comes out of it, so that all see the same types.
 
 Tensors are cut along their first dimension, and so are lists and tuples without a tensor inside that have an entry a
 sample (texts, say): a *column*. Anything else is passed on whole.
 """
 
 import json
-import sys
-from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -19,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, is_namedtuple_instance
 
+from gradsync.accelerator.messages import ALIGNMENT, NotPlainError, Placed, describe, end_of, rebuild
 from gradsync.accelerator.sharding import Share
 from gradsync.accelerator.trees import flatten, leaves_of, plain
 from gradsync.communicator import Communicator
@@ -26,14 +24,7 @@ from gradsync.errors import ConfigurationError, PeerFailedError
 
 __all__ = ["dispatch"]
 
-# So that any dtype may look at its bytes in place.
-ALIGNMENT = 16
-
-PLAIN = (bool, int, float, str, type(None))
-
 Part = tuple[Share, Any]
-# Tensors, each with its place among the bytes of a message.
-Placed = list[tuple[int, torch.Tensor]]
 
 
 def dispatch(
@@ -152,7 +143,7 @@ def _next_part(rounds: Iterator[Sequence[Part]], communicator: Communicator) -> 
     head: dict[str, Any] = {}
     if communicator.rank == 0:
         try:
-            head["parts"] = [(share, _describe(part, tensors, "batch")) for share, part in next(rounds, ())]
+            head["parts"] = [(share, _described(part, tensors)) for share, part in next(rounds, ())]
         except Exception as error:
             failure = error
             tensors.clear()
@@ -168,12 +159,12 @@ def _next_part(rounds: Iterator[Sequence[Part]], communicator: Communicator) -> 
     if not head["parts"]:
         return None
     share, part = head["parts"][communicator.rank]
-    return Share(*share), _rebuild(part, payload)
+    return Share(*share), rebuild(part, payload)
 
 
 def _broadcast(communicator: Communicator, head: dict[str, Any], tensors: Placed) -> tuple[Any, torch.Tensor]:
     text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
-    lengths = torch.tensor([text.numel(), _end(tensors)], device=communicator.device)
+    lengths = torch.tensor([text.numel(), end_of(tensors)], device=communicator.device)
     communicator.broadcast(lengths, 0).wait()
     text_length, payload_length = map(int, lengths.tolist())
     start = -(-text_length // ALIGNMENT) * ALIGNMENT
@@ -187,59 +178,12 @@ def _broadcast(communicator: Communicator, head: dict[str, Any], tensors: Placed
     return json.loads(bytes(message[:text_length].tolist())), message[start:]
 
 
-def _end(tensors: Placed) -> int:
-    """Where the next tensor may begin."""
-    if not tensors:
-        return 0
-    offset, last = tensors[-1]
-    return -(-(offset + last.nbytes) // ALIGNMENT) * ALIGNMENT
-
-
-def _describe(value: Any, tensors: Placed, path: str) -> Any:
-    """How to build ``value``, as JSON; its tensors are appended to ``tensors``."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        tensors.append((_end(tensors), value))
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), tensors[-1][0]]}
-    if isinstance(value, Mapping) and all(isinstance(key, PLAIN) for key in value):
-        return {"dict": [[key, _describe(each, tensors, f"{path}[{key!r}]")] for key, each in value.items()]}
-    if isinstance(value, list | tuple):
-        entries = [_describe(each, tensors, f"{path}[{number}]") for number, each in enumerate(value)]
-        if is_namedtuple_instance(value):
-            kind: Any = type(value)
-            return {"named": [kind.__module__, kind.__qualname__, kind._fields, entries]}
-        return entries if isinstance(value, list) else {"tuple": entries}
-    if isinstance(value, PLAIN):
-        return value
-    raise ConfigurationError(
-        f"dispatch_batches=True sends dicts, lists and tuples of dense tensors, numbers and strings to the other "
-        f"ranks, but {path} is a {type(value).__module__}.{type(value).__qualname__}. Let collate_fn return tensors, "
-        "or pass dispatch_batches=False, so that every rank reads for itself"
-    )
-
-
-def _rebuild(described: Any, payload: torch.Tensor) -> Any:
-    if isinstance(described, list):
-        return [_rebuild(each, payload) for each in described]
-    if not isinstance(described, dict):
-        return described
-    ((kind, content),) = described.items()
-    if kind == "tensor":
-        name, shape, offset = content
-        dtype: torch.dtype = getattr(torch, name)
-        numel = torch.Size(shape).numel()
-        # A copy, so that it does not keep the whole message alive.
-        return payload[offset : offset + numel * dtype.itemsize].view(dtype).reshape(shape).clone()
-    if kind == "dict":
-        return {key: _rebuild(each, payload) for key, each in content}
-    if kind == "tuple":
-        return tuple(_rebuild(content, payload))
-    module, name, fields, entries = content
-    return _named_tuple(module, name, fields)(*_rebuild(entries, payload))
-
-
-def _named_tuple(module: str, name: str, fields: list[str]) -> Any:
-    """The class of that name if it is here and has these fields, or else a new one. Nothing is imported."""
-    found = getattr(sys.modules.get(module), name, None)
-    if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == tuple(fields):
-        return found
-    return namedtuple(name.rpartition(".")[2], fields)
+def _described(part: Any, tensors: Placed) -> Any:
+    try:
+        return describe(part, tensors, "batch")
+    except NotPlainError as error:
+        raise ConfigurationError(
+            "dispatch_batches=True sends dicts, lists and tuples of dense tensors, numbers and strings to the other "
+            f"ranks, but {error}. Let collate_fn return tensors, or pass dispatch_batches=False, so that every rank "
+            "reads for itself"
+        ) from error

@@ -5,10 +5,12 @@ from there needs no change.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 from gradsync.engine.policy import SyncPolicy
 from gradsync.errors import ConfigurationError
@@ -18,6 +20,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "GradScalerKwargs",
     "InitProcessGroupKwargs",
+    "ProfileKwargs",
     "settings_of",
 ]
 
@@ -26,7 +29,9 @@ __all__ = [
 class DistributedDataParallelKwargs:
     """For the wrapper of prepared models; see :class:`gradsync.DistributedDataParallel`.
 
-    ``policy`` is what it has beyond torch's: a :class:`gradsync.SyncPolicy`.
+    ``policy`` is what it has beyond torch's: a :class:`gradsync.SyncPolicy`. ``comm_hook`` names one of torch's
+    communication hooks ("fp16", "bf16", "power_sgd", "batched_power_sgd"), ``comm_wrapper`` ("fp16", "bf16") what to
+    send its data as, and ``comm_state_option`` has arguments for the state of PowerSGD.
     """
 
     dim: int = 0
@@ -36,6 +41,9 @@ class DistributedDataParallelKwargs:
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    comm_hook: Any = "no"
+    comm_wrapper: Any = "no"
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
     policy: SyncPolicy | None = None
 
 
@@ -65,7 +73,35 @@ class InitProcessGroupKwargs:
     timeout: timedelta | None = None
 
 
-_KNOWN = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs)
+@dataclass
+class ProfileKwargs:
+    """For ``accelerator.profile()``; see ``torch.profiler.profile``. Activities are "cpu" and "cuda"."""
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        """A profiler with these settings."""
+        known = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+        for name in self.activities or ():
+            if name not in known:
+                raise ConfigurationError(f"a profiler's activities are {' and '.join(map(repr, known))}, got {name!r}")
+        names = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [known[name] for name in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            **{name: getattr(self, name) for name in names},
+        )
+
+
+_KNOWN = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs)
 
 
 def settings_of(handlers: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
@@ -82,12 +118,15 @@ def settings_of(handlers: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
 
 
 def _changed(handler: Any) -> dict[str, Any]:
-    """The fields that differ from their defaults, as far as they mean something here."""
+    """The fields that differ from their defaults."""
     known = next(kind for kind in _KNOWN if kind.__name__ == type(handler).__name__)
     names = {field.name for field in dataclasses.fields(known)}
     defaults = type(handler)()
-    return {
-        name: getattr(handler, name)
-        for name in vars(handler)
-        if name in names and getattr(handler, name) != getattr(defaults, name)
-    }
+    changed = {name: value for name, value in vars(handler).items() if value != getattr(defaults, name)}
+    if unknown := sorted(changed.keys() - names):
+        raise ConfigurationError(
+            f"{type(handler).__name__}({unknown[0]}={changed[unknown[0]]!r}) means nothing here; known are "
+            f"{', '.join(sorted(names))}. For a process group with settings of its own, call "
+            "torch.distributed.init_process_group before the Accelerator is made, which then uses it"
+        )
+    return changed

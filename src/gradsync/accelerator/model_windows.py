@@ -1,20 +1,24 @@
-"""Which micro-batch ends a window: counted for every set of models by itself.
+"""Which micro-batch ends a window: counted for every set of models by itself, unless one count is to be shared.
 
 A generator and a discriminator that accumulate in the same loop have a window each; neither shortens the other's. The
 last batch of the loader that is being iterated ends all of them, whatever their count.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 from gradsync.accelerator.gradient_state import GradientState
+from gradsync.accelerator.local_training import LocalTraining
 from gradsync.accelerator.plugins import GradientAccumulationPlugin
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import MisuseError
 from gradsync.wrap.accumulation import Accumulation, MicroBatches, framed
 
 __all__ = ["ModelWindows"]
+
+LOGGER = logging.getLogger("gradsync")
 
 Batch = TypeVar("Batch")
 
@@ -28,14 +32,18 @@ class ModelWindows:
         # The models of the running micro-batch.
         self.running: list[Accumulation] = []
         self.joining = False
+        self.local = LocalTraining()
         self._state = state
         self._counts: dict[tuple[int, ...], int] = {}
         self._ends: dict[int, bool] = {}
+        # Micro-batches of the window that ends with the running one, where it is not one of num_steps.
+        self._odd_length: int | None = None
+        self._told = False
 
     @property
     def weighs(self) -> bool:
-        """Whether means are over what a window really had."""
-        return self.plugin.divide_by == "window"
+        """Whether means are over what a window really had. In local SGD nobody but this rank would know."""
+        return self.plugin.divide_by == "window" and not self.local.includes(each.synchronizer for each in self.running)
 
     def micro_batch(self, models: Sequence[Accumulation]) -> AbstractContextManager[None]:
         """A micro-batch of these models, counted."""
@@ -45,6 +53,7 @@ class ModelWindows:
     def window(self, models: Sequence[Accumulation], batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of one whole window; the last of them ends it. Ranks may have different numbers, or none."""
         self._refuse_nesting()
+        self._odd_length = None
         return framed(batches, lambda last: self._block(models, last))
 
     @contextmanager
@@ -60,7 +69,7 @@ class ModelWindows:
                     stack.enter_context(MicroBatches(models, last=last, synchronizes=synchronizes))
                 elif not synchronizes:
                     for model in models:
-                        stack.enter_context(model.no_sync())
+                        stack.enter_context(model.synchronizer.switched(enabled=False))
                 yield
         finally:
             self.running = []
@@ -85,14 +94,32 @@ class ModelWindows:
 
     def _count(self, models: Sequence[Accumulation]) -> bool:
         """Whether the micro-batch that begins is the last of its window."""
-        key = tuple(sorted(id(model.synchronizer) for model in models))
+        shared = self.plugin.windows == "shared"
+        key = () if shared else tuple(sorted(id(model.synchronizer) for model in models))
         count = self._counts.get(key, 0) + 1
+        self._odd_length = None
         last = count >= self.num_steps
         if self.plugin.sync_with_dataloader and self._state.in_dataloader:
             loader = self._state.active_dataloader
             last = loader.closes_window(self.num_steps) if loader.uneven else last or self._state.end_of_dataloader
         self._counts[key] = 0 if last else count
+        if last and count != self.num_steps:
+            self._odd_length = count
         return last
+
+    def tell_if_short(self) -> None:
+        """Before a backward without a weight: log, once, that Accelerate would divide this window by another number."""
+        if self._odd_length is None or self._told:
+            return
+        self._told = True
+        LOGGER.warning(
+            "a window ends after %d of %d micro-batches. Its gradient is their mean; Accelerate divides by %d whatever "
+            "the window had. GradientAccumulationPlugin.like_accelerate(%d) does as Accelerate (said once)",
+            self._odd_length,
+            self.num_steps,
+            self.num_steps,
+            self.num_steps,
+        )
 
     def end_for(self, synchronizers: Sequence[Synchronizer]) -> bool:
         """Whether an optimizer of these models may step now."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from gradsync.accelerator.gradient_state import GradientState
+from gradsync.accelerator.messages import NotPlainError, pack, unpack
 from gradsync.accelerator.trees import flatten, leaves_of, map_leaves, plain
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes, require_agreement
@@ -24,11 +25,12 @@ from gradsync.errors import ConfigurationError, MismatchError
 __all__ = [
     "UnsupportedTypeError",
     "broadcast",
+    "broadcast_object_list",
     "concatenate",
     "find_batch_size",
     "gather",
     "gather_for_metrics",
-    "gather_objects",
+    "gather_object",
     "map_tensors",
     "pad_across_processes",
     "reduce",
@@ -61,8 +63,7 @@ def broadcast(communicator: Communicator, tree: Any, from_process: int = 0) -> A
     """The tensors of rank ``from_process``, on all ranks. Collective. The arguments are left alone."""
     advice = "All ranks must name the same rank and pass tensors of the same shapes and dtypes"
     _agree(communicator, f"broadcast from {from_process!r}", tree, _shape_and_dtype, advice)
-    if not 0 <= from_process < communicator.world_size:
-        raise ConfigurationError(f"from_process must be in 0..{communicator.world_size - 1}, got {from_process!r}")
+    _require_rank(communicator, from_process)
     return map_tensors(lambda tensor: _broadcast_one(communicator, tensor, from_process), tree)
 
 
@@ -113,50 +114,68 @@ def pad_across_processes(
     return map_tensors(pad, tree)
 
 
-def gather_objects(communicator: Communicator, objects: list[Any]) -> list[Any]:
+def gather_object(communicator: Communicator, objects: Sequence[Any]) -> list[Any]:
     """The lists of all ranks as one. Collective.
 
-    The elements travel as JSON: None, booleans, numbers, texts, lists, and dicts with texts for keys. Tuples arrive as
-    lists.
+    The elements may be what a message can hold (see :mod:`gradsync.accelerator.messages`); tensors arrive on the CPU.
     """
-    try:
-        if not isinstance(objects, list):
-            raise TypeError(f"a list was expected, got {type(objects).__name__}")
-        message = json.dumps({"objects": objects})
-        _require_text_keys(objects)
-    except (TypeError, ValueError, RecursionError) as error:
-        # The others wait for an answer: they shall learn it too.
-        message = json.dumps({"error": f"{error}"})
-    answers = [json.loads(payload) for payload in gather_bytes(communicator, message.encode())]
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            raise UnsupportedTypeError(
-                f"gather_objects takes a list of what JSON can say, but on rank {rank}: {answer['error']}. Gather "
-                "tensors with gather, and turn other values into numbers, texts, lists and dicts first"
-            )
+    own = _packed(objects, "gather_object")
+    answers = [unpack(payload) for payload in gather_bytes(communicator, own)]
+    _refuse_errors(answers, "gather_object")
     return [element for answer in answers for element in answer["objects"]]
 
 
-def _require_text_keys(value: Any) -> None:
-    """JSON would turn the key 1 into the text "1" without a word."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} of a dict is no text")
-    if isinstance(value, list | tuple | Mapping):
-        for child in value.values() if isinstance(value, Mapping) else value:
-            _require_text_keys(child)
+def broadcast_object_list(communicator: Communicator, objects: list[Any], from_process: int = 0) -> list[Any]:
+    """Put rank ``from_process``'s elements into the list of every rank, which is returned too. Collective."""
+    call = f"broadcast_object_list from {from_process!r}"
+    advice = "All ranks must name the same rank and pass lists of the same length"
+    described = [("call", call), ("length", len(objects))]
+    try:
+        require_agreement(communicator, call, described)
+    except MismatchError as error:
+        raise MismatchError(f"{error}. {advice}") from error
+    _require_rank(communicator, from_process)
+    own = _packed(objects, "broadcast_object_list") if communicator.rank == from_process else b""
+    payloads = gather_bytes(communicator, own)
+    answer = unpack(payloads[from_process])
+    _refuse_errors([answer], "broadcast_object_list", from_process)
+    objects[:] = answer["objects"]
+    return objects
+
+
+def _packed(objects: Any, call: str) -> bytes:
+    try:
+        if not isinstance(objects, list | tuple):
+            raise NotPlainError(f"a list was expected, got {type(objects).__name__}")
+        return pack({"objects": list(objects)}, "message")
+    except (TypeError, ValueError, RecursionError) as error:
+        # The others wait for an answer: they shall learn it too.
+        return pack({"error": f"{error}".replace("message['objects']", "objects")})
+
+
+def _refuse_errors(answers: list[Any], call: str, first: int = 0) -> None:
+    for rank, answer in enumerate(answers, first):
+        if "error" in answer:
+            raise UnsupportedTypeError(
+                f"{call} sends lists of dense tensors, numbers, texts, None, and dicts, lists and tuples of these, but "
+                f"on rank {rank}: {answer['error']}. Nothing is pickled: turn other values into such first"
+            )
+
+
+def _require_rank(communicator: Communicator, rank: int) -> None:
+    if not 0 <= rank < communicator.world_size:
+        raise ConfigurationError(f"from_process must be in 0..{communicator.world_size - 1}, got {rank!r}")
 
 
 def gather_for_metrics(communicator: Communicator, data: Any, state: GradientState, *, objects: bool = False) -> Any:
     """Gather ``data`` and drop what the active loader has only repeated.
 
-    Tensors may differ in length between processes, where the last batches of a loader do. ``objects``: a list of plain
-    values instead of tensors.
+    Tensors may differ in length between processes, where the last batches of a loader do. ``objects``: a list of values
+    of which each counts as a sample, tensors or not; so is everything that is no structure of tensors alone.
     """
     repeated = state.in_dataloader and state.active_dataloader.is_padding
-    if objects:
-        gathered = gather_objects(communicator, [] if repeated else list(data))
+    if objects or not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves_of(data)):
+        gathered = gather_object(communicator, [] if repeated else data)
         return gathered[: state.remainder] if _completed(state) else gathered
     if state.in_dataloader and state.active_dataloader.uneven:
         return map_tensors(lambda tensor: _of_any_length(communicator, tensor, repeated), data)
@@ -337,7 +356,7 @@ def _agree(
             raise UnsupportedTypeError(
                 f"{call} takes dense tensors and dicts, lists and tuples of them, but on rank {communicator.rank} "
                 f"{path} is {_kind(leaf)}: {reprlib.repr(leaf)}. Make a number a torch.tensor, a sparse tensor dense; "
-                "gather_objects takes other values"
+                "gather_object takes other values"
             )
     if everybody:
         raise MismatchError(f"ranks differ in {call}: {_difference(everybody)}. {advice}")

@@ -1,6 +1,7 @@
 """A prepared optimizer: ``step`` and ``zero_grad`` may be written in every micro-batch, and act at the window's end."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
@@ -69,9 +70,13 @@ class PreparedOptimizer(Optimizer):
         """Update the parameters, if the window ends with this micro-batch."""
         if not self.window_ends:
             return None
-        if self.scaler is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        return self._scaled_step(self.scaler, closure)
+        with self._stepping():
+            if self.scaler is None:
+                return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            return self._scaled_step(self.scaler, closure)
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._windows is None else self._windows.local.stepping(self.synchronizers)
 
     def _scaled_step(self, scaler: LossScaler, closure: Callable[[], Any] | None) -> Any:
         self._stepped_inside = False

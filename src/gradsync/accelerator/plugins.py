@@ -1,11 +1,19 @@
 """The configuration objects of an Accelerator, with Accelerate's names and defaults."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from gradsync.errors import ConfigurationError
 
-__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin"]
+__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
+
+
+CHOICES = {
+    "divide_by": ("window", "num_steps"),
+    "scheduler_steps": ("per_process", "once"),
+    "windows": ("per_model", "shared"),
+}
 
 
 @dataclass(frozen=True)
@@ -15,7 +23,7 @@ class GradientAccumulationPlugin:
     num_steps
         micro-batches a window.
     adjust_scheduler
-        accepted for Accelerate's sake: a prepared scheduler steps once a window in any case.
+        accepted and without effect, as in Accelerate 1.15, which never looks at a value other than False.
     sync_with_dataloader
         the last batch of a prepared loader ends the window, however short it is.
     sync_each_batch
@@ -24,8 +32,12 @@ class GradientAccumulationPlugin:
         ``"window"``: the mean over the micro-batches that the window really had. ``"num_steps"``: every loss is divided
         by ``num_steps``, as Accelerate does, so that a short last window comes out too small.
     scheduler_steps
-        how far a prepared scheduler moves in a window: ``"once"``, or ``"per_process"`` as many times as there are
-        processes, as Accelerate does without ``split_batches``.
+        how far a prepared scheduler moves in a window. ``"per_process"``: as many times as there are processes, unless
+        ``split_batches``, for a schedule that counts the batches of one process. ``"once"``: one step, for a schedule
+        that counts windows.
+    windows
+        ``"per_model"``: ``accumulate(a)`` and ``accumulate(b)`` in one loop count a window each. ``"shared"``: one
+        count of all micro-batches, as in Accelerate.
     """
 
     num_steps: int | None = None
@@ -33,21 +45,26 @@ class GradientAccumulationPlugin:
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     divide_by: Literal["window", "num_steps"] = "window"
-    scheduler_steps: Literal["once", "per_process"] = "once"
+    scheduler_steps: Literal["per_process", "once"] = "per_process"
+    windows: Literal["per_model", "shared"] = "per_model"
 
     @classmethod
     def like_accelerate(cls, num_steps: int | None = None, **options: Any) -> "GradientAccumulationPlugin":
-        """Accelerate's own behaviour, for runs that must not differ from earlier ones."""
-        return cls(num_steps, **{"divide_by": "num_steps", "scheduler_steps": "per_process", **options})
+        """Accelerate's own arithmetic, for runs that must not differ from earlier ones."""
+        return cls(num_steps, **{"divide_by": "num_steps", "windows": "shared", **options})
+
+    @classmethod
+    def of(cls, plugin: Any) -> "GradientAccumulationPlugin":
+        """``plugin``, or what Accelerate's object of that name says."""
+        return plugin if isinstance(plugin, cls) else cls(**_fields_of(plugin, cls))
 
     def __post_init__(self) -> None:
         steps = self.num_steps
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigurationError(f"num_steps must be a whole number of at least 1, got {steps!r}")
-        if self.divide_by not in ("window", "num_steps"):
-            raise ConfigurationError(f"divide_by must be 'window' or 'num_steps', got {self.divide_by!r}")
-        if self.scheduler_steps not in ("once", "per_process"):
-            raise ConfigurationError(f"scheduler_steps must be 'once' or 'per_process', got {self.scheduler_steps!r}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigurationError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
@@ -77,3 +94,52 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+
+    @classmethod
+    def of(cls, configuration: Any) -> "DataLoaderConfiguration":
+        """``configuration``, or what Accelerate's object of that name says."""
+        return configuration if isinstance(configuration, cls) else cls(**_fields_of(configuration, cls))
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps its files.
+
+    project_dir, logging_dir
+        the folder of the run, and that of trackers which write files (``project_dir`` unless given).
+    automatic_checkpoint_naming, total_limit, iteration
+        ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>``, and keeps at most so many.
+    save_on_each_node
+        ``accelerator.save`` writes once a node, not once in all.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
+
+    @classmethod
+    def of(cls, configuration: Any, project_dir: Any = None) -> "ProjectConfiguration":
+        """``configuration``, ours or Accelerate's, with ``project_dir`` where it has none."""
+        if isinstance(configuration, cls):
+            chosen = configuration
+        else:
+            chosen = cls() if configuration is None else cls(**_fields_of(configuration, cls))
+        if project_dir is not None and chosen.project_dir is None:
+            chosen.project_dir = str(project_dir)
+            chosen.logging_dir = chosen.logging_dir or str(project_dir)
+        return chosen
+
+
+def _fields_of(given: Any, known: type[Any]) -> dict[str, Any]:
+    """The values of an object that has other fields besides."""
+    names = [field.name for field in dataclasses.fields(known)]
+    found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    if not found:
+        raise ConfigurationError(f"a {known.__name__} was expected, ours or Accelerate's, got {type(given).__name__}")
+    return found

@@ -112,11 +112,13 @@ class Precision:
         # float16 alone has so small a range that gradients vanish unless losses are scaled up.
         self.scaler = LossScaler(device, scaler) if self.name == "fp16" else None
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Operations in here run in the lower precision where that is safe."""
-        if self._dtype is None or not self._autocast.get("enabled", True):
+    def autocast(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+        """Operations in here run in the lower precision where that is safe; ``options`` replace those it has."""
+        chosen = self._autocast if options is None else options
+        # Inside an autocast that is on, options may turn it off.
+        if self._dtype is None or (options is None and not chosen.get("enabled", True)):
             return nullcontext()
-        return torch.autocast(self._device.type, **{"dtype": self._dtype, **self._autocast})
+        return torch.autocast(self._device.type, **{"dtype": self._dtype, **chosen})
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Run ``model.forward`` under autocast from now on; what it returns is float32."""

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradsync.accelerator.comm_hooks import register_named_hook
+from gradsync.accelerator.local_training import DistributedDataParallel as PreparedWrapper
+from gradsync.accelerator.local_training import LocalTraining
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.world import World
 from gradsync.attach import synchronize_gradients
@@ -18,14 +21,19 @@ __all__ = ["PreparedModels"]
 # The wrapper's arguments that the engine without a wrapper has too.
 _ENGINE = ("policy", "bucket_cap_mb")
 
+# What names a communication hook, and its defaults.
+_HOOK: dict[str, Any] = {"comm_hook": "no", "comm_wrapper": "no", "comm_state_option": {}}
+
 
 class PreparedModels:
     """The models of one accelerator, each with its engine."""
 
-    def __init__(self, world: World, precision: Precision, options: Mapping[str, Any]) -> None:
+    def __init__(self, world: World, precision: Precision, local: LocalTraining, options: Mapping[str, Any]) -> None:
         self._world = world
         self._precision = precision
+        self._local = local
         self._options = dict(options)
+        self._hook = {name: self._options.pop(name) for name in _HOOK if name in self._options}
         self._attachments: dict[int, Accumulation] = {}
         self.prepared: list[nn.Module] = []
         # The same models without a wrapper.
@@ -57,7 +65,10 @@ class PreparedModels:
             options = {name: value for name, value in self._options.items() if name in _ENGINE}
             self._remember(model, synchronize_gradients(model, **ranks, **options), model)
             return model
-        wrapper = DistributedDataParallel(model, **ranks, **self._options)
+        wrapper = PreparedWrapper(model, **ranks, **self._options)
+        wrapper.local_training = self._local
+        if self._hook:
+            register_named_hook(wrapper, *[self._hook.get(name, default) for name, default in _HOOK.items()])
         self._remember(wrapper, wrapper, model)
         return wrapper
 

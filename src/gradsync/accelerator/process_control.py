@@ -102,10 +102,17 @@ class ProcessControl:
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         return _only_if(self.is_last_process, function)
 
-    def on_process(self, process_index: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """A decorator for one rank. A world of one does the work of all, as with Accelerate."""
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
+        """A decorator for one rank, also as ``on_process(process_index=1)``. A world of one does the work of all."""
         chosen = self.num_processes == 1 or self.process_index == process_index
-        return functools.partial(_only_if, chosen)
+        return functools.partial(_only_if, chosen) if function is None else _only_if(chosen, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
+    ) -> Callable[..., Any]:
+        """The same for one rank of every node."""
+        chosen = self.num_processes == 1 or self.local_process_index == local_process_index
+        return functools.partial(_only_if, chosen) if function is None else _only_if(chosen, function)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -125,8 +132,11 @@ class ProcessControl:
         length = _length(inputs)
         each, extra = divmod(length, self.num_processes)
         start = self.process_index * each + min(self.process_index, extra)
-        share = inputs[start : start + each + (self.process_index < extra)]
-        missing = each + (extra > 0) - len(share)
+        stop = start + each + (self.process_index < extra)
+        missing = each + (extra > 0) - (stop - start)
+        if _is_dataset(inputs):
+            return inputs.select([*range(start, stop), *[length - 1] * (missing if apply_padding else 0)])
+        share = inputs[start:stop]
         if not apply_padding or missing == 0:
             return share
         if isinstance(inputs, torch.Tensor):
@@ -147,8 +157,14 @@ def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
     return wrapper
 
 
+def _is_dataset(inputs: Any) -> bool:
+    """Whether it is one of Hugging Face's ``datasets``, whose rows are chosen by their numbers."""
+    return callable(getattr(inputs, "select", None)) and hasattr(inputs, "__len__") and hasattr(inputs, "features")
+
+
 def _length(inputs: Any) -> int:
-    if isinstance(inputs, list | tuple) or (isinstance(inputs, torch.Tensor) and inputs.ndim > 0):
+    has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
+    if has_rows or isinstance(inputs, list | tuple) or _is_dataset(inputs):
         return len(inputs)
     raise ConfigurationError(
         "split_between_processes takes a list, a tuple, a tensor with at least one dimension, or a dict of such; got "

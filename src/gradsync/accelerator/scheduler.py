@@ -1,8 +1,9 @@
-"""A prepared learning-rate scheduler: it may be stepped in every micro-batch, and moves once a window."""
+"""A prepared learning-rate scheduler: it may be stepped in every micro-batch, and moves when the optimizers have."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
 
 __all__ = ["PreparedScheduler"]
@@ -12,40 +13,56 @@ class PreparedScheduler:
     """Passes everything on to the scheduler it was made from; ``step()`` follows the optimizers.
 
     It does nothing before the window's last micro-batch, nor when a scaler has skipped the optimizer's step.
-    ``steps_per_window`` is 1; Accelerate's is the number of processes.
+
+    ``several`` is how far it moves then. A script writes its schedule for one process, which needs as many times more
+    steps as there are processes: so Accelerate moves it ``num_processes`` times a window, and stops at the end of a
+    schedule that knows its length. ``None`` is one step a window, for schedules that count windows.
     """
 
     def __init__(
         self,
         scheduler: Any,
         optimizers: Sequence[PreparedOptimizer],
+        windows: ModelWindows,
         *,
         follows_optimizer: bool = True,
-        steps_per_window: int = 1,
+        several: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
+        self._windows: ModelWindows | None = windows
         self._follows_optimizer = follows_optimizer
-        self._steps_per_window = steps_per_window
+        self._several = several
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no windows any more: it moves whenever its optimizers may step."""
+        return {**self.__dict__, "_windows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on, if the optimizers did."""
-        if not self._follows_optimizer:
+        if not self._follows_optimizer or (self._window_ends and self._several is None):
             self.scheduler.step(*args, **kwargs)
-            return
-        if any(optimizer.step_was_skipped or not optimizer.window_ends for optimizer in self.optimizers):
-            return
-        for _ in range(self._steps_per_window):
-            if self._beyond_the_end():
-                return
-            self.scheduler.step(*args, **kwargs)
+        elif self._window_ends:
+            for _ in range(self._several or 0):
+                if not self._beyond_the_end:
+                    self.scheduler.step(*args, **kwargs)
 
+    @property
+    def _window_ends(self) -> bool:
+        if not self.optimizers:
+            return self._windows is None or self._windows.end_for([])
+        return all(optimizer.window_ends and not optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    @property
     def _beyond_the_end(self) -> bool:
         """Whether a schedule of fixed length is through: several steps a window may overshoot its end."""
         total = getattr(self.scheduler, "total_steps", None)
-        return self._steps_per_window > 1 and total is not None and self.scheduler._step_count > total
+        return total is not None and self.scheduler._step_count > total

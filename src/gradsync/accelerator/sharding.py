@@ -34,6 +34,7 @@ __all__ = [
     "ShardedIterable",
     "ShardingPlan",
     "Share",
+    "SkipOnce",
     "draw_seed",
     "generators_replaced",
     "length_or_none",
@@ -139,6 +140,10 @@ class ShardedBatchSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         return self.rest
 
+    def forget(self) -> None:
+        """Drop what is left: an iterator keeps its source's order alive, and cannot be pickled."""
+        self.rest = iter(())
+
     def length(self) -> int:
         """This rank's batches."""
         batches, plan = len(self.source), self.plan  # type: ignore[arg-type]
@@ -176,6 +181,26 @@ class ShardedBatchSampler(Sampler[Any]):
     def _regular(self, batches: list[Any]) -> bool:
         size = self.plan.batch_size
         return size is not None and all(len(batch) == size for batch in batches[:-1]) and len(batches[-1]) <= size
+
+
+class SkipOnce(Sampler[Any]):
+    """A sampler or batch sampler without its first elements, the first time that it is iterated."""
+
+    def __init__(self, source: Any, count: int) -> None:
+        self.source = source
+        self.count = count
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # not there yet, so there is nobody to ask
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.count = self.count, 0
+        return islice(iter(self.source), skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.source) - self.count)
 
 
 def _flat(batches: Sequence[Iterable[Any]]) -> list[Any]:

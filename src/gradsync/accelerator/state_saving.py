@@ -44,15 +44,24 @@ class Prepared:
 
 
 def save_prepared(
-    prepared: Prepared, checkpoints: CheckpointFolder, *, step: int | None = None, facts: dict[str, Any] | None = None
+    prepared: Prepared,
+    checkpoints: CheckpointFolder,
+    *,
+    step: int | None = None,
+    facts: dict[str, Any] | None = None,
+    weights: Sequence[Any] | None = None,
 ) -> Path:
-    """Write a checkpoint, of the step after the newest one unless ``step`` says another; returns where. Collective."""
+    """Write a checkpoint, of the step after the newest one unless ``step`` says another; returns where. Collective.
+
+    ``weights`` stand for the states of the models.
+    """
     scaler = prepared.precision.scaler
     engines = [each.synchronizer for each in prepared.models.attachments]
     shared = {
         **{name: [each.state_dict() for each in objects] for name, objects in prepared.replicated.items()},
         "engines": [engine.state_dict() for engine in engines],
         "scaler": None if scaler is None else scaler.state_dict(),
+        **({} if weights is None else {"models": list(weights)}),
     }
     own = {
         "rng": rng_state(),
@@ -74,14 +83,19 @@ def has_checkpoint(communicator: Communicator, folder: str | Path) -> bool:
     return bool(found.item())
 
 
-def load_prepared(prepared: Prepared, communicator: Communicator, folder: str | Path) -> list[str]:
-    """Bring everything into the state of the newest good checkpoint; returns what there is to say. Collective."""
+def load_prepared(
+    prepared: Prepared, communicator: Communicator, folder: str | Path, *, models: Sequence[Any] | None = None
+) -> list[str]:
+    """Bring everything into the state of the newest good checkpoint; returns what there is to say. Collective.
+
+    ``models`` stand for those that were prepared.
+    """
     loaded = CheckpointFolder(folder, communicator).load()
     if loaded is None:
         raise ConfigurationError(
             f"there is no checkpoint in {folder}. Write one with accelerator.save_state({folder!r})"
         )
-    if restore_prepared(prepared, loaded, communicator.world_size):
+    if restore_prepared(prepared, loaded, communicator.world_size, models=models):
         return loaded.notes
     return [
         *loaded.notes,
@@ -90,7 +104,9 @@ def load_prepared(prepared: Prepared, communicator: Communicator, folder: str | 
     ]
 
 
-def restore_prepared(prepared: Prepared, loaded: Loaded, world_size: int) -> bool:
+def restore_prepared(
+    prepared: Prepared, loaded: Loaded, world_size: int, *, models: Sequence[Any] | None = None
+) -> bool:
     """Bring everything into the state of ``loaded``; whether that includes what is a rank's own.
 
     It does not if another number of ranks wrote it.
@@ -100,9 +116,10 @@ def restore_prepared(prepared: Prepared, loaded: Loaded, world_size: int) -> boo
         raise ConfigurationError(
             f"{loaded.path} was written by an earlier gradsync, in another form. Go on with that one, or begin anew"
         )
-    for name, objects in prepared.replicated.items():
+    replicated = prepared.replicated | ({} if models is None else {"models": models})
+    for name, objects in replicated.items():
         _require_count(name, shared[name], objects)
-    for name, objects in prepared.replicated.items():
+    for name, objects in replicated.items():
         for target, state in zip(objects, shared[name], strict=True):
             try:
                 target.load_state_dict(state)

@@ -9,6 +9,7 @@ import itertools
 import socket
 import time
 import warnings
+import weakref
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.accelerator.environment import ProcessEnvironment
+from gradsync.accelerator.environment import ProcessEnvironment, read_environment
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from gradsync.communicator.agreement import gather_bytes
@@ -134,6 +135,15 @@ def _located(communicator: Communicator, environment: ProcessEnvironment) -> Pro
     )
 
 
+# Those that somebody holds, for what was pickled and comes back.
+_living: "weakref.WeakValueDictionary[tuple[Any, ...], World]" = weakref.WeakValueDictionary()
+
+
+def _found_again(key: tuple[Any, ...]) -> "World":
+    living = _living.get(key)
+    return connect(read_environment(), cpu=key[1].type == "cpu") if living is None else living
+
+
 class World(ProcessControl):
     """The ranks that have met. ``given``: by a communicator of the caller's, which an engine then takes as it is."""
 
@@ -149,9 +159,23 @@ class World(ProcessControl):
         super().__init__(communicator, device, environment)
         self._given = given
         self._owns_group = owns_group
+        _living[self._key] = self
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.environment, self.device, self.communicator.rank, self.communicator.world_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the same process the same world; elsewhere the one that is found there."""
+        return (_found_again, (self._key,))
 
     def __repr__(self) -> str:
         return f"World(rank {self.process_index} of {self.num_processes}, {self.device}, {self.distributed_type})"
+
+    @property
+    def is_process(self) -> bool:
+        """Whether its ranks are processes that torch.distributed knows, or it is alone: not threads, nor MPI's."""
+        return isinstance(self.communicator, ProcessGroupCommunicator) or self.num_processes == 1
 
     @property
     def engine_options(self) -> dict[str, Any]:

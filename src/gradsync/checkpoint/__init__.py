@@ -10,6 +10,16 @@ Needs the ``safetensors`` package: ``pip install gradsync[checkpoint]``. Nothing
 from gradsync.checkpoint.files import CorruptFileError
 from gradsync.checkpoint.folder import CheckpointFolder, Loaded
 from gradsync.checkpoint.rng import rng_state, set_rng_state
+from gradsync.checkpoint.tensor_file import write_tensors
 from gradsync.checkpoint.tree import decode, encode
 
-__all__ = ["CheckpointFolder", "CorruptFileError", "Loaded", "decode", "encode", "rng_state", "set_rng_state"]
+__all__ = [
+    "CheckpointFolder",
+    "CorruptFileError",
+    "Loaded",
+    "decode",
+    "encode",
+    "rng_state",
+    "set_rng_state",
+    "write_tensors",
+]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs
-from gradsync.accelerator.operations import gather_objects
+from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
+from gradsync.accelerator.operations import gather_object
 from gradsync.communicator import Communicator
 from gradsync.engine import SyncPolicy
 from gradsync.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
@@ -287,7 +287,7 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return ReplicaProof(digests=tuple(gather_objects(communicator, [digest.hexdigest()])))
+    return ReplicaProof(digests=tuple(gather_object(communicator, [digest.hexdigest()])))
 
 
 def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
@@ -298,6 +298,8 @@ def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Acc
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
+        # The schedule is made of windows, whatever the number of ranks.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
     )
     return accelerator, timeline

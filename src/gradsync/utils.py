@@ -1,0 +1,60 @@
+"""What scripts import from ``accelerate.utils``: ``from gradsync.utils import gather_object, set_seed``."""
+
+from gradsync.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from gradsync.accelerator.helpers import (
+    broadcast,
+    broadcast_object_list,
+    extract_model_from_parallel,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    set_seed,
+    synchronize_rng_states,
+    wait_for_everyone,
+)
+from gradsync.accelerator.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
+from gradsync.accelerator.operations import concatenate, find_batch_size, send_to_device, slice_tensors
+from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from gradsync.accelerator.process_control import DistributedType
+
+__all__ = [
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_device_cache",
+    "concatenate",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "should_reduce_batch_size",
+    "slice_tensors",
+    "synchronize_rng_states",
+    "wait_for_everyone",
+]

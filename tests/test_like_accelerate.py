@@ -1,0 +1,297 @@
+"""The same loops on Accelerate's Accelerator and on ours, in the same processes: the outcome must be the same."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradsync
+from gradsync import GradientAccumulationPlugin
+from gradsync.accelerator import DataLoaderConfiguration, GradScalerKwargs
+from gradsync.errors import MisuseError
+from tests.ranks import Ranks, ThreadRanks, pool_of
+
+pytestmark = pytest.mark.timeout(120)
+
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate.local_sgd")
+
+
+@contextlib.contextmanager
+def theirs() -> Iterator[None]:
+    """Accelerate's state, which is one for the whole process, for as long as it is needed."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    states = accelerate.state.AcceleratorState, accelerate.state.GradientState
+    with mock.patch.dict(os.environ, {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
+        try:
+            yield
+        finally:
+            states[0]._reset_state(True)
+            states[1]._reset_state()
+
+
+def accelerator_of(library: str, **options: Any) -> Any:
+    return (accelerate if library == "accelerate" else gradsync).Accelerator(cpu=True, **options)
+
+
+def rows(count: int = 46) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs[:, :1] - 2 * inputs[:, 1:2])
+
+
+def net() -> nn.Linear:
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view(parameter.shape))
+    return model
+
+
+# -- schedulers ---------------------------------------------------------------------------------------------------
+
+
+def of_another_optimizer(_: torch.optim.Optimizer, total: int) -> Any:
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 3)
+    other.step()  # torch wants to have seen one
+    return scheduler
+
+
+SCHEDULES: dict[str, Any] = {
+    "linear": lambda optimizer, total: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total)),
+    "one cycle": lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total),
+    "of another optimizer": of_another_optimizer,
+}
+
+
+def rates(library: str, schedule: str, split: bool, steps: int, by_itself: bool) -> list[float]:
+    """The learning rate behind every micro-batch of two epochs."""
+    module = accelerate.utils if library == "accelerate" else gradsync
+    accelerator = accelerator_of(
+        library,
+        gradient_accumulation_steps=steps,
+        step_scheduler_with_optimizer=not by_itself,
+        dataloader_config=module.DataLoaderConfiguration(split_batches=split),
+    )
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(rows(), 4)
+    scheduler = SCHEDULES[schedule](optimizer, 2 * len(loader))
+    inner = scheduler.optimizer
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    seen = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                if not by_itself:
+                    scheduler.step()
+                optimizer.zero_grad()
+            seen.append(inner.param_groups[0]["lr"])
+        if by_itself:
+            scheduler.step()
+    return [*seen, scheduler.get_last_lr()[0]]
+
+
+def compare_rates() -> dict[str, bool]:
+    cases = [("linear", False, 1, False), ("linear", True, 2, False), ("linear", False, 3, False)]
+    cases += [("one cycle", False, 1, False), ("one cycle", False, 3, False), ("linear", False, 2, True)]
+    cases += [("of another optimizer", False, 3, False)]
+    same = {}
+    for case in cases:
+        with theirs():
+            expected = rates("accelerate", *case)
+        same[str(case)] = rates("gradsync", *case) == expected
+    return same
+
+
+def test_learning_rates_are_those_of_accelerate() -> None:
+    for same in pool_of(2).run(compare_rates):
+        assert len(same) == 7
+        assert all(same.values()), same
+
+
+def scaled_rates() -> list[float]:
+    accelerator = gradsync.Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 + n)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for number in range(3):
+        loss = model(torch.ones(2, 4)).square().mean()
+        accelerator.backward(loss * torch.inf if number == 1 else loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def test_a_skipped_step_moves_no_schedule(thread_ranks: Ranks) -> None:
+    world = thread_ranks.world_size
+    assert thread_ranks.run(scaled_rates) == [[1.0 + world, 1.0 + world, 1.0 + 2 * world]] * world
+
+
+# -- several models -----------------------------------------------------------------------------------------------
+
+
+def ends(library: str) -> list[bool]:
+    """Where windows end of two models that accumulate in one loop, three micro-batches an iteration."""
+    plugin = GradientAccumulationPlugin.like_accelerate(2) if library == "gradsync" else None
+    options = {"gradient_accumulation_plugin": plugin} if plugin else {"gradient_accumulation_steps": 2}
+    accelerator = accelerator_of(library, **options)
+    a, b = accelerator.prepare(net()), accelerator.prepare(net())
+    seen = []
+    for _ in range(3):
+        for model in (a, b, b):
+            with accelerator.accumulate(model):
+                seen.append(accelerator.sync_gradients)
+    return seen
+
+
+def test_models_may_share_one_count() -> None:
+    expected = ends("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    assert ends("gradsync") == expected == [number % 2 == 0 for number in range(1, 10)]
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_plugins_of_accelerate_are_understood() -> None:
+    plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+    configuration = accelerate.utils.DataLoaderConfiguration(even_batches=False)
+    accelerator = gradsync.Accelerator(gradient_accumulation_plugin=plugin, dataloader_config=configuration)
+    assert accelerator.windows.plugin == GradientAccumulationPlugin(3, sync_with_dataloader=False)
+    assert accelerator.dataloader_config == DataLoaderConfiguration(even_batches=False)
+
+
+# -- what is said -------------------------------------------------------------------------------------------------
+
+
+def short_windows(**options: Any) -> None:
+    accelerator = gradsync.Accelerator(**options)
+    model = net()
+    model, loader = accelerator.prepare(model, DataLoader(rows(20 * accelerator.num_processes), 4))
+    for _ in range(2):
+        for inputs, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+            if accelerator.sync_gradients:
+                model.zero_grad()
+
+
+def test_the_division_of_a_short_window_is_mentioned_once(
+    thread_ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the main process, where it differs from Accelerate's and nobody has asked for either."""
+    caplog.set_level(logging.WARNING, "gradsync")
+    thread_ranks.run(short_windows, gradient_accumulation_steps=5)
+    thread_ranks.run(short_windows, gradient_accumulation_plugin=GradientAccumulationPlugin.like_accelerate(2))
+    assert caplog.messages == []
+    thread_ranks.run(short_windows, gradient_accumulation_steps=2)
+    (message,) = caplog.messages
+    assert "after 1 of 2 micro-batches" in message
+    assert "like_accelerate(2)" in message
+
+
+# -- local SGD ----------------------------------------------------------------------------------------------------
+
+
+def local_sgd(library: str, steps: int, clip: bool = False) -> tuple[list[torch.Tensor], int, float]:
+    """The loop of Accelerate's guide, with its LocalSGD. Returns parameters, steps taken and the last rate."""
+    accelerator = accelerator_of(library, gradient_accumulation_steps=steps)
+    model, taken = net(), []
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inner.register_step_post_hook(lambda *_: taken.append(1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 / (1 + n))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, inner, DataLoader(rows(48), 4), scheduler)
+    with accelerate.local_sgd.LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as averaging:
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                averaging.step()
+    return [each.detach().clone() for each in model.parameters()], len(taken), scheduler.get_last_lr()[0]
+
+
+def compare_local_sgd(*case: Any) -> tuple[bool, list[torch.Tensor], bool]:
+    with theirs():
+        expected = local_sgd("accelerate", *case)
+    parameters, *numbers = local_sgd("gradsync", *case)
+    return numbers == list(expected[1:]), parameters, all(map(torch.allclose, parameters, expected[0]))
+
+
+@pytest.mark.parametrize(("steps", "clip"), [(1, False), (2, True)])
+def test_local_sgd_of_accelerate_trains_as_there(steps: int, clip: bool) -> None:
+    results = pool_of(2).run(compare_local_sgd, steps, clip)
+    for numbers_agree, parameters, parameters_agree in results:
+        assert numbers_agree
+        assert parameters_agree
+        assert all(map(torch.equal, parameters, results[0][1]))
+
+
+def step_alone(case: str) -> tuple[str, bool]:
+    """A step on gradients of this rank alone which nobody has asked for; and whether training goes on after it."""
+    accelerator = gradsync.Accelerator(gradient_accumulation_steps=2)
+    model = net()
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, raw)
+    inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=torch.float64)
+    around = accelerator.no_sync(model) if case == "accelerator.no_sync" else model.no_sync()
+    message = "nothing"
+    try:
+        with around:
+            accelerator.backward(model(inputs).square().mean())
+            (raw if case == "a raw optimizer" else optimizer).step()
+            if case == "one parameter is averaged":
+                parameter = next(iter(model.parameters()))
+                parameter.data = accelerator.reduce(parameter.data, "mean")
+            elif case == "averaged":
+                for parameter in model.parameters():
+                    parameter.data = accelerator.reduce(parameter.data, "mean")
+            optimizer.zero_grad()
+    except MisuseError as error:
+        message = str(error)
+    model.discard()
+    for parameter in model.parameters():
+        parameter.data = accelerator.reduce(parameter.data, "mean")
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+    values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return message, bool((accelerator.gather(values[None]) == values).all())
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("accelerator.no_sync", "gradients that only this rank has"),
+        ("a raw optimizer", "gradients that only this rank has"),
+        ("nothing is averaged", "2 parameters were not averaged"),
+        ("one parameter is averaged", "1 parameters were not averaged"),
+        ("averaged", "nothing"),
+    ],
+)
+def test_local_steps_that_nobody_averages_are_refused(case: str, words: str) -> None:
+    for message, replicas_agree in ThreadRanks(3).run(step_alone, case):
+        assert words in message
+        assert replicas_agree
