@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from gradsync import Accelerator, DataLoaderConfiguration, DistributedDataParall
 from gradsync.accelerator import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from gradsync.errors import ConfigurationError, GradsyncError
 from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.scripts import run_scripts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -1115,12 +1114,10 @@ def test_only_what_is_trained_is_wrapped(thread_ranks: Ranks, again: bool) -> No
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_script_of_accelerate_passes(processes: int) -> None:
+def test_the_script_of_accelerate_passes(processes: int, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "tests.accelerate_script"]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = Path(__file__).parent / "accelerate_script.py"
+    ran = run_scripts([script], ranks=0 if processes == 1 else processes, folder=tmp_path)[script]
+    assert ran.error is None, ran.error
     for rank in range(processes):
-        assert f"all passed on rank {rank}" in done.stdout
+        assert f"all passed on rank {rank}" in ran.output

@@ -5,7 +5,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from gradsync.cli.main import app
 from gradsync.doctor import machine, network, software, wire
 from gradsync.doctor.finding import GIB, MIB, Finding, Status, guarded, size
 from gradsync.doctor.network import Interface
+from tests.zygote import run_module
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -413,8 +413,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clean_environment")
 def test_the_command_measures_the_wire() -> None:
-    arguments = ["-m", "gradsync", "doctor", "--json", "--timeout", "60"]
-    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    result = run_module("gradsync", "doctor", "--json", "--timeout", "60")
     assert result.stderr == ""
     answer = json.loads(result.stdout)
     assert set(answer) == {"fit", "versions", "findings"}

@@ -21,6 +21,7 @@ from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import prepare_tokens
 from gradsync.llm.trainer import StepRecord, Trainer, make_accelerator
 from tests.ranks import pool_of
+from tests.zygote import Forked, fork, run_module
 
 # One worker runs them all: they share a run that takes long.
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("train")]
@@ -147,18 +148,16 @@ def train_until(settings: TrainSettings, step: int) -> None:
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "gradsync", "train", "--cpu", *map(str, arguments)]
-
-
 def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "120"}
 
 
+def command(*arguments: object) -> list[str]:
+    return ["train", "--cpu", *map(str, arguments)]
+
+
 def run(tmp_path: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(*arguments), env=environment(tmp_path), capture_output=True, text=True, timeout=150, cwd=tmp_path
-    )
+    done = run_module("gradsync", *command(*arguments), variables=environment(tmp_path), timeout=150, folder=tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -172,11 +171,9 @@ def digest(folder: Path) -> str:
     return value
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, step: int, process: Forked) -> None:
     deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(process.communicate()[0])
+    while time.monotonic() < deadline and process.poll() is None:
         metrics = folder / "metrics.jsonl"
         if metrics.exists() and any(record.get("step", 0) >= step for record in read_metrics(metrics)):
             return
@@ -206,15 +203,16 @@ def test_a_run_leaves_everything_behind(uninterrupted: tuple[Path, str]) -> None
 
 def end_at(step: int, number: int, folder: Path, *options: Any) -> tuple[int, str]:
     """Run ``command`` until ``step`` is done, and end it by the signal: its exit code and what it wrote."""
-    process = subprocess.Popen(
-        command(*options),
-        env=environment(folder.parent),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder.parent,
-        start_new_session=True,
-    )
+    log = folder.parent / "output"
+    with log.open("wb") as output:
+        process = fork(
+            "tests.zygote:as_module",
+            "gradsync",
+            command(*options),
+            output=output,
+            variables=environment(folder.parent),
+            folder=folder.parent,
+        )
     try:
         wait_for_step(folder, step, process)
         if number == signal.SIGKILL:
@@ -222,12 +220,10 @@ def end_at(step: int, number: int, folder: Path, *options: Any) -> tuple[int, st
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        output, _ = process.communicate(timeout=100)
+        code = process.wait(timeout=100)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return process.returncode, output
+        process.kill_all()
+    return code, log.read_text()
 
 
 def test_a_run_that_was_ended_goes_on_bit_for_bit(tmp_path: Path, text: Path, uninterrupted: tuple[Path, str]) -> None:

@@ -4,14 +4,16 @@ Importing torch costs seconds of a core, and a suite of real processes starts hu
 *zygote*: it imports, computes nothing, starts no thread, and forks.
 
     pytest                                    zygote                            forked
-    fork("tests.x:function", …)  ── order ──▶ import tests.x, fork   ────────▶  call the function, end as any process
+    fork("tests.x:function", …)  ── order ──▶ import tests.x, fork   ────────▶  call the function, run exit handlers
     Forked.wait()                ◀─ status ─  wait for it
 
-What a test says of a fresh interpreter (what it imports, what variables do at its start) needs a fresh one: subprocess.
+What a test says of a fresh interpreter (what it imports, what variables do at its start, that its end is clean) needs a
+fresh one: subprocess. Tearing all modules down takes a second of a core, too, and is left out here.
 
 A forked process is the leader of a session of its own and dies with its zygote, which dies with pytest. Linux only.
 """
 
+import atexit
 import ctypes
 import importlib
 import os
@@ -29,7 +31,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 __all__ = ["Forked", "fork", "run_module"]
 
@@ -253,8 +255,8 @@ def _tell_ends(statuses: dict[int, int]) -> None:
         os.close(descriptor)
 
 
-def _live(order: _Order, files: list[int]) -> None:
-    """A forked process, from its first moment to its end, which is that of any other interpreter."""
+def _live(order: _Order, files: list[int]) -> NoReturn:
+    """A forked process, from its first moment to its last."""
     os.setsid()
     _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -268,8 +270,20 @@ def _live(order: _Order, files: list[int]) -> None:
     os.chdir(order.folder)
     random.seed()
     module, _, name = order.function.partition(":")
-    getattr(sys.modules[module], name)(*order.args, *passed)
-    raise SystemExit
+    code = 0
+    try:
+        getattr(sys.modules[module], name)(*order.args, *passed)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _die_with_parent() -> None:
