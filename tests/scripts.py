@@ -5,6 +5,7 @@ children of a script meet at a port of their own. What a script printed, and its
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -29,13 +30,23 @@ class Ran:
 
 
 def run_scripts(
-    scripts: list[Path], *, ranks: int, folder: Path, arguments: list[str] | None = None, timeout: float = 100
+    scripts: list[Path],
+    *,
+    ranks: int,
+    folder: Path,
+    arguments: list[str] | None = None,
+    timeout: float = 100,
+    preload: tuple[str, ...] = (),
 ) -> dict[Path, Ran]:
-    """Run them on `ranks` ranks, or for 0 in a plain process without a launcher's variables."""
+    """Run them on `ranks` ranks, or for 0 in a plain process without a launcher's variables.
+
+    `preload` names further modules that are imported once for all of them.
+    """
     orders = {
         "ranks": ranks,
         "folder": str(folder),
         "arguments": arguments or [],
+        "preload": preload,
         "scripts": [[str(script), port] for script, port in zip(scripts, _free_ports(len(scripts)), strict=True)],
     }
     process = subprocess.Popen(
@@ -103,6 +114,8 @@ def main() -> None:
     import gradsync  # noqa: F401
 
     orders = json.loads(sys.argv[1])
+    for name in orders["preload"]:
+        importlib.import_module(name)
     folder, ranks = Path(orders["folder"]), orders["ranks"]
     told: dict[str, list[dict[str, str | None]]] = {}
     for script, port in orders["scripts"]:

@@ -3,7 +3,8 @@
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -18,14 +19,15 @@ from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, CommHook, Mean, Reduction
 from gradsync.wrap.accumulation import Accumulation
 from gradsync.wrap.mixed_precision import LowPrecision, MixedPrecisionConfig
-from gradsync.wrap.replica import MIB, Replica
+from gradsync.wrap.replica import Replica
 from gradsync.wrap.replica_state import broadcast_tensors
+from gradsync.wrap.torch_names import TorchDDP, TorchNames
 from gradsync.wrap.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(Accumulation, nn.Module, Joinable):
+class DistributedDataParallel(Accumulation, TorchNames, nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over all ranks during backward.
 
     Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. These are accepted and have nothing to do
@@ -43,6 +45,9 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
 
     ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
     """
+
+    # The wrapper whose forward runs, for the compiler. It reads and sets this on whichever class it has by that name.
+    _active_ddp_module: Any = None
 
     def __init__(
         self,
@@ -172,15 +177,28 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             output = self.module(*inputs, **kwargs)
             self._after_forward(output)
             return output
-        # Dynamo cuts the graph at bucket boundaries for the module that torch's class names as active.
-        owner: Any = nn.parallel.DistributedDataParallel
-        previous, owner._active_ddp_module = owner._active_ddp_module, self
-        try:
+        with self._inside_ddp_forward():
             output = self.module(*inputs, **kwargs)
-        finally:
-            owner._active_ddp_module = previous
         self._after_forward(output)
         return output
+
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """The compiler cuts the graph at bucket boundaries for the module that is named as active."""
+        owners: tuple[Any, Any] = (TorchDDP, DistributedDataParallel)
+        before = [owner._active_ddp_module for owner in owners]
+        for owner in owners:
+            owner._active_ddp_module = self
+        try:
+            yield
+        finally:
+            for owner, module in zip(owners, before, strict=True):
+                owner._active_ddp_module = module
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return cls._active_ddp_module
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(
@@ -228,29 +246,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers)):
             broadcast_tensors(buffers, self.communicator, source)
 
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """Where dynamo cuts the graph of a compiled module: at the largest cap, or the least that dynamo takes."""
-        return max(*self.synchronizer.caps.caps, MIB)
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether a backward would synchronize now: the attribute that other libraries set and read."""
-        return self.synchronizer.enabled
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self.synchronizer.enabled = value
-
     # -- buffers, uneven inputs ------------------------------------------------------------------------------------
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward takes the buffers of rank 0."""
@@ -289,40 +285,6 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         if isinstance(self.synchronizer.reduction, CommHook):
             raise MisuseError("register_comm_hook can only be called once")
         self.synchronizer.reduce_with(CommHook(state, hook))
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """Name parameters and buffers to leave alone; call it before wrapping."""
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module, params_and_buffers_to_ignore
-        )
-
-    def _set_static_graph(self) -> None:
-        """Nothing to do: graphs may be static or not."""
-        self.static_graph = True
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about this wrapper under the names torch uses for them."""
-        layout = self.synchronizer.layout
-        backend = "none" if self.process_group is None else dist.get_backend(self.process_group)
-        return {
-            "world_size": self.communicator.world_size,
-            "rank": self.communicator.rank,
-            "backend_name": backend,
-            "module_name": type(self.module).__name__,
-            "iteration": self.synchronizer.synchronizations,
-            "bucket_cap_bytes": max(self.synchronizer.caps.caps),
-            "bucket_sizes": ", ".join(str(plan.numel * plan.dtype.itemsize) for plan in layout.buckets),
-            "num_buckets": len(layout.buckets),
-            "num_parameter_tensors": len(layout.parameters) + len(layout.sparse),
-            "total_parameter_size_bytes": sum(spec.nbytes for spec in self.replica.specs),
-            "comm_hook": repr(self.synchronizer.reduction),
-            "broadcast_buffers": self.forward_sync_buffers,
-            "find_unused_parameters": self.find_unused_parameters,
-            "gradient_as_bucket_view": True,
-            "static_graph": self.static_graph,
-            "device_ids": str(self.device_ids or ""),
-        }
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is None or self.process_group != dist.distributed_c10d._get_default_group():
