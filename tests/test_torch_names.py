@@ -1,4 +1,4 @@
-"""What of torch's wrapper other libraries reach for: hooks on buffers, ignored names, optimizers in backward, groups."""
+"""What other libraries reach for in torch's wrapper: hooks on buffers, ignored names, optimizers in backward, groups."""
 
 import copy
 import warnings
@@ -28,7 +28,7 @@ _fire_reducer_autograd_hook _get_parameters _has_rebuilt_buckets _log_and_throw 
 _match_unused_params_allreduce _module_wait_for_copy_hook _passing_sync_batchnorm_handle _register_accum_grad_hook
 _register_delay_all_reduce_hook _root_copy_hook _run_ddp_forward _set_sparse_metadata _setup_in_backward_optimizers
 _sync_final_model _use_python_reducer logger reducer
-""".split()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def absent_names() -> list[str]:
 
 
 def test_nothing_else_of_torchs_wrapper_is_missing(pair: RankPool) -> None:
-    assert pair.run(absent_names) == [sorted(ABSENT)] * 2
+    assert pair.run(absent_names) == [sorted(ABSENT.split())] * 2
 
 
 def test_sizes_of_buckets_are_shown_as_torch_shows_them() -> None:
@@ -355,6 +355,8 @@ def copy_with_buffer_hook() -> list[Any]:
     wrapper = DistributedDataParallel(net())
     wrapper._register_buffer_comm_hook([], sum_now)
     wrapper(inputs()).sum().backward()
+    with wrapper.no_sync():
+        assert not copy.deepcopy(wrapper).require_backward_grad_sync  # as in torch
     copied = copy.deepcopy(wrapper)
     assert copied.buffer_hook is not None
     for each in (wrapper, copied):

@@ -305,10 +305,11 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         state = dict(self.__dict__)
         for transient in _TRANSIENT:
             state.pop(transient, None)
-        state["_policy"] = self._current_policy()
+        state["_policy"], state["_synchronizes"] = self._current_policy(), self.synchronizer.enabled
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        enabled = state.pop("_synchronizes")
         super().__setstate__(state)
         self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
         self._low_precision = (
@@ -318,6 +319,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         )
         self._connect_to(None)
         self.replica.watch(self)
+        self.synchronizer.enabled = enabled
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on over another process group: all its ranks call this, and nothing is compared or broadcast.
