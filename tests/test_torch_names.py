@@ -1,4 +1,4 @@
-"""What other libraries reach for in torch's wrapper: hooks on buffers, ignored names, optimizers in backward, groups."""
+"""What other libraries reach for in the wrapper: hooks on buffers, ignored names, optimizers in backward, groups."""
 
 import copy
 import warnings
