@@ -359,7 +359,8 @@ def _choose(module: nn.Module, communicator: Communicator | None, process_group:
     ]
     if len(given) > 1:
         raise ConfigurationError(
-            f"Cannot specify both {' and '.join(given)} arguments. Each says which ranks there are: pass one of them"
+            f"Cannot specify both {' and '.join(given)} arguments. Each says which ranks there are: pass one of "
+            f"communicator, process_group and device_mesh, got {' and '.join(given)}"
         )
     if device_mesh is None:
         return choose_communicator(communicator if communicator is not None else process_group)
