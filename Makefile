@@ -11,11 +11,12 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test check dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test peers-tests check dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
 	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
+	@echo 'make peers-tests   run the tests of torch about its DistributedDataParallel over ours (minutes, ARGS="-k buffer -v")'
 	@echo 'make check     lint, formatting, types'
 	@echo 'make doctor    say whether this machine is fit, and how fast its wire is'
 	@echo 'make install   create .venv with the pinned packages and gradsync itself'
@@ -36,6 +37,9 @@ doctor: .venv/.installed
 
 test: .venv/.dev .venv/.apt
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+peers-tests: .venv/.dev
+	$(BIN)/python -m tests.torch_ddp_suite $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -28,13 +28,22 @@ class Ran:
 
 
 def run_scripts(
-    scripts: list[Path], *, ranks: int, folder: Path, arguments: list[str] | None = None, timeout: float = 100
+    scripts: list[Path],
+    *,
+    ranks: int,
+    folder: Path,
+    arguments: list[str] | None = None,
+    timeout: float = 100,
+    preload: tuple[str, ...] = (),
 ) -> dict[Path, Ran]:
-    """Run them on `ranks` ranks, or for 0 in a plain process without a launcher's variables."""
-    return {script: _run(script, ranks, folder, arguments or [], timeout) for script in scripts}
+    """Run them on `ranks` ranks, or for 0 in a plain process without a launcher's variables.
+
+    `preload` names further modules that are imported once for all of them.
+    """
+    return {script: _run(script, ranks, folder, arguments or [], timeout, preload) for script in scripts}
 
 
-def _run(script: Path, ranks: int, folder: Path, arguments: list[str], timeout: float) -> Ran:
+def _run(script: Path, ranks: int, folder: Path, arguments: list[str], timeout: float, preload: tuple[str, ...]) -> Ran:
     port = _free_port()
     with contextlib.ExitStack() as files:
         outputs, errors = (
@@ -49,6 +58,7 @@ def _run(script: Path, ranks: int, folder: Path, arguments: list[str], timeout: 
                 errors=error,
                 variables=os.environ | {"OMP_NUM_THREADS": "1"} | _variables(rank, ranks, port),
                 folder=folder,
+                imports=preload,
             )
             for rank, (output, error) in enumerate(zip(outputs, errors, strict=True))
         ]

@@ -1117,7 +1117,9 @@ def test_only_what_is_trained_is_wrapped(thread_ranks: Ranks, again: bool) -> No
 def test_the_script_of_accelerate_passes(processes: int, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     script = Path(__file__).parent / "accelerate_script.py"
-    ran = run_scripts([script], ranks=0 if processes == 1 else processes, folder=tmp_path)[script]
+    ran = run_scripts(
+        [script], ranks=0 if processes == 1 else processes, folder=tmp_path, preload=("accelerate.test_utils.training",)
+    )[script]
     assert ran.error is None, ran.error
     for rank in range(processes):
         assert f"all passed on rank {rank}" in ran.output

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import run_scripts
+from tests.torch_ddp_suite import EXPECTED
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,3 +50,8 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_test_of_torch_that_fails_is_explained() -> None:
+    page = (ROOT / "docs" / "torch-tests.md").read_text()
+    assert [name for name, reason in EXPECTED.items() if f"`{name}`" not in page or reason not in page] == []

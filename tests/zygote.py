@@ -52,6 +52,7 @@ class _Order:
     variables: dict[str, str]
     folder: str
     path: list[str]
+    imports: Sequence[str]
 
 
 # -- in pytest ---------------------------------------------------------------------------------------------------------
@@ -144,9 +145,10 @@ def fork(
     variables: Mapping[str, str] | None = None,
     folder: Path = ROOT,
     passed: Sequence[int] = (),
+    imports: Sequence[str] = (),
 ) -> Forked:
     """Call ``function``, as "module:name", in a process of its own: with ``args``, and the numbers that the files
-    ``passed`` have there."""
+    ``passed`` have there. The zygote imports its module, and those of ``imports``, before."""
     global _zygote
     order = _Order(
         function=function,
@@ -154,6 +156,7 @@ def fork(
         variables=dict(os.environ if variables is None else variables),
         folder=str(folder),
         path=[entry or os.getcwd() for entry in sys.path],
+        imports=imports,
     )
     with _lock, Path(os.devnull).open() as nothing:
         if _zygote is None or not _zygote.alive:
@@ -223,7 +226,8 @@ def serve(descriptor: int) -> None:
             order: _Order = pickle.loads(message)
             try:
                 sys.path[:] = order.path
-                importlib.import_module(order.function.partition(":")[0])
+                for name in (order.function.partition(":")[0], *order.imports):
+                    importlib.import_module(name)
                 threads = os.listdir("/proc/self/task")
                 assert len(threads) == 1, f"an import has started threads, which a fork would lose: {threads}"
             except BaseException:

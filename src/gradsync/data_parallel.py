@@ -3,29 +3,37 @@
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.distributed.utils import _to_kwargs
 
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
 from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.reduction import Cast, CommHook, Mean, Reduction
+from gradsync.reduction import Cast, Mean, Reduction
 from gradsync.wrap.accumulation import Accumulation
+from gradsync.wrap.after_backward import InBackwardOptimizers, call_after_backward
+from gradsync.wrap.buffer_sync import BufferSync, choose_buffer_sync
 from gradsync.wrap.mixed_precision import LowPrecision, MixedPrecisionConfig
-from gradsync.wrap.replica import MIB, Replica
-from gradsync.wrap.replica_state import broadcast_tensors
-from gradsync.wrap.uneven_inputs import GradientJoinHook, agree_on_rank, count_active, set_divisor
+from gradsync.wrap.replica import Replica
+from gradsync.wrap.torch_names import TorchDDP, TorchNames
+from gradsync.wrap.uneven_inputs import GradientJoinHook, count_active, set_divisor
 
 __all__ = ["DistributedDataParallel"]
 
+# What a copy makes for itself.
+_TRANSIENT = (
+    *("wire", "communicator", "process_group", "device_mesh", "replica", "synchronizer"),
+    *("_low_precision", "_in_backward", "_lazy_init_ran", "_buffer_futures"),
+)
 
-class DistributedDataParallel(Accumulation, nn.Module, Joinable):
+
+class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over all ranks during backward.
 
     Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. These are accepted and have nothing to do
@@ -43,6 +51,12 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
 
     ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
     """
+
+    # The wrapper whose forward runs, for the compiler. It reads and sets this on whichever class it has by that name.
+    _active_ddp_module: Any = None
+
+    _lazy_init_ran = False
+    _in_backward: InBackwardOptimizers | None = None
 
     def __init__(
         self,
@@ -77,12 +91,12 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             raise ConfigurationError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce belong together, got only one of them"
             )
-        if bucket_cap_mb_list is not None and bucket_cap_mb not in (None, "auto"):
+        if bucket_cap_mb_list and bucket_cap_mb not in (None, "auto"):
             raise ConfigurationError("pass bucket_cap_mb or bucket_cap_mb_list, not both")
         self._policy = SyncPolicy.chosen(
             policy,
             settings,
-            bucket_cap_mb=bucket_cap_mb_list if bucket_cap_mb_list is not None else bucket_cap_mb,
+            bucket_cap_mb=bucket_cap_mb_list or bucket_cap_mb,
             default=_default_reduction(mixed_precision),
         )
         chosen = _choose(module, communicator, process_group, device_mesh)
@@ -94,6 +108,8 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         self.wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
         self.communicator = self.wire.communicator
         self.process_group = chosen.group
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.module = module
         self.dim = dim
         self.device = self.replica.device
@@ -105,9 +121,13 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
-        self.forward_sync_buffers = _choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        if check_reduction:
+            warnings.warn("`check_reduction` is deprecated: reductions are always checked", FutureWarning, stacklevel=2)
         self._low_precision = (
             LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision is not None else None
         )
@@ -118,10 +138,10 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             sync_buffers=forward_sync_buffers is not None or self.forward_sync_buffers,
             keeper=self._low_precision,
         )
-        self._connected()
-
-    def _connected(self) -> None:
         self.replica.watch(self)
+        self._listen()
+
+    def _listen(self) -> None:
         reference = weakref.ref(self)
 
         def before_taking_part() -> None:
@@ -134,7 +154,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
     def _stand_in_for_forward(self) -> None:
         """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers."""
         if self.will_sync_module_buffers():
-            self._broadcast_buffers()
+            self._sync_module_buffers()
         self.require_forward_param_sync = True
 
     def _set_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
@@ -166,33 +186,41 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward will average the gradients."""
-        inputs, kwargs = self._before_forward(inputs, kwargs)
-        if self.process_group is None:
-            # Ranks may be threads here, and what follows belongs to the whole process.
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        # Where ranks may be threads, what belongs to the whole process is left alone.
+        with nullcontext() if self.process_group is None else self._inside_ddp_forward():
             output = self.module(*inputs, **kwargs)
-            self._after_forward(output)
-            return output
-        # Dynamo cuts the graph at bucket boundaries for the module that torch's class names as active.
-        owner: Any = nn.parallel.DistributedDataParallel
-        previous, owner._active_ddp_module = owner._active_ddp_module, self
+        return self._post_forward(output)
+
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """The compiler cuts the graph at bucket boundaries for the module that is named as active."""
+        owners: tuple[Any, Any] = (TorchDDP, DistributedDataParallel)
+        before = [owner._active_ddp_module for owner in owners]
+        for owner in owners:
+            owner._active_ddp_module = self
         try:
-            output = self.module(*inputs, **kwargs)
+            yield
         finally:
-            owner._active_ddp_module = previous
-        self._after_forward(output)
-        return output
+            for owner, module in zip(owners, before, strict=True):
+                owner._active_ddp_module = module
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return cls._active_ddp_module
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _before_forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         learning = torch.is_grad_enabled()
+        if learning and not self._lazy_init_ran:
+            self._lazy_init()
         if learning:
             self.replica.require_unchanged()
             self.synchronizer.begin_forward()
         self._prepare_ranks(learning)
         if self.device_ids:
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), True)
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self._low_precision is not None:
             self._awaits_backward = learning or self._low_precision.entered
@@ -201,15 +229,30 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         return inputs, kwargs
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _after_forward(self, output: Any) -> None:
+    def _post_forward(self, output: Any) -> Any:
         learning = torch.is_grad_enabled()
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
         if learning:
             self.synchronizer.end_forward(output)
+            self._finish_buffers_after(output)
+            if self._in_backward is not None:
+                call_after_backward(output, self._step_in_backward)
         elif self._low_precision is not None and not self._awaits_backward:
             self._low_precision.release_all()
         # As in torch: of several forwards without gradients only the first takes rank 0's buffers, so that ranks may
         # evaluate different numbers of batches.
         self.require_forward_param_sync = learning and self.synchronizer.enabled
+        return output
+
+    def _lazy_init(self) -> None:
+        """Before the first backward: optimizers may be hung on parameters before wrapping or after it."""
+        self._in_backward = InBackwardOptimizers.of(self.replica.parameters)
+        self._lazy_init_ran = True
+
+    def _step_in_backward(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.step(self.synchronizer)
 
     def _prepare_ranks(self, learning: bool) -> None:
         """The collectives of a forward: uneven inputs, buffers."""
@@ -217,44 +260,13 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
         if notified is not None:
             notified.wait()
         joining = self._join_config.enable
-        if self.will_sync_module_buffers():
-            self._broadcast_buffers(agree_on_rank(self.communicator, candidate=True) if joining else 0)
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
         if joining:
             active = count_active(self.communicator, active=learning and self.synchronizer.enabled)
             set_divisor(self, active)
 
-    def _broadcast_buffers(self, source: int = 0) -> None:
-        buffers = self.replica.buffers
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers)):
-            broadcast_tensors(buffers, self.communicator, source)
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """Where dynamo cuts the graph of a compiled module: at the largest cap, or the least that dynamo takes."""
-        return max(*self.synchronizer.caps.caps, MIB)
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether a backward would synchronize now: the attribute that other libraries set and read."""
-        return self.synchronizer.enabled
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self.synchronizer.enabled = value
-
-    # -- buffers, uneven inputs ------------------------------------------------------------------------------------
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward takes the buffers of rank 0."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.replica.buffers)
+    # -- uneven inputs -----------------------------------------------------------------------------------------------
 
     def join(
         self,
@@ -282,47 +294,7 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
             raise MisuseError(f"join() needs a process group, and {self.communicator} has none")
         return self.process_group
 
-    # -- torch's further methods -------------------------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Reduce buckets with one of torch's communication hooks: ``hook(state, bucket) -> Future[Tensor]``."""
-        if isinstance(self.synchronizer.reduction, CommHook):
-            raise MisuseError("register_comm_hook can only be called once")
-        self.synchronizer.reduce_with(CommHook(state, hook))
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """Name parameters and buffers to leave alone; call it before wrapping."""
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module, params_and_buffers_to_ignore
-        )
-
-    def _set_static_graph(self) -> None:
-        """Nothing to do: graphs may be static or not."""
-        self.static_graph = True
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about this wrapper under the names torch uses for them."""
-        layout = self.synchronizer.layout
-        backend = "none" if self.process_group is None else dist.get_backend(self.process_group)
-        return {
-            "world_size": self.communicator.world_size,
-            "rank": self.communicator.rank,
-            "backend_name": backend,
-            "module_name": type(self.module).__name__,
-            "iteration": self.synchronizer.synchronizations,
-            "bucket_cap_bytes": max(self.synchronizer.caps.caps),
-            "bucket_sizes": ", ".join(str(plan.numel * plan.dtype.itemsize) for plan in layout.buckets),
-            "num_buckets": len(layout.buckets),
-            "num_parameter_tensors": len(layout.parameters) + len(layout.sparse),
-            "total_parameter_size_bytes": sum(spec.nbytes for spec in self.replica.specs),
-            "comm_hook": repr(self.synchronizer.reduction),
-            "broadcast_buffers": self.forward_sync_buffers,
-            "find_unused_parameters": self.find_unused_parameters,
-            "gradient_as_bucket_view": True,
-            "static_graph": self.static_graph,
-            "device_ids": str(self.device_ids or ""),
-        }
+    # -- copies, other groups --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is None or self.process_group != dist.distributed_c10d._get_default_group():
@@ -331,26 +303,48 @@ class DistributedDataParallel(Accumulation, nn.Module, Joinable):
                 "group has no meaning elsewhere. Pickle its .module or state_dict() instead"
             )
         state = dict(self.__dict__)
-        for transient in ("wire", "communicator", "process_group", "replica", "synchronizer", "_low_precision"):
-            del state[transient]
-        state["_policy"] = dataclasses.replace(self._policy, reduction=self.synchronizer.reduction)
+        for transient in _TRANSIENT:
+            state.pop(transient, None)
+        state["_policy"], state["_synchronizes"] = self._current_policy(), self.synchronizer.enabled
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        enabled = state.pop("_synchronizes")
         super().__setstate__(state)
-        self.wire = Choice.given(choose_communicator())
-        self.communicator = self.wire.communicator
-        self.process_group = self.communicator.group
         self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
         self._low_precision = (
             LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
             if self.mixed_precision is not None
             else None
         )
+        self._connect_to(None)
+        self.replica.watch(self)
+        self.synchronizer.enabled = enabled
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on over another process group: all its ranks call this, and nothing is compared or broadcast.
+
+        On a rank that is not in the group nothing changes. Hooks that hold a process group must be told apart.
+        """
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):
+            return
+        enabled, self._policy = self.synchronizer.enabled, self._current_policy()
+        self.synchronizer.detach()
+        self._connect_to(new_process_group)
+        self.synchronizer.enabled = enabled
+
+    def _current_policy(self) -> SyncPolicy:
+        return dataclasses.replace(self._policy, reduction=self.synchronizer.reduction)
+
+    def _connect_to(self, process_group: Any) -> None:
+        """Without a word to the other ranks, so there is nothing to choose by."""
+        self.wire = Choice.given(choose_communicator(process_group))
+        self.communicator = self.wire.communicator
+        self.process_group = self.communicator.group
         self.synchronizer = self.replica.connect(
             self.communicator, self._policy, init_sync=False, keeper=self._low_precision
         )
-        self._connected()
+        self._listen()
 
 
 def _choose(module: nn.Module, communicator: Communicator | None, process_group: Any, device_mesh: Any) -> Communicator:
@@ -364,12 +358,15 @@ def _choose(module: nn.Module, communicator: Communicator | None, process_group:
         if value is not None
     ]
     if len(given) > 1:
-        raise ConfigurationError(f"pass one of communicator, process_group and device_mesh, got {' and '.join(given)}")
+        raise ConfigurationError(
+            f"Cannot specify both {' and '.join(given)} arguments. Each says which ranks there are: pass one of "
+            f"communicator, process_group and device_mesh, got {' and '.join(given)}"
+        )
     if device_mesh is None:
         return choose_communicator(communicator if communicator is not None else process_group)
     if device_mesh.ndim != 1:
         raise ConfigurationError(
-            f"device_mesh must have one dimension, got {device_mesh}. Pass the data-parallel one, as in mesh['dp']"
+            f"Only 1D device mesh is supported, but got {device_mesh}. Pass one dimension of it, as in mesh['dp']"
         )
     if device_mesh._get_root_mesh() != device_mesh:
         # A slice of a larger mesh: the module may hold DTensors of the other dimensions, which torch localizes.
@@ -382,14 +379,6 @@ def _choose(module: nn.Module, communicator: Communicator | None, process_group:
 def _default_reduction(mixed_precision: MixedPrecisionConfig | None) -> Reduction:
     dtype = None if mixed_precision is None else LowPrecision.wire_dtype(mixed_precision)
     return Mean() if dtype is None else Cast(dtype)
-
-
-def _choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    if broadcast_buffers is not None and forward_sync_buffers is not None:
-        warnings.warn("broadcast_buffers is ignored because forward_sync_buffers is given", FutureWarning, stacklevel=3)
-    if forward_sync_buffers is not None:
-        return forward_sync_buffers
-    return True if broadcast_buffers is None else broadcast_buffers
 
 
 def _refuse_cpu_sync_batch_norm(module: nn.Module, device_type: str) -> None:

@@ -4,7 +4,8 @@
 
     GradsyncError (RuntimeError)
     ├── ConfigurationError (ValueError)   an argument that cannot be honoured, before anything was changed
-    │   └── NoProcessGroupError           nothing to synchronize over
+    │   ├── NoProcessGroupError           nothing to synchronize over
+    │   └── NotCallableError (TypeError)  what was to be a hook cannot be called
     ├── MismatchError                     ranks hold different models, settings or collectives
     ├── MisuseError                       a call at a time when its result would be wrong
     │   └── LateGradientError             a gradient arrived after its bucket had started
@@ -22,6 +23,7 @@ __all__ = [
     "MismatchError",
     "MisuseError",
     "NoProcessGroupError",
+    "NotCallableError",
     "PeerFailedError",
 ]
 
@@ -36,6 +38,10 @@ class ConfigurationError(GradsyncError, ValueError):
 
 class NoProcessGroupError(ConfigurationError):
     """There is neither a process group nor a communicator to synchronize over."""
+
+
+class NotCallableError(ConfigurationError, TypeError):
+    """What was registered as a hook cannot be called."""
 
 
 class MismatchError(GradsyncError):

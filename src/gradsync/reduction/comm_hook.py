@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Handle, Stage
-from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.errors import MisuseError, NotCallableError
 from gradsync.reduction.base import Reduction
 
 __all__ = ["CommHook", "GradBucket", "Hook"]
@@ -107,7 +107,7 @@ class CommHook(Reduction):
 
     def __init__(self, state: Any, hook: Hook) -> None:
         if not callable(hook):
-            raise ConfigurationError(f"a communication hook must be callable as hook(state, bucket), got {hook!r}")
+            raise NotCallableError(f"a communication hook must be callable as hook(state, bucket), got {hook!r}")
         self._state = state
         self._hook = hook
         self._name = getattr(hook, "__name__", type(hook).__name__)
@@ -117,6 +117,11 @@ class CommHook(Reduction):
 
     def __repr__(self) -> str:
         return f"CommHook({self._name})"
+
+    @property
+    def name(self) -> str:
+        """The hook's own name, whole."""
+        return str(getattr(self._hook, "__qualname__", self._name))
 
     @property
     def keeps_layout(self) -> bool:

@@ -48,15 +48,22 @@ class Replica:
             ParameterSpec.of(name, parameter, sparse=id(parameter) in sparse, delayed=name in (delayed or ()))
             for name, parameter in named
         ]
-        self._buffer_places = _buffer_places(module, self.ignored)
+        self._places: list[tuple[nn.Module, str, str]] | None = None
         self._added: list[str] = []
         _watch_registrations(self, module)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The buffers as they are now: modules may put others in their place."""
-        current = (owner._buffers.get(name) for owner, name in self._buffer_places)
+        current = (owner._buffers.get(name) for owner, name, _ in self._buffer_places)
         return list({id(buffer): buffer for buffer in current if buffer is not None}.values())
+
+    @property
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """The same, each by its first name."""
+        current = [(path, owner._buffers.get(name)) for owner, name, path in self._buffer_places]
+        first = {id(buffer): path for path, buffer in reversed(current)}
+        return {path: buffer for path, buffer in current if buffer is not None and first[id(buffer)] == path}
 
     @property
     def device(self) -> torch.device:
@@ -122,9 +129,30 @@ class Replica:
             *policy.described(),
         ]
 
-    def note_registration(self, path: str, parameter: nn.Parameter) -> None:
-        if parameter.requires_grad and not any(parameter is known for known in self.parameters):
-            self._added.append(path)
+    def note_registration(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """``owner`` is about to have ``parameter`` by that name, which may lead through a child."""
+        known = not parameter.requires_grad or any(parameter is each for each in self.parameters)
+        if not known and not self._ignores(owner, name):
+            self._added.append(f"{type(owner).__name__}.{name}")
+
+    def note_module(self) -> None:
+        """A module has been exchanged for another, with buffers of its own."""
+        self._places = None
+
+    def _ignores(self, owner: nn.Module, name: str) -> bool:
+        """Whether the name is one that is left alone, whatever goes by it."""
+        if not self.ignored:
+            return False
+        paths = [path for path, part in self.module.named_modules(remove_duplicate=False) if part is owner]
+        return any((f"{path}.{name}" if path else name) in self.ignored for path in paths)
+
+    @property
+    def _buffer_places(self) -> list[tuple[nn.Module, str, str]]:
+        """Who holds the managed buffers, by which name, and the whole name. Walking a large module takes longer than
+        many a forward, so it is done once."""
+        if self._places is None:
+            self._places = _find_buffers(self.module, self.ignored)
+        return self._places
 
 
 def _described_parameters(specs: Sequence[ParameterSpec], trainable: Sequence[bool]) -> list[tuple[str, Any]]:
@@ -171,14 +199,13 @@ def _check(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def _buffer_places(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str]]:
-    """Who holds the managed buffers. Walking a large module takes longer than many a forward, so it is done once."""
-    return [
-        (owner, name)
+def _find_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str, str]]:
+    named = [
+        (owner, name, f"{path}.{name}" if path else name)
         for path, owner in module.named_modules()
         for name in owner._buffers
-        if (f"{path}.{name}" if path else name) not in ignored
     ]
+    return [each for each in named if each[2] not in ignored]
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:
@@ -212,12 +239,13 @@ def _replicas_with(module: nn.Module) -> list[Replica]:
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     for replica in _replicas_with(module):
         if parameter is not None:
-            replica.note_registration(f"{type(module).__name__}.{name}", parameter)
+            replica.note_registration(module, name, parameter)
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     for replica in _replicas_with(module):
         if child is not None:
             for path, parameter in child.named_parameters():
-                replica.note_registration(f"{type(module).__name__}.{name}.{path}", parameter)
+                replica.note_registration(module, f"{name}.{path}", parameter)
+            replica.note_module()
             _watch_registrations(replica, child)

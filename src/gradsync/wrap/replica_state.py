@@ -7,7 +7,7 @@ import torch
 
 from gradsync.communicator import Communicator
 
-__all__ = ["broadcast_tensors"]
+__all__ = ["BATCH_BYTES", "agree_on_rank", "broadcast_tensors"]
 
 # No more than this is copied at a time: a model must not need room for a second copy of itself, and what an allocator
 # was once asked for it may keep long after.
@@ -60,3 +60,10 @@ def _broadcast_batch(tensors: list[torch.Tensor], communicator: Communicator, so
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Values are copied, not computed with, and every backend knows bytes (not every one knows bool)."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def agree_on_rank(communicator: Communicator, *, candidate: bool) -> int:
+    """The highest rank among the candidates. Collective."""
+    rank = torch.tensor([communicator.rank if candidate else -1], device=communicator.device)
+    communicator.all_reduce(rank, "max").wait()
+    return int(rank)

@@ -8,9 +8,9 @@ from torch.distributed.algorithms.join import JoinHook
 from gradsync.communicator import Communicator
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.wrap.replica import Replica
-from gradsync.wrap.replica_state import broadcast_tensors
+from gradsync.wrap.replica_state import agree_on_rank, broadcast_tensors
 
-__all__ = ["GradientJoinHook", "JoinedModel", "agree_on_rank", "count_active"]
+__all__ = ["GradientJoinHook", "JoinedModel", "count_active", "set_divisor"]
 
 
 class JoinedModel(Protocol):
@@ -23,8 +23,14 @@ class JoinedModel(Protocol):
     forward_sync_buffers: bool
     divide_by_initial_world_size: bool
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward broadcasts buffers."""
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether buffers are synchronized before the next forward."""
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Whether buffers are synchronized after it."""
+
+    def _sync_buffers(self, *, has_data: bool = True) -> None:
+        """Synchronize them, with those of a rank that has data."""
 
 
 class GradientJoinHook(JoinHook):
@@ -38,10 +44,11 @@ class GradientJoinHook(JoinHook):
     def main_hook(self) -> None:
         """One iteration of the ranks that still have data: their buffers, their count, their gradients."""
         model = self._model
-        if model.will_sync_module_buffers():
-            source = agree_on_rank(model.communicator, candidate=False)
-            broadcast_tensors(model.replica.buffers, model.communicator, source)
+        if model._check_sync_bufs_pre_fwd():
+            model._sync_buffers(has_data=False)
         active = count_active(model.communicator, active=False)
+        if model._check_sync_bufs_post_fwd():
+            model._sync_buffers(has_data=False)
         # As in a rank with data: after a backward without synchronization the next forward broadcasts nothing.
         model.require_forward_param_sync = active > 0
         if active:
@@ -71,10 +78,3 @@ def count_active(communicator: Communicator, *, active: bool) -> int:
     count = torch.tensor([int(active)], device=communicator.device)
     communicator.all_reduce(count).wait()
     return int(count)
-
-
-def agree_on_rank(communicator: Communicator, *, candidate: bool) -> int:
-    """The highest rank among the candidates. Collective."""
-    rank = torch.tensor([communicator.rank if candidate else -1], device=communicator.device)
-    communicator.all_reduce(rank, "max").wait()
-    return int(rank)
