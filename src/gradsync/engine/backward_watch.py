@@ -21,6 +21,7 @@ __all__ = [
     "NO_TASK",
     "Watcher",
     "accumulates",
+    "call_at_end",
     "current_task",
     "inside_inner_task",
     "mark_output",
@@ -50,12 +51,17 @@ class Watcher(Protocol):
         """A backward has raised on its way to the output of a forward, and this watcher had not begun in it."""
 
 
+def call_at_end(action: Callable[[], None]) -> None:
+    """Call ``action`` when the running graph task has nothing left to do; not if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
 def watch_backward(watcher: Watcher) -> None:
     """Tell ``watcher`` when the running graph task ends, or fails.
 
     Autograd drops its callbacks without a word when a backward fails. See :func:`watch_failures`.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(watcher.backward_ended)
+    call_at_end(watcher.backward_ended)
     call = _running_call()
     if call is not None:
         call.begun.append(watcher)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradsync.engine.backward_watch import at_end_of_backward, tensors_in
+from gradsync.engine.backward_watch import call_at_end, tensors_in
 from gradsync.engine.synchronizer import Synchronizer
 
 __all__ = ["InBackwardOptimizers", "call_after_backward"]
@@ -23,7 +23,7 @@ def call_after_backward(output: Any, action: Callable[[], None]) -> None:
     """
 
     def hook(_: torch.Tensor) -> None:
-        at_end_of_backward(action, lambda: None)
+        call_at_end(action)
 
     for tensor in tensors_in(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
