@@ -18,8 +18,12 @@ __all__ = ["agree_on_absent", "gather_bytes", "require_agreement"]
 
 Described = Sequence[tuple[str, Any]]
 
+SAME_MODEL = "Build the same model with the same settings on every rank, from the same code and configuration"
 
-def require_agreement(communicator: Communicator, subject: str, described: Described) -> None:
+
+def require_agreement(
+    communicator: Communicator, subject: str, described: Described, *, remedy: str = SAME_MODEL
+) -> None:
     """Raise :class:`MismatchError` on every rank unless all ranks pass the same ``described``."""
     text = json.dumps(list(described), sort_keys=True).encode()
     digest = hashlib.sha256(text).digest()[:8]
@@ -30,7 +34,7 @@ def require_agreement(communicator: Communicator, subject: str, described: Descr
     for rank, theirs in enumerate(texts):
         difference = _first_difference(texts[0], theirs)
         if difference is not None:
-            raise MismatchError(f"ranks 0 and {rank} differ in {subject}: {_render(difference, rank)}")
+            raise MismatchError(f"ranks 0 and {rank} differ in {subject}: {_render(difference, rank)}. {remedy}")
     raise MismatchError(f"ranks differ in {subject}")
 
 
@@ -83,7 +87,4 @@ def _first_difference(ours: list[Any], theirs: list[Any]) -> tuple[str, str, Any
 def _render(difference: tuple[str, str, Any, Any], rank: int) -> str:
     where, what, ours, theirs = difference
     subject = f"{where}, {what}" if where else what
-    return (
-        f"{subject}: rank 0 has {ours!r}, rank {rank} has {theirs!r}. Build the same model with the same settings on "
-        "every rank, from the same code and configuration"
-    )
+    return f"{subject}: rank 0 has {ours!r}, rank {rank} has {theirs!r}"

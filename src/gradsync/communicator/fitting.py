@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.communicator.agreement import require_agreement
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
@@ -80,9 +81,7 @@ def fit_communicator(communicator: Communicator, device: torch.device) -> Choice
     """
     if not isinstance(communicator, ProcessGroupCommunicator):
         return Choice.given(communicator)
-    name = os.environ.get(VARIABLE, "auto")
-    if name not in WIRES:
-        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {name!r}")
+    name = _agreed_name(communicator, device)
     alive = dist.distributed_c10d._world.pg_map
     for key in [key for key, (group, _) in _chosen.items() if group not in alive]:
         del _chosen[key]
@@ -92,6 +91,21 @@ def fit_communicator(communicator: Communicator, device: torch.device) -> Choice
         LOGGER.info("gradients travel over %s", choice)
         _chosen[key] = (communicator.group, choice)
     return _chosen[key][1]
+
+
+def _agreed_name(communicator: ProcessGroupCommunicator, device: torch.device) -> str:
+    """The wire that the environment asks for, on all ranks alike: each way of choosing has collectives of its own.
+
+    Every time, also where a choice is known: the environment may have changed since, on some ranks.
+    """
+    name = os.environ.get(VARIABLE, "auto")
+    if communicator.world_size > 1:
+        settings = [(VARIABLE, name), ("the device of the gradients", device.type)]
+        remedy = f"Set {VARIABLE} to the same value on all ranks, or on none, and put the model on the same device"
+        require_agreement(communicator, "what their wire is chosen by", settings, remedy=remedy)
+    if name not in WIRES:
+        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {name!r}")
+    return name
 
 
 def _choose(communicator: ProcessGroupCommunicator, device: torch.device, name: str) -> Choice:
