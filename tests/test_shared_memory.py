@@ -3,6 +3,7 @@
 The collectives themselves are tested by the contract of all communicators, in test_communicators.py.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -297,6 +298,14 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        logging.getLogger("gradsync").addHandler(self)
+        try:
+            yield
+        finally:
+            logging.getLogger("gradsync").removeHandler(self)
 
 
 class ShortOfMemory:

@@ -3,15 +3,31 @@
 What differs between ranks, or fails on one of them, is known to all, and the group they came with still works.
 """
 
-from typing import Any
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import ProcessGroupCommunicator, fit_communicator
+from gradsync.communicator import (
+    Communicator,
+    HierarchicalCommunicator,
+    ProcessGroupCommunicator,
+    SharedMemoryCommunicator,
+    fit_communicator,
+    host_peers,
+    shared_heap,
+)
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 from tests.ranks import pool_of
+from tests.test_shared_memory import Lines
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,3 +90,168 @@ def change_its_mind() -> str:
 def test_a_known_choice_is_compared_again() -> None:
     for said in pool_of(2).run(change_its_mind):
         assert "rank 0 has 'group', rank 1 has 'shared-memory'" in said
+
+
+# -- what fails on one rank -------------------------------------------------------------------------------------------
+
+
+def fail_with(number: int) -> Callable[..., NoReturn]:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def fail_to_start(self: threading.Thread) -> None:
+    if self.name.startswith("gradsync"):
+        raise RuntimeError("can't start new thread")
+    original_start(self)
+
+
+original_start = threading.Thread.start
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "listens": lambda patch: patch.setattr(host_peers, "_listen", fail_with(errno.EMFILE)),
+    "connects": lambda patch: patch.setattr(host_peers.HostPeers, "_connect", fail_with(errno.EMFILE)),
+    "accepts": lambda patch: patch.setattr(host_peers.HostPeers, "_accept", fail_with(errno.EMFILE)),
+    "makes": lambda patch: patch.setattr(shared_heap, "_make_memory", fail_with(errno.EMFILE)),
+    "receives": lambda patch: patch.setattr("socket.recv_fds", without_descriptors),
+    "maps": lambda patch: patch.setattr(shared_heap, "_map", fail_with(errno.ENOMEM)),
+    "starts": lambda patch: patch.setattr(threading.Thread, "start", fail_to_start),
+    "sets alarms": lambda patch: patch.setattr("gradsync.communicator.background.make_alarm", fail_with(errno.EMFILE)),
+}
+
+
+def without_descriptors(connection: Any, nbytes: int, _: int) -> tuple[bytes, list[int], int, None]:
+    """As the kernel hands a message over to a process that may not have another descriptor."""
+    return connection.recv(nbytes), [], 0, None
+
+
+def fit_where_one_fails(names: list[str]) -> list[tuple[str, int, bool]]:
+    """What was chosen, how often the log said that it is another way, and whether it works."""
+    log = Lines()
+    seen = []
+    for name in names:
+        wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch, log.listening():
+            patch.setenv("GRADSYNC_WIRE", "auto")
+            log.lines.clear()
+            if wire.rank == 1:
+                FAULTS[name](patch)
+            choice = fit_communicator(wire, CPU)
+        told = sum("gradients travel over sockets" in line for line in log.lines)
+        seen.append((str(choice), told, sums_up(choice.communicator)))
+    return seen
+
+
+def test_what_one_rank_cannot_set_up_nobody_waits_for() -> None:
+    for seen in pool_of(3).run(fit_where_one_fails, list(FAULTS)):
+        for name, (choice, told, works) in zip(FAULTS, seen, strict=True):
+            assert choice.startswith("the process group (memory cannot be shared (rank 1 could not "), (name, choice)
+            assert told == 1, name
+            assert works, name
+
+
+class FewDescriptors:
+    """Room for so many more of them on rank 1."""
+
+    def __init__(self, rank: int, room: int) -> None:
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        # Free numbers below the highest count, too.
+        free = set(range(highest)) - {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+        self._fillers = [os.open(os.devnull, os.O_RDONLY) for _ in free] if rank == 1 else []
+        limit = highest + 1 + room if rank == 1 else self._limits[0]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, self._limits[1]))
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
+        for filler in self._fillers:
+            os.close(filler)
+
+
+def fit_with_few_descriptors(rooms: list[int]) -> list[str]:
+    choices = []
+    for room in rooms:
+        wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GRADSYNC_WIRE", "auto")
+            with FewDescriptors(wire.rank, room):
+                choice = fit_communicator(wire, CPU)
+        assert sums_up(choice.communicator)
+        choices.append(str(choice).partition(" (")[0])
+    return choices
+
+
+def test_descriptors_may_run_out_anywhere() -> None:
+    """Listener, sockets, memory of one's own and of the others, timer: whichever is the first that is not to be had."""
+    first, second, third = pool_of(3).run(fit_with_few_descriptors, list(range(9)))
+    assert first == second == third
+    assert first[0] == "the process group"
+    assert first[-1] == "shared memory"
+
+
+def hosts_where_one_fails() -> tuple[str, bool]:
+    """Two hosts, and on one of them a rank that cannot map memory: the other host must know."""
+    wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADSYNC_WIRE", "auto")
+        patch.setenv("GRADSYNC_HOST", f"host{wire.rank // 2}")
+        if wire.rank == 3:
+            FAULTS["maps"](patch)
+        choice = fit_communicator(wire, CPU)
+    assert isinstance(choice.communicator, HierarchicalCommunicator)
+    assert not isinstance(choice.communicator.inside, SharedMemoryCommunicator)
+    return choice.reason, sums_up(choice.communicator)
+
+
+def test_a_host_that_cannot_share_memory_is_known_to_the_others() -> None:
+    for reason, works in pool_of(4).run(hosts_where_one_fails):
+        assert reason == "4 ranks are on 2 hosts that cannot share memory"
+        assert works
+
+
+def allocate_where_one_fails(name: str) -> tuple[list[str], bool, bool]:
+    """Memory that is made later: a slab and a large piece, neither of which rank 1 can have."""
+    wire = SharedMemoryCommunicator(ProcessGroupCommunicator(dist.new_group()), timeout=20.0)  # type: ignore[arg-type]
+    log = Lines()
+    with pytest.MonkeyPatch.context() as patch, log.listening():
+        if wire.rank == 1:
+            FAULTS[name](patch)
+        tensors = [wire.allocate(numel, torch.float32, CPU) for numel in (60_000, 60_000, 2_000_000, 60_000, 300_000)]
+    for tensor in tensors:
+        wire.all_reduce(tensor.fill_(wire.rank + 1.0)).wait()
+    sums = all(bool((tensor == 6.0).all()) for tensor in tensors)
+    return log.lines, sums, sums_up(wire)
+
+
+@pytest.mark.parametrize("name", ["makes", "receives", "maps"])
+def test_memory_that_one_rank_cannot_have_later_is_had_by_none(name: str) -> None:
+    for rank, (lines, sums, works) in enumerate(pool_of(3).run(allocate_where_one_fails, name)):
+        assert sums
+        assert works
+        assert len(lines) == (1 if rank == 1 else 0)
+        assert all("rank 1 cannot share" in line for line in lines)
+
+
+def set_up_with_little_patience() -> bool:
+    """Rank 1 is late by more than the wire's own timeout, which is for collectives."""
+    wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
+    share = host_peers.HostPeers.share
+
+    def share_late(*args: Any) -> Any:
+        threading.Event().wait(0.3)
+        return share(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if wire.rank == 1:
+            patch.setattr(host_peers.HostPeers, "share", share_late)
+        shared: Communicator = SharedMemoryCommunicator(wire, timeout=0.1)
+    dist.barrier()
+    return shared.failure is None
+
+
+def test_setting_up_has_as_much_time_as_the_group() -> None:
+    assert pool_of(2).run(set_up_with_little_patience) == [True, True]

@@ -227,7 +227,7 @@ class Background:
         it starts here is run at once.
         """
         if self._thread is None:
-            self._begin()
+            self.begin()
         return self._queue.add(run, place, at_leisure=at_leisure)
 
     @property
@@ -249,13 +249,15 @@ class Background:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
-        self._thread.start()
+    def begin(self) -> None:
+        """Start the thread, which else comes with the first collective."""
+        thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
 
 
 class AtWait(Background):
     """Without a thread: each collective runs when it, or a later one, is waited for."""
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         pass

@@ -5,6 +5,7 @@ kernel closes it when a process ends, however that happens, and the other end le
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import select
@@ -14,17 +15,16 @@ import threading
 import weakref
 from collections.abc import Callable
 
-import torch
-
+from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
-from gradsync.errors import ConfigurationError, PeerFailedError
+from gradsync.errors import PeerFailedError
 
 __all__ = ["HostPeers"]
 
 TOKEN_BYTES = 16
-CONNECT_SECONDS = 60.0
-# From a rank that has no socket: everybody must know before anybody waits for it.
-NO_TOKEN = bytes(TOKEN_BYTES)
+# What a rank could not do if a step fails.
+_REACH = "reach the other ranks of its host over Unix sockets"
+_YES, _NO = b"y", b"n"
 # What accompanies a descriptor: the number of bytes behind it, or -1 from a rank that could not make it.
 _OFFER = struct.Struct("<q")
 _HELLO = struct.Struct(f"<q{TOKEN_BYTES}s")
@@ -46,71 +46,68 @@ os.register_at_fork(after_in_child=_close_in_child)
 class HostPeers:
     """This rank's sockets to the other ranks of ``communicator``, all of which are on this host. Collective.
 
-    ``timeout`` is how many seconds a rank waits for another one that lives but does not come.
+    ``timeout`` is how many seconds a rank waits for another one that lives but does not come. Where the sockets cannot
+    be made on some rank, all of them raise ConfigurationError.
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self._sockets: dict[int, socket.socket] = {}
         self.process_ids: dict[int, int] = {}
-        listener, token = _listen(self.world_size)
-        tokens = _exchange(communicator, token)
-        if NO_TOKEN in tokens:
-            raise ConfigurationError(
-                f"rank {tokens.index(NO_TOKEN)} cannot make a Unix socket, so ranks of this host cannot share memory"
-            )
-        assert listener is not None
         try:
-            for peer in range(self.rank):
-                self._add(peer, self._connect(tokens[peer]))
-            for _ in range(self.rank + 1, self.world_size):
-                self._add(*self._accept(listener, token))
-        except OSError as error:
+            self._meet(communicator)
+        except BaseException:
             self.close()
-            raise ConfigurationError(
-                f"rank {self.rank} cannot reach the other ranks of its host over Unix sockets: {error}. Ranks that "
-                "share memory must run in one network namespace"
-            ) from error
-        finally:
-            listener.close()
-        for connection in self._sockets.values():
-            connection.settimeout(timeout)
+            raise
+        self.set_timeout(timeout)
         _all.add(self)
 
-    def _connect(self, token: bytes) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(CONNECT_SECONDS)
-        connection.connect(_address(token))
-        connection.sendall(_HELLO.pack(self.rank, token))
-        return connection
+    def set_timeout(self, seconds: float) -> None:
+        for connection in self._sockets.values():
+            connection.settimeout(seconds)
 
-    def _accept(self, listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
-        """The next rank that connects. Anybody on the host can try, and whoever does not know the token is let go."""
-        while True:
+    def _meet(self, communicator: Communicator) -> None:
+        """Step by step, and no step waits for anybody: ranks agree on how it went before they begin the next.
+
+        So a rank that cannot go on, because it has no descriptor left or another name space, keeps nobody waiting.
+        """
+        with contextlib.ExitStack() as opened:
+            listener, token = make_together(communicator, "make a Unix socket", lambda: _listen(opened))
+            tokens = gather_bytes(communicator, token)
+            make_together(communicator, _REACH, lambda: self._connect(tokens[: self.rank]))
+            make_together(communicator, _REACH, lambda: self._accept(listener, token))
+
+    def _connect(self, tokens: list[bytes]) -> None:
+        """To all ranks before this one, who need not take it for that."""
+        for peer, token in enumerate(tokens):
+            connection = self._sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            connection.connect(_address(token))
+            connection.sendall(_HELLO.pack(self.rank, token))
+            self.process_ids[peer] = _process_of(connection)
+
+    def _accept(self, listener: socket.socket, token: bytes) -> None:
+        """All ranks after this one, who have connected and said who they are by now: whoever has not is let go."""
+        while len(self._sockets) < self.world_size - 1:
             connection, _ = listener.accept()
-            connection.settimeout(CONNECT_SECONDS)
-            with contextlib.suppress(OSError):
-                hello = _receive(connection, _HELLO.size)
-                if len(hello) == _HELLO.size:
-                    peer, shown = _HELLO.unpack(hello)
-                    if secrets.compare_digest(shown, token):
-                        return peer, connection
-            connection.close()
-
-    def _add(self, peer: int, connection: socket.socket) -> None:
-        self._sockets[peer] = connection
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.process_ids[peer] = _CREDENTIALS.unpack(credentials)[0]
+            connection.setblocking(False)
+            peer = _greeted(connection, token)
+            if peer is None:
+                connection.close()
+                continue
+            self._sockets[peer] = connection
+            self.process_ids[peer] = _process_of(connection)
 
     def share(self, descriptor: int | None, nbytes: int) -> dict[int, int] | None:
         """Give every peer ``descriptor``, and take theirs, by rank. Collective.
 
-        None on all ranks if any rank came with None. Whoever calls closes what it gets.
+        None if some rank came with None. OSError if this one has no room for theirs, which the others learn when all
+        :meth:`agree`. Whoever calls closes what it gets.
         """
         for peer in self._sockets:
             self._offer(peer, descriptor, nbytes)
         received: dict[int, int] = {}
-        complete = descriptor is not None
+        complete, has_room = descriptor is not None, True
         for peer, connection in self._sockets.items():
             try:
                 message, descriptors, _, _ = socket.recv_fds(connection, _OFFER.size, 1)
@@ -118,14 +115,38 @@ class HostPeers:
                 raise self.failed(peer, f"while memory was shared ({error})") from error
             if not message:
                 raise self.failed(peer, "while memory was shared")
+            offered = _OFFER.unpack(message)[0]
             if descriptors:
                 received[peer] = descriptors[0]
-            complete = complete and _OFFER.unpack(message)[0] == nbytes
-        if complete:
+            elif offered >= 0:
+                # A process that may not have another descriptor gets the message without it.
+                has_room = False
+            complete = complete and offered == nbytes
+        if complete and has_room:
             return received
         for theirs in received.values():
             os.close(theirs)
+        if not has_room:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return None
+
+    def agree(self, went_well: bool) -> bool:
+        """Whether it went well on all ranks. Collective."""
+        answers = [went_well]
+        for peer, connection in self._sockets.items():
+            try:
+                connection.sendall(_YES if went_well else _NO)
+            except OSError as error:
+                raise self.failed(peer, f"while memory was shared ({error})") from error
+        for peer, connection in self._sockets.items():
+            try:
+                answer = connection.recv(1)
+            except OSError as error:
+                raise self.failed(peer, f"while memory was shared ({error})") from error
+            if not answer:
+                raise self.failed(peer, "while memory was shared")
+            answers.append(answer == _YES)
+        return all(answers)
 
     def _offer(self, peer: int, descriptor: int | None, nbytes: int) -> None:
         try:
@@ -175,15 +196,13 @@ def _watch(sockets: dict[int, socket.socket], ended: Callable[[int], None]) -> N
             ended(peers.pop(descriptor))
 
 
-def _listen(backlog: int) -> tuple[socket.socket | None, bytes]:
+def _listen(opened: contextlib.ExitStack) -> tuple[socket.socket, bytes]:
+    listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     token = secrets.token_bytes(TOKEN_BYTES)
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(_address(token))
-    except OSError:
-        return None, NO_TOKEN
-    listener.listen(backlog)
-    listener.settimeout(CONNECT_SECONDS)
+    listener.bind(_address(token))
+    # As many as there may be: anybody can wait in it.
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
     return listener, token
 
 
@@ -191,16 +210,17 @@ def _address(token: bytes) -> bytes:
     return b"\0gradsync-" + token.hex().encode()
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count and (part := connection.recv(count - len(received))):
-        received += part
-    return received
+def _greeted(connection: socket.socket, token: bytes) -> int | None:
+    """The rank that is at the other end, if it is one."""
+    with contextlib.suppress(OSError):
+        hello = connection.recv(_HELLO.size)
+        if len(hello) == _HELLO.size:
+            peer, shown = _HELLO.unpack(hello)
+            if secrets.compare_digest(shown, token):
+                return int(peer)
+    return None
 
 
-def _exchange(communicator: Communicator, token: bytes) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(token), dtype=torch.uint8).to(communicator.device)
-    everybodys = torch.zeros(communicator.world_size * TOKEN_BYTES, dtype=torch.uint8, device=communicator.device)
-    communicator.all_gather(everybodys, mine).wait()
-    flat = bytes(everybodys.cpu().tolist())
-    return [flat[start : start + TOKEN_BYTES] for start in range(0, len(flat), TOKEN_BYTES)]
+def _process_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[0])
