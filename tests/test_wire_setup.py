@@ -3,9 +3,11 @@
 What differs between ranks, or fails on one of them, is known to all, and the group they came with still works.
 """
 
+import contextlib
 import errno
 import os
 import resource
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -255,3 +257,77 @@ def set_up_with_little_patience() -> bool:
 
 def test_setting_up_has_as_much_time_as_the_group() -> None:
     assert pool_of(2).run(set_up_with_little_patience) == [True, True]
+
+
+# -- who may connect --------------------------------------------------------------------------------------------------
+
+
+def call_on(listener: socket.socket, said: bytes, *, user: int | None = None) -> socket.socket:
+    """Connect as anybody can: the name of the socket is in /proc/net/unix."""
+    name = listener.getsockname()
+    assert f"@{name[1:].decode()}" in Path("/proc/net/unix").read_text()
+    caller = socket.socket(socket.AF_UNIX)
+    caller.settimeout(10.0)
+    if user is not None:
+        os.seteuid(user)
+    try:
+        caller.connect(name)
+    finally:
+        if user is not None:
+            os.seteuid(0)
+    caller.sendall(said)
+    return caller
+
+
+def meet_among_strangers() -> list[str]:
+    """They come first, before any rank. What became of each of them."""
+    callers: dict[str, socket.socket] = {}
+    listen = host_peers._listen
+
+    def listen_to_strangers(opened: contextlib.ExitStack) -> Any:
+        listener, invitation = listen(opened)
+        hello = host_peers._HELLO.pack
+        by_name = invitation.name.ljust(host_peers.SECRET_BYTES, b"\0")
+        callers["mute"] = call_on(listener, b"")
+        callers["garbage"] = call_on(listener, os.urandom(host_peers._HELLO.size))
+        callers["short"] = call_on(listener, hello(1, invitation.secret)[:-1])
+        callers["knows the name"] = call_on(listener, hello(1, by_name))
+        callers["this rank's number"] = call_on(listener, hello(0, invitation.secret))
+        callers["no rank's number"] = call_on(listener, hello(7, invitation.secret))
+        if os.geteuid() == 0:
+            callers["another user"] = call_on(listener, hello(1, invitation.secret), user=65534)
+        return listener, invitation
+
+    group = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 0:
+            patch.setattr(host_peers, "_listen", listen_to_strangers)
+        wire = SharedMemoryCommunicator(group)
+    assert sums_up(wire)
+    kept = []
+    for name, caller in callers.items():
+        with caller, contextlib.suppress(ConnectionError):
+            if caller.recv(1):
+                kept.append(name)
+    assert group.rank == 1 or len(callers) >= 6
+    return kept
+
+
+def test_strangers_are_let_go_and_keep_nobody_waiting() -> None:
+    assert pool_of(2).run(meet_among_strangers) == [[], []]
+
+
+def be_another_user() -> str:
+    """A rank that another user runs is no peer: the group is used, on all ranks."""
+    wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADSYNC_WIRE", "auto")
+        if wire.rank == 1:
+            patch.setattr("os.geteuid", lambda: 4_000_000_000)
+        return str(fit_communicator(wire, CPU))
+
+
+def test_ranks_of_several_users_share_no_memory() -> None:
+    for choice in pool_of(2).run(be_another_user):
+        assert choice.startswith("the process group (memory cannot be shared (rank 1 could not reach the other ranks")
+        assert "and this one as 4000000000" in choice

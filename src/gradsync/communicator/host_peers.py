@@ -2,6 +2,10 @@
 
 Every pair of ranks has a Unix socket of its own. It has no name in the file system, so nothing is left of it; the
 kernel closes it when a process ends, however that happens, and the other end learns of it at once.
+
+[Note: strangers] While ranks meet, anybody on the host can connect to them: the name of a socket is open to all. A rank
+is known by the user it runs as, which the kernel vouches for, by a secret that only the ranks have, who told each other
+over their group, and by a number that is still missing. Whoever lacks one of them is let go, at once.
 """
 
 import contextlib
@@ -14,6 +18,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
@@ -21,14 +26,48 @@ from gradsync.errors import PeerFailedError
 
 __all__ = ["HostPeers"]
 
-TOKEN_BYTES = 16
+NAME_BYTES = 16
+SECRET_BYTES = 32
 # What a rank could not do if a step fails.
 _REACH = "reach the other ranks of its host over Unix sockets"
 _YES, _NO = b"y", b"n"
 # What accompanies a descriptor: the number of bytes behind it, or -1 from a rank that could not make it.
 _OFFER = struct.Struct("<q")
-_HELLO = struct.Struct(f"<q{TOKEN_BYTES}s")
-_CREDENTIALS = struct.Struct("3i")
+_HELLO = struct.Struct(f"<q{SECRET_BYTES}s")
+_CREDENTIALS = struct.Struct("=iII")
+
+
+class Invitation(NamedTuple):
+    """What a rank tells the others, and only them: the name of its socket, and what to say there."""
+
+    name: bytes
+    secret: bytes
+
+    @property
+    def address(self) -> bytes:
+        return b"\0gradsync-" + self.name.hex().encode()
+
+    @classmethod
+    def read(cls, told: bytes) -> "Invitation":
+        return cls(told[:NAME_BYTES], told[NAME_BYTES:])
+
+
+class Caller(NamedTuple):
+    """The process at the other end of a socket, as the kernel knows it."""
+
+    process: int
+    user: int
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> "Caller":
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        process, user, _ = _CREDENTIALS.unpack(credentials)
+        return cls(process, user)
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether another user runs it than this one."""
+        return self.user != os.geteuid()
 
 
 _all: "weakref.WeakSet[HostPeers]" = weakref.WeakSet()
@@ -72,31 +111,40 @@ class HostPeers:
         So a rank that cannot go on, because it has no descriptor left or another name space, keeps nobody waiting.
         """
         with contextlib.ExitStack() as opened:
-            listener, token = make_together(communicator, "make a Unix socket", lambda: _listen(opened))
-            tokens = gather_bytes(communicator, token)
-            make_together(communicator, _REACH, lambda: self._connect(tokens[: self.rank]))
-            make_together(communicator, _REACH, lambda: self._accept(listener, token))
+            listener, mine = make_together(communicator, "make a Unix socket", lambda: _listen(opened))
+            told = [Invitation.read(each) for each in gather_bytes(communicator, mine.name + mine.secret)]
+            make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
+            make_together(communicator, _REACH, lambda: self._accept(listener, mine))
 
-    def _connect(self, tokens: list[bytes]) -> None:
+    def _connect(self, invitations: list[Invitation]) -> None:
         """To all ranks before this one, who need not take it for that."""
-        for peer, token in enumerate(tokens):
+        for peer, invitation in enumerate(invitations):
             connection = self._sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.setblocking(False)
-            connection.connect(_address(token))
-            connection.sendall(_HELLO.pack(self.rank, token))
-            self.process_ids[peer] = _process_of(connection)
+            connection.connect(invitation.address)
+            caller = Caller.of(connection)
+            if caller.is_stranger:
+                raise PermissionError(f"rank {peer} runs as user {caller.user}, and this one as {os.geteuid()}")
+            connection.sendall(_HELLO.pack(self.rank, invitation.secret))
+            self.process_ids[peer] = caller.process
 
-    def _accept(self, listener: socket.socket, token: bytes) -> None:
-        """All ranks after this one, who have connected and said who they are by now: whoever has not is let go."""
-        while len(self._sockets) < self.world_size - 1:
-            connection, _ = listener.accept()
+    def _accept(self, listener: socket.socket, invitation: Invitation) -> None:
+        """All ranks after this one, who have connected and said who they are by now. See [Note: strangers]."""
+        missing = set(range(self.rank + 1, self.world_size))
+        while missing:
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                raise ConnectionError(f"ranks {sorted(missing)} did not come, or run as another user") from None
             connection.setblocking(False)
-            peer = _greeted(connection, token)
-            if peer is None:
+            caller = Caller.of(connection)
+            peer = None if caller.is_stranger else _greeted(connection, invitation.secret)
+            if peer is None or peer not in missing:
                 connection.close()
                 continue
+            missing.remove(peer)
             self._sockets[peer] = connection
-            self.process_ids[peer] = _process_of(connection)
+            self.process_ids[peer] = caller.process
 
     def share(self, descriptor: int | None, nbytes: int) -> dict[int, int] | None:
         """Give every peer ``descriptor``, and take theirs, by rank. Collective.
@@ -196,31 +244,22 @@ def _watch(sockets: dict[int, socket.socket], ended: Callable[[int], None]) -> N
             ended(peers.pop(descriptor))
 
 
-def _listen(opened: contextlib.ExitStack) -> tuple[socket.socket, bytes]:
+def _listen(opened: contextlib.ExitStack) -> tuple[socket.socket, Invitation]:
     listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    token = secrets.token_bytes(TOKEN_BYTES)
-    listener.bind(_address(token))
+    invitation = Invitation(secrets.token_bytes(NAME_BYTES), secrets.token_bytes(SECRET_BYTES))
+    listener.bind(invitation.address)
     # As many as there may be: anybody can wait in it.
     listener.listen(socket.SOMAXCONN)
     listener.setblocking(False)
-    return listener, token
+    return listener, invitation
 
 
-def _address(token: bytes) -> bytes:
-    return b"\0gradsync-" + token.hex().encode()
-
-
-def _greeted(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that is at the other end, if it is one."""
+def _greeted(connection: socket.socket, secret: bytes) -> int | None:
+    """The number that is said at the other end, by whoever knows the secret."""
     with contextlib.suppress(OSError):
         hello = connection.recv(_HELLO.size)
         if len(hello) == _HELLO.size:
             peer, shown = _HELLO.unpack(hello)
-            if secrets.compare_digest(shown, token):
+            if secrets.compare_digest(shown, secret):
                 return int(peer)
     return None
-
-
-def _process_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[0])
