@@ -17,6 +17,7 @@ import torch
 
 from gradsync.communicator.alarm import make_alarm
 from gradsync.communicator.logs import LOGGER
+from gradsync.communicator.patrol import look_after
 from gradsync.errors import MisuseError
 
 __all__ = ["AtWait", "Background", "GivenUpError", "Numbering", "Task", "call_back"]
@@ -128,6 +129,8 @@ class _Queue:
         self._stage_thread: int | None = None
         self._stage_numbering: Numbering | None = None
         self.given_up = False
+        # Of what is at leisure in it: see patrol.py.
+        self.is_looked_after = False
 
     @property
     def busy(self) -> bool:
@@ -147,7 +150,18 @@ class _Queue:
         self._tasks.append(task)
         if not at_leisure:
             self._alarm.set(HEAD_START)
+        elif not self.is_looked_after:
+            look_after(self)
         return task
+
+    def first(self) -> Task | None:
+        """What comes next, unless somebody is at work here, who takes it along."""
+        if self._running:
+            return None
+        try:
+            return self._tasks[0]
+        except IndexError:
+            return None
 
     def wake(self) -> None:
         self._alarm.set(HEAD_START)
@@ -222,9 +236,9 @@ class Background:
     def start(self, run: Callable[[], None], *, place: Numbering | None = None, at_leisure: bool = False) -> Task:
         """Have ``run`` called after all that was started before it; the task's ``wait`` raises what it raised.
 
-        What is ``at_leisure`` does not wake the thread: it runs with what is started after it, or when it is waited
-        for. That is right for a small message, which costs less than the waking. With a ``place`` it is a stage: what
-        it starts here is run at once.
+        What is ``at_leisure`` does not wake the thread: it runs with what is started after it, when it is waited for,
+        or after a while. That is right for a small message, which costs less than the waking. With a ``place`` it is a
+        stage: what it starts here is run at once.
         """
         if self._thread is None:
             self.begin()

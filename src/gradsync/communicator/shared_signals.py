@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradsync.communicator.host_peers import HostPeers
+from gradsync.communicator.patrol import make_way
 from gradsync.errors import PeerFailedError
 
 __all__ = ["HEADER_BYTES", "Signals"]
@@ -126,6 +127,8 @@ class Signals:
                 self._sleep(peer, semaphore, describe)
 
     def _sleep(self, peer: int, semaphore: _Semaphore, describe: Callable[[], str]) -> None:
+        # It may be in another collective of ours, which nobody is at work on here.
+        make_way()
         deadline = time.monotonic() + self._timeout
         while True:
             # From the first end on, posts also come from the thread that watches, so only the counts are to be trusted.
