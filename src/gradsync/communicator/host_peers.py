@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
+from gradsync.communicator.naming import listed, rank_name
 from gradsync.errors import PeerFailedError
 
 __all__ = ["HostPeers"]
@@ -91,6 +92,7 @@ class HostPeers:
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
         self.rank, self.world_size = communicator.rank, communicator.world_size
+        self._group = communicator.group
         self._sockets: dict[int, socket.socket] = {}
         self.process_ids: dict[int, int] = {}
         try:
@@ -124,7 +126,7 @@ class HostPeers:
             connection.connect(invitation.address)
             caller = Caller.of(connection)
             if caller.is_stranger:
-                raise PermissionError(f"rank {peer} runs as user {caller.user}, and this one as {os.geteuid()}")
+                raise PermissionError(f"{self.name(peer)} runs as user {caller.user}, and this one as {os.geteuid()}")
             connection.sendall(_HELLO.pack(self.rank, invitation.secret))
             self.process_ids[peer] = caller.process
 
@@ -135,7 +137,8 @@ class HostPeers:
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:
-                raise ConnectionError(f"ranks {sorted(missing)} did not come, or run as another user") from None
+                names = listed([self.name(peer) for peer in sorted(missing)])
+                raise ConnectionError(f"{names} did not come, or not as the user of this one") from None
             connection.setblocking(False)
             caller = Caller.of(connection)
             peer = None if caller.is_stranger else _greeted(connection, invitation.secret)
@@ -205,10 +208,20 @@ class HostPeers:
         except OSError as error:
             raise self.failed(peer, f"while memory was shared ({error})") from error
 
-    def failed(self, peer: int, where: str) -> PeerFailedError:
+    def name(self, rank: int) -> str:
+        return rank_name(self._group, rank)
+
+    def failed(self, peer: int, where: str, reason: str = "") -> PeerFailedError:
+        """``reason`` is what the peer has left, if it had the time."""
+        who, noticed = (
+            f"{self.name(peer)} (process {self.process_ids[peer]})",
+            f"{self.name(self.rank)} noticed {where}",
+        )
+        if reason:
+            return PeerFailedError(f"{who} has given up; {noticed}. It said: {reason}")
         return PeerFailedError(
-            f"rank {peer} (process {self.process_ids[peer]}) has ended or no longer takes part; rank {self.rank} "
-            f"noticed {where}. See the output of that rank for the cause, and start all ranks again"
+            f"{who} has ended or no longer takes part; {noticed}. See the output of that rank for the cause, and start "
+            "all ranks again"
         )
 
     def watch(self, ended: Callable[[int], None]) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from gradsync.communicator.background import Numbering
 from gradsync.communicator.collective import Collective
+from gradsync.communicator.first_cause import first_cause
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.errors import ConfigurationError, PeerFailedError
 
@@ -122,7 +123,8 @@ class Message:
         try:
             work.wait(SECOND_LOOK)
         except RuntimeError as error:
-            return not _is_timeout(error)
+            # One that does not answer in time has Gloo close all of them, here.
+            return not _is_timeout(error) and CLOSED not in str(error)
         return False
 
 
@@ -161,7 +163,7 @@ class Exchange:
         # What torch refuses is our own fault, and not said by Gloo.
         if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        raise PeerFailedError(self._story(peer, error)) from error
+        raise PeerFailedError(first_cause(self.link.group, self._story(peer, error))) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
         if tensor.numel() == 0:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
+from gradsync.communicator.first_cause import Circle
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
 from gradsync.communicator.wire import Shares, Wire
@@ -48,7 +49,8 @@ class RoundRobinCommunicator(Wire):
         if count < 1:
             raise ConfigurationError(f"count must be at least 1, got {count}")
         everybody = range(dist.get_world_size(group))
-        groups = [make_subgroups(group, [everybody]) for _ in range(count)]
+        circle = Circle(group)
+        groups = [make_subgroups(circle, [everybody]) for _ in range(count)]
         return cls([communicator(made) for made in groups if made is not None])
 
     def __repr__(self) -> str:

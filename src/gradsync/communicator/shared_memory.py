@@ -144,6 +144,7 @@ class SharedMemoryCommunicator(Wire):
 
     def _fail(self, failure: GradsyncError) -> None:
         super()._fail(failure)
+        self._signals.give_up(str(failure))
         # The others learn now that this rank will not come any more, and whoever waits here that it need not.
         self._peers.close()
 

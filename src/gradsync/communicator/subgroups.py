@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.base import Communicator
+from gradsync.communicator.first_cause import Circle
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 
 __all__ = ["CommunicatorFactory", "make_subgroups"]
@@ -21,12 +22,13 @@ DESCRIPTORS = 8
 CommunicatorFactory: TypeAlias = Callable[[dist.ProcessGroup], Communicator]
 
 
-def make_subgroups(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """One group for each of ``parts``, which are numbers in ``group`` and do not overlap; the one of this rank, if any.
+def make_subgroups(circle: Circle, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """One group for each of ``parts``, out of that of ``circle`` and into that circle; the one of this rank, if any.
 
-    Every rank of ``group`` calls it with the same parts. Processes outside ``group`` need not. Where one of
-    them is short of descriptors, all raise ConfigurationError.
+    Parts are numbers in the group of the circle, and do not overlap. Every rank of it calls this with the same parts.
+    Processes outside need not. Where one of the ranks is short of descriptors, all raise ConfigurationError.
     """
+    group = circle.group
     _require_descriptors(group, sum(map(len, parts)) + len(parts) * DESCRIPTORS)
     is_whole_world = dist.get_world_size(group) == dist.get_world_size()
     if not is_whole_world:
@@ -37,6 +39,8 @@ def make_subgroups(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> 
         if is_whole_world or rank in part:
             made = _new_group(group, part, only_members_call=not is_whole_world)
             mine = made if rank in part else mine
+    if mine is not None:
+        circle.take_in(mine)
     return mine
 
 

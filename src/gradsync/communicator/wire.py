@@ -30,6 +30,7 @@ from gradsync.communicator.checks import (
 )
 from gradsync.communicator.collective import Collective, Fate, Later, StageHandle, Work, again
 from gradsync.communicator.logs import LOGGER
+from gradsync.communicator.naming import rank_name
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
 
 __all__ = ["Shares", "Wire"]
@@ -122,7 +123,8 @@ class Wire:
         return self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving)
 
     def abort(self, reason: str) -> None:
-        self._fail(PeerFailedError(f"rank {self.rank} has given its communicator up: {reason}"))
+        name = rank_name(self.group, self.rank)
+        self._fail(PeerFailedError(f"{name} has given its communicator up: {reason}"))
         if not self._aborted:
             self._aborted = True
             with contextlib.suppress(Exception):
@@ -279,6 +281,8 @@ class Wire:
             return error
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
+            # It may be that of a wire below this one, which sticks to this one, too.
+            self._fail(failure)
             return again(failure)
         explained = error if own else self._in_words(collective, error)
         if not isinstance(explained, GradsyncError):
