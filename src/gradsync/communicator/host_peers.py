@@ -23,7 +23,7 @@ from typing import NamedTuple
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.naming import listed, rank_name
-from gradsync.errors import PeerFailedError
+from gradsync.errors import WireLostError
 
 __all__ = ["HostPeers"]
 
@@ -211,15 +211,15 @@ class HostPeers:
     def name(self, rank: int) -> str:
         return rank_name(self._group, rank)
 
-    def failed(self, peer: int, where: str, reason: str = "") -> PeerFailedError:
+    def failed(self, peer: int, where: str, reason: str = "") -> WireLostError:
         """``reason`` is what the peer has left, if it had the time."""
         who, noticed = (
             f"{self.name(peer)} (process {self.process_ids[peer]})",
             f"{self.name(self.rank)} noticed {where}",
         )
         if reason:
-            return PeerFailedError(f"{who} has given up; {noticed}. It said: {reason}")
-        return PeerFailedError(
+            return WireLostError(f"{who} has given up; {noticed}. It said: {reason}")
+        return WireLostError(
             f"{who} has ended or no longer takes part; {noticed}. See the output of that rank for the cause, and start "
             "all ranks again"
         )

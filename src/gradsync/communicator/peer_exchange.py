@@ -100,6 +100,8 @@ class PeerExchangeCommunicator(Wire):
     Tensors that are not on the CPU take Gloo's own collectives.
     """
 
+    tells_failures = True
+
     def __init__(self, group: dist.ProcessGroup, *, part_bytes: int | None = None, in_flight: int = IN_FLIGHT) -> None:
         if (part_bytes is not None and part_bytes < 1) or in_flight < 1:
             raise ConfigurationError(

@@ -19,7 +19,7 @@ from gradsync.communicator.background import Numbering
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.first_cause import first_cause
 from gradsync.communicator.naming import listed, rank_name
-from gradsync.errors import ConfigurationError, PeerFailedError
+from gradsync.errors import ConfigurationError, WireLostError
 
 __all__ = ["Exchange", "Message", "PeerLink"]
 
@@ -163,7 +163,7 @@ class Exchange:
         # What torch refuses is our own fault, and not said by Gloo.
         if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        raise PeerFailedError(first_cause(self.link.group, self._story(peer, error))) from error
+        raise WireLostError(first_cause(self.link.group, self._story(peer, error))) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
         if tensor.numel() == 0:

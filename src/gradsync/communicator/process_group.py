@@ -19,7 +19,7 @@ from gradsync.communicator.first_cause import first_cause
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, PeerFailedError
+from gradsync.errors import ConfigurationError, WireLostError
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of"]
 
@@ -77,6 +77,11 @@ class ProcessGroupCommunicator(Wire):
 
     def __repr__(self) -> str:
         return f"ProcessGroupCommunicator({self.backend}, rank {self.rank} of {self.world_size})"
+
+    @functools.cached_property
+    def tells_failures(self) -> bool:  # type: ignore[override]
+        """Gloo's connections last for ever, those of accelerators are watched by torch itself."""
+        return "gloo" in self.backend
 
     @functools.cached_property
     def backend(self) -> str:
@@ -207,7 +212,7 @@ class ProcessGroupCommunicator(Wire):
             f"({self.backend}): {said}. Of {others} one has ended, hangs or runs other collectives; see what they "
             "wrote, and start all ranks again"
         )
-        return PeerFailedError(first_cause(self.group, story))
+        return WireLostError(first_cause(self.group, story))
 
     def _tell_others(self, reason: str) -> None:
         first_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")

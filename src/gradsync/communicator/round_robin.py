@@ -29,6 +29,8 @@ class RoundRobinCommunicator(Wire):
     be done before one that was started earlier. When one of the communicators has failed, all of them are given up.
     """
 
+    tells_failures = True
+
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         if not communicators:
             raise ConfigurationError("at least one communicator is expected, got none")
@@ -114,6 +116,7 @@ class RoundRobinCommunicator(Wire):
         # The communicator that had the turn knows whether it is out of step.
         if self.failure is not None:
             self._fail(error)
+            self._tell_once(str(error))
         return error
 
     def _refuse_after_failure(self) -> None:

@@ -31,7 +31,7 @@ from gradsync.communicator.shared_headers import Call, all_somewhere, describe_h
 from gradsync.communicator.shared_heap import Heap, Location
 from gradsync.communicator.shared_signals import Signals
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import GradsyncError, MismatchError, PeerFailedError
+from gradsync.errors import GradsyncError, MismatchError, WireLostError
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -125,7 +125,7 @@ class SharedMemoryCommunicator(Wire):
         self._refuse_after_failure()
         try:
             memory = self._heap.allocate(numel * dtype.itemsize)
-        except PeerFailedError as failure:
+        except WireLostError as failure:
             self._fail(failure)
             raise
         if self._heap.shortage:

@@ -21,7 +21,7 @@ import torch
 
 from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.patrol import make_way
-from gradsync.errors import PeerFailedError
+from gradsync.errors import WireLostError
 
 __all__ = ["HEADER_BYTES", "Signals"]
 
@@ -117,7 +117,7 @@ class Signals:
             heard = next((each.value for each in self._reasons if each.value), b"")
             mine.value = heard or reason.encode()[: REASON_BYTES - 1]
 
-    def _ended_because(self, peer: int, describe: Callable[[], str]) -> PeerFailedError:
+    def _ended_because(self, peer: int, describe: Callable[[], str]) -> WireLostError:
         reason = self._reasons[peer].value.decode(errors="ignore")
         return self._peers.failed(peer, f"in {describe()}", reason)
 
@@ -159,7 +159,7 @@ class Signals:
                 if not self._ended:
                     return
             elif time.monotonic() > deadline:
-                raise PeerFailedError(
+                raise WireLostError(
                     f"{self._peers.name(self._peers.rank)} waited {self._timeout:g} s in {describe()} for "
                     f"{self._peers.name(peer)} (process {self._peers.process_ids[peer]}), which is alive but has not "
                     "come. Every rank must run the same collectives in the same order; if that rank is only slow, "
