@@ -3,6 +3,7 @@
 The collectives themselves are tested by the contract of all communicators, in test_communicators.py.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -220,7 +221,7 @@ def test_a_killed_rank_is_named(pool: RankPool, numel: int, with_child: bool) ->
     for rank in (0, 2):
         answer = answers[rank]
         assert isinstance(answer, RankError)
-        assert answer.kind == "PeerFailedError"
+        assert answer.kind == "WireLostError"
         assert "rank 1 (process " in answer.message
         assert "has ended" in answer.message
         assert "all_reduce sum" in answer.message
@@ -297,6 +298,14 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        logging.getLogger("gradsync").addHandler(self)
+        try:
+            yield
+        finally:
+            logging.getLogger("gradsync").removeHandler(self)
 
 
 class ShortOfMemory:

@@ -29,6 +29,7 @@ PUBLIC = {
     "PeerFailedError",
     "SyncPolicy",
     "Timeline",
+    "WireLostError",
     "__version__",
     "average_gradients",
     "clip_grad_norm_",

@@ -58,6 +58,7 @@ WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
     "small-parts": small_parts,
     "round-robin": round_robin,
     "shared-memory": shared_memory,
+    "hosts-1+1": hosts_of(1, 1),
     "hosts-2+2": hosts_of(2, 2),
     "hosts-3+1": hosts_of(3, 1),
 }

@@ -18,6 +18,7 @@ from gradsync.errors import (
     MismatchError,
     MisuseError,
     PeerFailedError,
+    WireLostError,
 )
 from gradsync.layer_drop import LayerDrop
 from gradsync.timeline import Timeline
@@ -37,6 +38,7 @@ __all__ = [
     "PeerFailedError",
     "SyncPolicy",
     "Timeline",
+    "WireLostError",
     "__version__",
     "average_gradients",
     "clip_grad_norm_",

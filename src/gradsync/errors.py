@@ -10,6 +10,7 @@
     ├── MisuseError                       a call at a time when its result would be wrong
     │   └── LateGradientError             a gradient arrived after its bucket had started
     └── PeerFailedError                   another rank failed; the message names it
+        └── WireLostError                 and with it the wire: nothing can go on over it
 
 A message says what was expected, what came (rank, parameter) and what to do. The classes also derive from the
 built-in class that ``torch.nn.parallel.DistributedDataParallel`` raises in the same situation, so that code which
@@ -25,6 +26,7 @@ __all__ = [
     "NoProcessGroupError",
     "NotCallableError",
     "PeerFailedError",
+    "WireLostError",
 ]
 
 
@@ -58,3 +60,11 @@ class LateGradientError(MisuseError):
 
 class PeerFailedError(GradsyncError):
     """Another rank failed, so this synchronization has no result. The message names the rank."""
+
+
+class WireLostError(PeerFailedError):
+    """A rank has ended, hangs or gave up, so the wire is out of step for good: every later use of it raises this.
+
+    After its base class alone ``zero_grad()`` goes on. After this one ranks must begin anew: make the process group and
+    the communicator again on all of them, or start all of them again.
+    """

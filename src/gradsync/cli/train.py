@@ -12,7 +12,7 @@ import typer
 
 from gradsync.accelerator.environment import read_environment
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
-from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError
+from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
 from gradsync.llm.settings import TrainSettings
 
 __all__ = ["train"]
@@ -112,7 +112,7 @@ def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
         raise GradsyncError(str(error)) from error
     except (ConfigurationError, PeerFailedError) as error:
         # Bad input is the same everywhere, and rank 0 says it once; what failed on another rank alone that rank says.
-        if rank > 0 and type(error) in (ConfigurationError, PeerFailedError):
+        if rank > 0 and type(error) in (ConfigurationError, PeerFailedError, WireLostError):
             time.sleep(SECONDS_FOR_RANK_0)
             return 1
         raise

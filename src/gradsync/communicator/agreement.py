@@ -1,4 +1,4 @@
-"""Ranks compare what must be equal, and the error names the first difference and both ranks.
+"""Ranks compare what must be equal, and the error names the first difference and both ranks; or how something went.
 
 Only fixed-size digests cross the wire while everything agrees. Texts are gathered once digests differ; they are JSON,
 never pickle.
@@ -6,20 +6,27 @@ never pickle.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from gradsync.communicator.base import Communicator
-from gradsync.errors import MismatchError
+from gradsync.communicator.naming import rank_name
+from gradsync.errors import ConfigurationError, MismatchError
 
-__all__ = ["agree_on_absent", "gather_bytes", "require_agreement"]
+__all__ = ["agree_on_absent", "gather_bytes", "make_together", "require_agreement"]
+
+T = TypeVar("T")
 
 Described = Sequence[tuple[str, Any]]
 
+SAME_MODEL = "Build the same model with the same settings on every rank, from the same code and configuration"
 
-def require_agreement(communicator: Communicator, subject: str, described: Described) -> None:
+
+def require_agreement(
+    communicator: Communicator, subject: str, described: Described, *, remedy: str = SAME_MODEL
+) -> None:
     """Raise :class:`MismatchError` on every rank unless all ranks pass the same ``described``."""
     text = json.dumps(list(described), sort_keys=True).encode()
     digest = hashlib.sha256(text).digest()[:8]
@@ -30,7 +37,7 @@ def require_agreement(communicator: Communicator, subject: str, described: Descr
     for rank, theirs in enumerate(texts):
         difference = _first_difference(texts[0], theirs)
         if difference is not None:
-            raise MismatchError(f"ranks 0 and {rank} differ in {subject}: {_render(difference, rank)}")
+            raise MismatchError(f"ranks 0 and {rank} differ in {subject}: {_render(difference, rank)}. {remedy}")
     raise MismatchError(f"ranks differ in {subject}")
 
 
@@ -43,9 +50,32 @@ def agree_on_absent(communicator: Communicator, absent: Iterable[int], count: in
     return frozenset(index for index, flag in enumerate(shared.tolist()) if not flag)
 
 
+def make_together(communicator: Communicator, what: str, make: Callable[[], T]) -> T:
+    """What ``make`` returns, if it can on all ranks; else ConfigurationError on all of them. Collective.
+
+    ``make`` may fail on one rank alone, so it must not wait for another one that may have failed in it. ``what`` is
+    what the rank could not do then, in words; a ConfigurationError says so itself.
+    """
+    made: list[T] = []
+    reason = b""
+    try:
+        made.append(make())
+    except ConfigurationError as error:
+        reason = str(error).encode()
+    except (OSError, RuntimeError, MemoryError) as error:
+        name = rank_name(communicator.group, communicator.rank)
+        reason = f"{name} could not {what}: {str(error) or type(error).__name__}".encode()
+    told = [each for each in gather_bytes(communicator, reason) if each]
+    if told:
+        raise ConfigurationError(told[0].decode())
+    return made[0]
+
+
 def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:
     """Every rank's ``payload``, in rank order. They may differ in length."""
     lengths = [int(length) for length in _gather_equal(communicator, torch.tensor([len(payload)]))]
+    if not any(lengths):
+        return [b""] * communicator.world_size
     padded = torch.zeros(max([1, *lengths]), dtype=torch.uint8)
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -83,7 +113,4 @@ def _first_difference(ours: list[Any], theirs: list[Any]) -> tuple[str, str, Any
 def _render(difference: tuple[str, str, Any, Any], rank: int) -> str:
     where, what, ours, theirs = difference
     subject = f"{where}, {what}" if where else what
-    return (
-        f"{subject}: rank 0 has {ours!r}, rank {rank} has {theirs!r}. Build the same model with the same settings on "
-        "every rank, from the same code and configuration"
-    )
+    return f"{subject}: rank 0 has {ours!r}, rank {rank} has {theirs!r}"

@@ -17,6 +17,7 @@ import torch
 
 from gradsync.communicator.alarm import make_alarm
 from gradsync.communicator.logs import LOGGER
+from gradsync.communicator.patrol import look_after
 from gradsync.errors import MisuseError
 
 __all__ = ["AtWait", "Background", "GivenUpError", "Numbering", "Task", "call_back"]
@@ -128,6 +129,8 @@ class _Queue:
         self._stage_thread: int | None = None
         self._stage_numbering: Numbering | None = None
         self.given_up = False
+        # Of what is at leisure in it: see patrol.py.
+        self.is_looked_after = False
 
     @property
     def busy(self) -> bool:
@@ -147,7 +150,18 @@ class _Queue:
         self._tasks.append(task)
         if not at_leisure:
             self._alarm.set(HEAD_START)
+        elif not self.is_looked_after:
+            look_after(self)
         return task
+
+    def first(self) -> Task | None:
+        """What comes next, unless somebody is at work here, who takes it along."""
+        if self._running:
+            return None
+        try:
+            return self._tasks[0]
+        except IndexError:
+            return None
 
     def wake(self) -> None:
         self._alarm.set(HEAD_START)
@@ -222,12 +236,12 @@ class Background:
     def start(self, run: Callable[[], None], *, place: Numbering | None = None, at_leisure: bool = False) -> Task:
         """Have ``run`` called after all that was started before it; the task's ``wait`` raises what it raised.
 
-        What is ``at_leisure`` does not wake the thread: it runs with what is started after it, or when it is waited
-        for. That is right for a small message, which costs less than the waking. With a ``place`` it is a stage: what
-        it starts here is run at once.
+        What is ``at_leisure`` does not wake the thread: it runs with what is started after it, when it is waited for,
+        or after a while. That is right for a small message, which costs less than the waking. With a ``place`` it is a
+        stage: what it starts here is run at once.
         """
         if self._thread is None:
-            self._begin()
+            self.begin()
         return self._queue.add(run, place, at_leisure=at_leisure)
 
     @property
@@ -249,13 +263,15 @@ class Background:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
-        self._thread.start()
+    def begin(self) -> None:
+        """Start the thread, which else comes with the first collective."""
+        thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
 
 
 class AtWait(Background):
     """Without a thread: each collective runs when it, or a later one, is waited for."""
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         pass

@@ -158,7 +158,7 @@ class Communicator(Protocol):
         """
 
     def abort(self, reason: str) -> None:
-        """Give the communicator up: what runs or is started later here raises PeerFailedError with ``reason``.
+        """Give the communicator up: what runs or is started later here raises WireLostError with ``reason``.
 
         Where the wire can tell the other ranks, they raise an error that names this one; else they run into their
         timeout. Never waits for anybody, from any thread, any number of times.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.communicator.agreement import make_together, require_agreement
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
@@ -80,9 +81,7 @@ def fit_communicator(communicator: Communicator, device: torch.device) -> Choice
     """
     if not isinstance(communicator, ProcessGroupCommunicator):
         return Choice.given(communicator)
-    name = os.environ.get(VARIABLE, "auto")
-    if name not in WIRES:
-        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {name!r}")
+    name = _agreed_name(communicator, device)
     alive = dist.distributed_c10d._world.pg_map
     for key in [key for key, (group, _) in _chosen.items() if group not in alive]:
         del _chosen[key]
@@ -92,6 +91,21 @@ def fit_communicator(communicator: Communicator, device: torch.device) -> Choice
         LOGGER.info("gradients travel over %s", choice)
         _chosen[key] = (communicator.group, choice)
     return _chosen[key][1]
+
+
+def _agreed_name(communicator: ProcessGroupCommunicator, device: torch.device) -> str:
+    """The wire that the environment asks for, on all ranks alike: each way of choosing has collectives of its own.
+
+    Every time, also where a choice is known: the environment may have changed since, on some ranks.
+    """
+    name = os.environ.get(VARIABLE, "auto")
+    if communicator.world_size > 1:
+        settings = [(VARIABLE, name), ("the device of the gradients", device.type)]
+        remedy = f"Set {VARIABLE} to the same value on all ranks, or on none, and put the model on the same device"
+        require_agreement(communicator, "what their wire is chosen by", settings, remedy=remedy)
+    if name not in WIRES:
+        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {name!r}")
+    return name
 
 
 def _choose(communicator: ProcessGroupCommunicator, device: torch.device, name: str) -> Choice:
@@ -119,8 +133,9 @@ def _choose(communicator: ProcessGroupCommunicator, device: torch.device, name: 
 
 
 def _within_a_host(communicator: ProcessGroupCommunicator) -> Choice:
-    shared, error = _attempt(communicator, lambda: _share_memory(communicator.group))
-    if shared is None:
+    try:
+        shared = _attempt(communicator, lambda: _share_memory(communicator.group))
+    except ConfigurationError as error:
         LOGGER.warning("the ranks of this host cannot share memory (%s), so gradients travel over sockets", error)
         return Choice(communicator=communicator, reason=f"memory cannot be shared ({error})")
     return Choice(communicator=shared, reason=f"all {communicator.world_size} ranks are on one host")
@@ -129,14 +144,18 @@ def _within_a_host(communicator: ProcessGroupCommunicator) -> Choice:
 def _between_hosts(communicator: ProcessGroupCommunicator, topology: Topology) -> Choice:
     reason = f"{communicator.world_size} ranks are on {len(topology.hosts)} hosts"
 
-    def make(inside: CommunicatorFactory) -> HierarchicalCommunicator:
-        return HierarchicalCommunicator.over(communicator.group, inside, topology=topology)
+    def attempt(inside: CommunicatorFactory) -> Communicator:
+        over = HierarchicalCommunicator.over
+        return _attempt(communicator, lambda: over(communicator.group, inside, topology=topology))
 
-    layered, error = _attempt(communicator, lambda: make(_share_memory))
-    if layered is None:
+    try:
+        return Choice(communicator=attempt(_share_memory), reason=reason)
+    except ConfigurationError as error:
         LOGGER.warning("the ranks of a host cannot share memory (%s), so gradients travel over sockets", error)
-        return Choice(communicator=make(PeerExchangeCommunicator), reason=f"{reason} that cannot share memory")
-    return Choice(communicator=layered, reason=reason)
+    try:
+        return Choice(communicator=attempt(PeerExchangeCommunicator), reason=f"{reason} that cannot share memory")
+    except ConfigurationError as error:
+        return Choice(communicator=communicator, reason=f"{reason}, but there are no groups for them ({error})")
 
 
 def _share_memory(group: dist.ProcessGroup) -> Communicator:
@@ -144,20 +163,9 @@ def _share_memory(group: dist.ProcessGroup) -> Communicator:
     return wire if wire.world_size == 1 else SharedMemoryCommunicator(wire, timeout=wire.timeout)
 
 
-def _attempt(
-    communicator: Communicator, make: Callable[[], Communicator]
-) -> tuple[Communicator | None, Exception | None]:
-    """What ``make`` makes, if it can on all ranks; else the error, here or that there was one elsewhere."""
-    made, error = None, None
-    try:
-        made = make()
-    except (ConfigurationError, OSError) as caught:
-        error = caught
-    failed = torch.tensor([error is not None], dtype=torch.int32)
-    communicator.all_reduce(failed, "max").wait()
-    if not failed.item():
-        return made, None
-    return None, error or ConfigurationError("another rank could not")
+def _attempt(communicator: Communicator, make: Callable[[], Communicator]) -> Communicator:
+    """What ``make`` makes, if it can on all ranks: those of one host know nothing of the others."""
+    return make_together(communicator, "set it up", make)
 
 
 def _faster(communicator: ProcessGroupCommunicator) -> Choice:

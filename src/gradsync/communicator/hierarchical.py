@@ -13,6 +13,7 @@ All ranks hold the same bits, whatever the timing. For values whose sums are exa
 communicator. For others it is rounded differently, since hosts are summed first: (a + b) + (c + d).
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -24,6 +25,7 @@ from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import DONE, Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective
+from gradsync.communicator.first_cause import Circle, first_cause
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
@@ -63,6 +65,8 @@ class HierarchicalCommunicator(Wire):
         self.inside, self.between, self.topology = inside, between, topology
         self.leaders = _leaders(topology, leaders)
         self._host, self._local = topology.places[rank]
+        self._circle: Circle | None = None
+        self._told = threading.Lock()
         self._check_places()
 
     @classmethod
@@ -82,11 +86,12 @@ class HierarchicalCommunicator(Wire):
                 f"the topology has {topology.world_size} ranks, the group has {dist.get_world_size(group)}"
             )
         count = _leaders(topology, leaders)
-        here = make_subgroups(group, topology.hosts)
+        circle = Circle(group)
+        here = make_subgroups(circle, topology.hosts)
         assert here is not None
         across = None
         if len(topology.hosts) > 1:
-            across = make_subgroups(group, [[host[number] for host in topology.hosts] for number in range(count)])
+            across = make_subgroups(circle, [[host[number] for host in topology.hosts] for number in range(count)])
         made = cls(
             inside(here),
             between(across) if across is not None else None,
@@ -94,7 +99,7 @@ class HierarchicalCommunicator(Wire):
             rank=dist.get_rank(group),
             leaders=count,
         )
-        made.group = group
+        made.group, made._circle = group, circle
         return made
 
     def __repr__(self) -> str:
@@ -116,10 +121,19 @@ class HierarchicalCommunicator(Wire):
     def _make_queue(self) -> Background:
         return Background("gradsync hierarchy")
 
+    def _fail(self, failure: GradsyncError) -> None:
+        super()._fail(failure)
+        # Whoever shares memory with this rank waits in a step that it will not come to, and so do the other leaders.
+        self._tell_others(str(failure))
+
     def _tell_others(self, reason: str) -> None:
-        for each in (self.inside, self.between):
-            if each is not None:
-                each.abort(reason)
+        """Once, by whoever comes first: each of the two may fail because of the other."""
+        if self._told.acquire(blocking=False):
+            if self._circle is not None:
+                first_cause(self.inside.group, reason)
+            for each in (self.inside, self.between):
+                if each is not None:
+                    each.abort(reason)
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if self._is_one_host:

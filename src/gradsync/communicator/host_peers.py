@@ -2,9 +2,14 @@
 
 Every pair of ranks has a Unix socket of its own. It has no name in the file system, so nothing is left of it; the
 kernel closes it when a process ends, however that happens, and the other end learns of it at once.
+
+[Note: strangers] While ranks meet, anybody on the host can connect to them: the name of a socket is open to all. A rank
+is known by the user it runs as, which the kernel vouches for, by a secret that only the ranks have, who told each other
+over their group, and by a number that is still missing. Whoever lacks one of them is let go, at once.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import select
@@ -13,22 +18,57 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
-import torch
-
+from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
-from gradsync.errors import ConfigurationError, PeerFailedError
+from gradsync.communicator.naming import listed, rank_name
+from gradsync.errors import WireLostError
 
 __all__ = ["HostPeers"]
 
-TOKEN_BYTES = 16
-CONNECT_SECONDS = 60.0
-# From a rank that has no socket: everybody must know before anybody waits for it.
-NO_TOKEN = bytes(TOKEN_BYTES)
+NAME_BYTES = 16
+SECRET_BYTES = 32
+# What a rank could not do if a step fails.
+_REACH = "reach the other ranks of its host over Unix sockets"
+_YES, _NO = b"y", b"n"
 # What accompanies a descriptor: the number of bytes behind it, or -1 from a rank that could not make it.
 _OFFER = struct.Struct("<q")
-_HELLO = struct.Struct(f"<q{TOKEN_BYTES}s")
-_CREDENTIALS = struct.Struct("3i")
+_HELLO = struct.Struct(f"<q{SECRET_BYTES}s")
+_CREDENTIALS = struct.Struct("=iII")
+
+
+class Invitation(NamedTuple):
+    """What a rank tells the others, and only them: the name of its socket, and what to say there."""
+
+    name: bytes
+    secret: bytes
+
+    @property
+    def address(self) -> bytes:
+        return b"\0gradsync-" + self.name.hex().encode()
+
+    @classmethod
+    def read(cls, told: bytes) -> "Invitation":
+        return cls(told[:NAME_BYTES], told[NAME_BYTES:])
+
+
+class Caller(NamedTuple):
+    """The process at the other end of a socket, as the kernel knows it."""
+
+    process: int
+    user: int
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> "Caller":
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        process, user, _ = _CREDENTIALS.unpack(credentials)
+        return cls(process, user)
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether another user runs it than this one."""
+        return self.user != os.geteuid()
 
 
 _all: "weakref.WeakSet[HostPeers]" = weakref.WeakSet()
@@ -46,71 +86,79 @@ os.register_at_fork(after_in_child=_close_in_child)
 class HostPeers:
     """This rank's sockets to the other ranks of ``communicator``, all of which are on this host. Collective.
 
-    ``timeout`` is how many seconds a rank waits for another one that lives but does not come.
+    ``timeout`` is how many seconds a rank waits for another one that lives but does not come. Where the sockets cannot
+    be made on some rank, all of them raise ConfigurationError.
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
         self.rank, self.world_size = communicator.rank, communicator.world_size
+        self._group = communicator.group
         self._sockets: dict[int, socket.socket] = {}
         self.process_ids: dict[int, int] = {}
-        listener, token = _listen(self.world_size)
-        tokens = _exchange(communicator, token)
-        if NO_TOKEN in tokens:
-            raise ConfigurationError(
-                f"rank {tokens.index(NO_TOKEN)} cannot make a Unix socket, so ranks of this host cannot share memory"
-            )
-        assert listener is not None
         try:
-            for peer in range(self.rank):
-                self._add(peer, self._connect(tokens[peer]))
-            for _ in range(self.rank + 1, self.world_size):
-                self._add(*self._accept(listener, token))
-        except OSError as error:
+            self._meet(communicator)
+        except BaseException:
             self.close()
-            raise ConfigurationError(
-                f"rank {self.rank} cannot reach the other ranks of its host over Unix sockets: {error}. Ranks that "
-                "share memory must run in one network namespace"
-            ) from error
-        finally:
-            listener.close()
-        for connection in self._sockets.values():
-            connection.settimeout(timeout)
+            raise
+        self.set_timeout(timeout)
         _all.add(self)
 
-    def _connect(self, token: bytes) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(CONNECT_SECONDS)
-        connection.connect(_address(token))
-        connection.sendall(_HELLO.pack(self.rank, token))
-        return connection
+    def set_timeout(self, seconds: float) -> None:
+        for connection in self._sockets.values():
+            connection.settimeout(seconds)
 
-    def _accept(self, listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
-        """The next rank that connects. Anybody on the host can try, and whoever does not know the token is let go."""
-        while True:
-            connection, _ = listener.accept()
-            connection.settimeout(CONNECT_SECONDS)
-            with contextlib.suppress(OSError):
-                hello = _receive(connection, _HELLO.size)
-                if len(hello) == _HELLO.size:
-                    peer, shown = _HELLO.unpack(hello)
-                    if secrets.compare_digest(shown, token):
-                        return peer, connection
-            connection.close()
+    def _meet(self, communicator: Communicator) -> None:
+        """Step by step, and no step waits for anybody: ranks agree on how it went before they begin the next.
 
-    def _add(self, peer: int, connection: socket.socket) -> None:
-        self._sockets[peer] = connection
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.process_ids[peer] = _CREDENTIALS.unpack(credentials)[0]
+        So a rank that cannot go on, because it has no descriptor left or another name space, keeps nobody waiting.
+        """
+        with contextlib.ExitStack() as opened:
+            listener, mine = make_together(communicator, "make a Unix socket", lambda: _listen(opened))
+            told = [Invitation.read(each) for each in gather_bytes(communicator, mine.name + mine.secret)]
+            make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
+            make_together(communicator, _REACH, lambda: self._accept(listener, mine))
+
+    def _connect(self, invitations: list[Invitation]) -> None:
+        """To all ranks before this one, who need not take it for that."""
+        for peer, invitation in enumerate(invitations):
+            connection = self._sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            connection.connect(invitation.address)
+            caller = Caller.of(connection)
+            if caller.is_stranger:
+                raise PermissionError(f"{self.name(peer)} runs as user {caller.user}, and this one as {os.geteuid()}")
+            connection.sendall(_HELLO.pack(self.rank, invitation.secret))
+            self.process_ids[peer] = caller.process
+
+    def _accept(self, listener: socket.socket, invitation: Invitation) -> None:
+        """All ranks after this one, who have connected and said who they are by now. See [Note: strangers]."""
+        missing = set(range(self.rank + 1, self.world_size))
+        while missing:
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                names = listed([self.name(peer) for peer in sorted(missing)])
+                raise ConnectionError(f"{names} did not come, or not as the user of this one") from None
+            connection.setblocking(False)
+            caller = Caller.of(connection)
+            peer = None if caller.is_stranger else _greeted(connection, invitation.secret)
+            if peer is None or peer not in missing:
+                connection.close()
+                continue
+            missing.remove(peer)
+            self._sockets[peer] = connection
+            self.process_ids[peer] = caller.process
 
     def share(self, descriptor: int | None, nbytes: int) -> dict[int, int] | None:
         """Give every peer ``descriptor``, and take theirs, by rank. Collective.
 
-        None on all ranks if any rank came with None. Whoever calls closes what it gets.
+        None if some rank came with None. OSError if this one has no room for theirs, which the others learn when all
+        :meth:`agree`. Whoever calls closes what it gets.
         """
         for peer in self._sockets:
             self._offer(peer, descriptor, nbytes)
         received: dict[int, int] = {}
-        complete = descriptor is not None
+        complete, has_room = descriptor is not None, True
         for peer, connection in self._sockets.items():
             try:
                 message, descriptors, _, _ = socket.recv_fds(connection, _OFFER.size, 1)
@@ -118,14 +166,38 @@ class HostPeers:
                 raise self.failed(peer, f"while memory was shared ({error})") from error
             if not message:
                 raise self.failed(peer, "while memory was shared")
+            offered = _OFFER.unpack(message)[0]
             if descriptors:
                 received[peer] = descriptors[0]
-            complete = complete and _OFFER.unpack(message)[0] == nbytes
-        if complete:
+            elif offered >= 0:
+                # A process that may not have another descriptor gets the message without it.
+                has_room = False
+            complete = complete and offered == nbytes
+        if complete and has_room:
             return received
         for theirs in received.values():
             os.close(theirs)
+        if not has_room:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return None
+
+    def agree(self, went_well: bool) -> bool:
+        """Whether it went well on all ranks. Collective."""
+        answers = [went_well]
+        for peer, connection in self._sockets.items():
+            try:
+                connection.sendall(_YES if went_well else _NO)
+            except OSError as error:
+                raise self.failed(peer, f"while memory was shared ({error})") from error
+        for peer, connection in self._sockets.items():
+            try:
+                answer = connection.recv(1)
+            except OSError as error:
+                raise self.failed(peer, f"while memory was shared ({error})") from error
+            if not answer:
+                raise self.failed(peer, "while memory was shared")
+            answers.append(answer == _YES)
+        return all(answers)
 
     def _offer(self, peer: int, descriptor: int | None, nbytes: int) -> None:
         try:
@@ -136,10 +208,20 @@ class HostPeers:
         except OSError as error:
             raise self.failed(peer, f"while memory was shared ({error})") from error
 
-    def failed(self, peer: int, where: str) -> PeerFailedError:
-        return PeerFailedError(
-            f"rank {peer} (process {self.process_ids[peer]}) has ended or no longer takes part; rank {self.rank} "
-            f"noticed {where}. See the output of that rank for the cause, and start all ranks again"
+    def name(self, rank: int) -> str:
+        return rank_name(self._group, rank)
+
+    def failed(self, peer: int, where: str, reason: str = "") -> WireLostError:
+        """``reason`` is what the peer has left, if it had the time."""
+        who, noticed = (
+            f"{self.name(peer)} (process {self.process_ids[peer]})",
+            f"{self.name(self.rank)} noticed {where}",
+        )
+        if reason:
+            return WireLostError(f"{who} has given up; {noticed}. It said: {reason}")
+        return WireLostError(
+            f"{who} has ended or no longer takes part; {noticed}. See the output of that rank for the cause, and start "
+            "all ranks again"
         )
 
     def watch(self, ended: Callable[[int], None]) -> None:
@@ -175,32 +257,22 @@ def _watch(sockets: dict[int, socket.socket], ended: Callable[[int], None]) -> N
             ended(peers.pop(descriptor))
 
 
-def _listen(backlog: int) -> tuple[socket.socket | None, bytes]:
-    token = secrets.token_bytes(TOKEN_BYTES)
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(_address(token))
-    except OSError:
-        return None, NO_TOKEN
-    listener.listen(backlog)
-    listener.settimeout(CONNECT_SECONDS)
-    return listener, token
+def _listen(opened: contextlib.ExitStack) -> tuple[socket.socket, Invitation]:
+    listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    invitation = Invitation(secrets.token_bytes(NAME_BYTES), secrets.token_bytes(SECRET_BYTES))
+    listener.bind(invitation.address)
+    # As many as there may be: anybody can wait in it.
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
+    return listener, invitation
 
 
-def _address(token: bytes) -> bytes:
-    return b"\0gradsync-" + token.hex().encode()
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count and (part := connection.recv(count - len(received))):
-        received += part
-    return received
-
-
-def _exchange(communicator: Communicator, token: bytes) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(token), dtype=torch.uint8).to(communicator.device)
-    everybodys = torch.zeros(communicator.world_size * TOKEN_BYTES, dtype=torch.uint8, device=communicator.device)
-    communicator.all_gather(everybodys, mine).wait()
-    flat = bytes(everybodys.cpu().tolist())
-    return [flat[start : start + TOKEN_BYTES] for start in range(0, len(flat), TOKEN_BYTES)]
+def _greeted(connection: socket.socket, secret: bytes) -> int | None:
+    """The number that is said at the other end, by whoever knows the secret."""
+    with contextlib.suppress(OSError):
+        hello = connection.recv(_HELLO.size)
+        if len(hello) == _HELLO.size:
+            peer, shown = _HELLO.unpack(hello)
+            if secrets.compare_digest(shown, secret):
+                return int(peer)
+    return None

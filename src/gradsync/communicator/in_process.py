@@ -17,7 +17,7 @@ from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
+from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, WireLostError
 
 __all__ = ["InProcessCommunicator", "InProcessWorld"]
 
@@ -45,7 +45,7 @@ class InProcessWorld:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
-        self.failure: PeerFailedError | None = None
+        self.failure: WireLostError | None = None
         self._rounds: dict[int | str, _Round] = {}
         self._changed = threading.Condition()
 
@@ -54,9 +54,9 @@ class InProcessWorld:
 
     def fail(self, rank: int, cause: BaseException) -> None:
         """Tell everybody who waits, now or later, that ``rank`` is gone."""
-        self.tell(PeerFailedError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
+        self.tell(WireLostError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
 
-    def tell(self, failure: PeerFailedError) -> None:
+    def tell(self, failure: WireLostError) -> None:
         """Have everybody who waits, now or later, raise ``failure``. The first one counts."""
         with self._changed:
             if self.failure is None:
@@ -92,7 +92,7 @@ class InProcessWorld:
                     raise error
                 return
             missing = sorted(set(range(self.world_size)) - set(current.inputs))
-        raise PeerFailedError(
+        raise WireLostError(
             f"rank {rank} waited {self.timeout:g} s in {collective.describe()} for ranks {missing}. Every rank must "
             "run the same collectives in the same order"
         )
@@ -196,7 +196,7 @@ class InProcessCommunicator(Wire):
         return self._issue(collective, lambda: self.world.join(collective, self.rank, output, brought, combine))
 
     def _tell_others(self, reason: str) -> None:
-        self.world.tell(PeerFailedError(f"rank {self.rank} has given its communicator up: {reason}"))
+        self.world.tell(WireLostError(f"rank {self.rank} has given its communicator up: {reason}"))
 
 
 def _combined(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:

@@ -36,7 +36,7 @@ from gradsync.communicator.collective import Collective
 from gradsync.communicator.mpi_world import PAUSE_SECONDS, Farewells, enter_mpi
 from gradsync.communicator.reducing import combine_in_order, offsets_of
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError
+from gradsync.errors import ConfigurationError, MisuseError, WireLostError
 
 __all__ = ["MPICommunicator"]
 
@@ -187,9 +187,9 @@ class MPICommunicator(Wire):
 
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         if isinstance(error, _NoAnswerError):
-            return PeerFailedError(f"rank {self.rank} waited in {collective.describe()}, but {error}")
+            return WireLostError(f"rank {self.rank} waited in {collective.describe()}, but {error}")
         if isinstance(error, self._mpi.Exception):
-            return GradsyncError(
+            return WireLostError(
                 f"MPI failed on rank {self.rank} in {collective.describe()}: {error}. Every rank must start the same "
                 "collectives with the same sizes, in the same order"
             )

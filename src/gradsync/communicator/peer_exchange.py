@@ -36,6 +36,8 @@ import torch.distributed as dist
 from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.collective import Collective
+from gradsync.communicator.first_cause import first_cause
+from gradsync.communicator.naming import rank_name
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
 from gradsync.communicator.reducing import offsets_of
@@ -98,6 +100,8 @@ class PeerExchangeCommunicator(Wire):
     Tensors that are not on the CPU take Gloo's own collectives.
     """
 
+    tells_failures = True
+
     def __init__(self, group: dist.ProcessGroup, *, part_bytes: int | None = None, in_flight: int = IN_FLIGHT) -> None:
         if (part_bytes is not None and part_bytes < 1) or in_flight < 1:
             raise ConfigurationError(
@@ -120,6 +124,7 @@ class PeerExchangeCommunicator(Wire):
         return self._link.place(number)
 
     def _tell_others(self, reason: str) -> None:
+        first_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
         break_gloo(self._link.backend, self.rank, self.world_size)
 
     # -- the collectives ----------------------------------------------------------------------------------------------

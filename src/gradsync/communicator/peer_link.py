@@ -9,7 +9,6 @@ all of them when it is chained.
 import re
 import threading
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,7 +17,9 @@ import torch.distributed as dist
 
 from gradsync.communicator.background import Numbering
 from gradsync.communicator.collective import Collective
-from gradsync.errors import ConfigurationError, PeerFailedError
+from gradsync.communicator.first_cause import first_cause
+from gradsync.communicator.naming import listed, rank_name
+from gradsync.errors import ConfigurationError, WireLostError
 
 __all__ = ["Exchange", "Message", "PeerLink"]
 
@@ -94,9 +95,7 @@ class PeerLink:
         return TaggedNumbering(str(number), self._tags.take(STAGE_TAGS))
 
     def name(self, peer: int) -> str:
-        """The number its user knows, the one in the world, with that in the group where they differ."""
-        known = dist.get_global_rank(self.group, peer)
-        return f"rank {known}" if known == peer else f"rank {known} ({peer} in its group)"
+        return rank_name(self.group, peer)
 
 
 class Message:
@@ -124,7 +123,8 @@ class Message:
         try:
             work.wait(SECOND_LOOK)
         except RuntimeError as error:
-            return not _is_timeout(error)
+            # One that does not answer in time has Gloo close all of them, here.
+            return not _is_timeout(error) and CLOSED not in str(error)
         return False
 
 
@@ -163,7 +163,7 @@ class Exchange:
         # What torch refuses is our own fault, and not said by Gloo.
         if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        raise PeerFailedError(self._story(peer, error)) from error
+        raise WireLostError(first_cause(self.link.group, self._story(peer, error))) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
         if tensor.numel() == 0:
@@ -187,7 +187,7 @@ class Exchange:
             )
         # Who failed first makes others fail, whose end may be the one that is seen first.
         gone = {message.peer for message in (*self._receives, *self._sends) if message.is_cut_off()} - {peer}
-        names = _listed([name(other) for other in sorted({peer} | gone)])
+        names = listed([name(other) for other in sorted({peer} | gone)])
         return f"{names} left {name(self.link.rank)} alone in {what} ({said}). The cause is in what {names} wrote"
 
 
@@ -207,7 +207,3 @@ def _gloo_of(group: Any) -> Any:
 
 def _is_timeout(error: RuntimeError) -> bool:
     return "timed out" in str(error).lower()
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

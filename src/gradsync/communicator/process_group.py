@@ -15,9 +15,11 @@ from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective
+from gradsync.communicator.first_cause import first_cause
+from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, PeerFailedError
+from gradsync.errors import ConfigurationError, WireLostError
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of"]
 
@@ -75,6 +77,11 @@ class ProcessGroupCommunicator(Wire):
 
     def __repr__(self) -> str:
         return f"ProcessGroupCommunicator({self.backend}, rank {self.rank} of {self.world_size})"
+
+    @functools.cached_property
+    def tells_failures(self) -> bool:  # type: ignore[override]
+        """Gloo's connections last for ever, those of accelerators are watched by torch itself."""
+        return "gloo" in self.backend
 
     @functools.cached_property
     def backend(self) -> str:
@@ -197,12 +204,18 @@ class ProcessGroupCommunicator(Wire):
         if not isinstance(error, RuntimeError):
             return error
         said = str(error).partition("\n")[0]
-        return PeerFailedError(
-            f"rank {self.rank}: {collective.describe()} failed in the process group ({self.backend}): {said}. Another "
-            "rank has ended, hangs or runs other collectives; see what the other ranks wrote, and start all ranks again"
+        others = listed(
+            [rank_name(self.group, rank) for rank in range(self.world_size) if rank != self.rank] or ["none"]
         )
+        story = (
+            f"{rank_name(self.group, self.rank)}: {collective.describe()} failed in the process group "
+            f"({self.backend}): {said}. Of {others} one has ended, hangs or runs other collectives; see what they "
+            "wrote, and start all ranks again"
+        )
+        return WireLostError(first_cause(self.group, story))
 
     def _tell_others(self, reason: str) -> None:
+        first_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
         for device_type in self.group._device_types:
             backend = self.group._get_backend(device_type)
             if backend.name() == "gloo":

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
+from gradsync.communicator.first_cause import Circle
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
 from gradsync.communicator.wire import Shares, Wire
@@ -27,6 +28,8 @@ class RoundRobinCommunicator(Wire):
     Every rank starts the same collectives in the same order, so that all of them take the same turn. A collective may
     be done before one that was started earlier. When one of the communicators has failed, all of them are given up.
     """
+
+    tells_failures = True
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         if not communicators:
@@ -48,7 +51,8 @@ class RoundRobinCommunicator(Wire):
         if count < 1:
             raise ConfigurationError(f"count must be at least 1, got {count}")
         everybody = range(dist.get_world_size(group))
-        groups = [make_subgroups(group, [everybody]) for _ in range(count)]
+        circle = Circle(group)
+        groups = [make_subgroups(circle, [everybody]) for _ in range(count)]
         return cls([communicator(made) for made in groups if made is not None])
 
     def __repr__(self) -> str:
@@ -112,6 +116,7 @@ class RoundRobinCommunicator(Wire):
         # The communicator that had the turn knows whether it is out of step.
         if self.failure is not None:
             self._fail(error)
+            self._tell_once(str(error))
         return error
 
     def _refuse_after_failure(self) -> None:

@@ -6,8 +6,8 @@ containers keep small, does not matter. The kernel frees it with the last proces
 """
 
 import bisect
+import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -20,8 +20,6 @@ import torch
 from gradsync.communicator.host_peers import HostPeers
 
 __all__ = ["Heap", "Location", "Segment"]
-
-LOGGER = logging.getLogger("gradsync")
 
 # Small tensors share a segment: a mapping for each would cost a descriptor exchange and a page.
 SLAB_BYTES = 1024 * 1024
@@ -68,12 +66,15 @@ class Heap:
         # Tensors end on any thread, and in the middle of anything.
         self._lock = threading.RLock()
         self._slab: Segment | None = None
+        # None is left, on some rank. Why, on that one.
         self._full = False
+        self.shortage = ""
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Zeros that all ranks of the host see, as bytes. Collective.
 
-        None on all ranks when one of them has no memory left; the log says so once.
+        None on all ranks when one of them has no memory left, or no room for that of the others: there ``shortage``
+        says why.
         """
         rounded = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         segment = self._make(rounded) if rounded > SLAB_BYTES // 4 else self._roomy_slab(rounded)
@@ -140,27 +141,28 @@ class Heap:
         return segment
 
     def _map_everybodys(self, nbytes: int) -> list[Any] | None:
-        descriptor: int | None = None
-        descriptors: dict[int, int] = {}
-        try:
+        """None on all ranks if some rank cannot: each of them does its part of every exchange, whatever it comes to."""
+        with contextlib.ExitStack() as opened:
+            descriptor: int | None = None
+            maps: list[Any] = []
             try:
-                descriptor = _make_memory(nbytes)
+                descriptor = _make_memory(nbytes, opened)
             except OSError as error:
-                LOGGER.warning(
-                    "rank %d cannot share %d bytes of memory with the other ranks of its host (%s): gradients take an "
-                    "extra copy on their way",
-                    self._peers.rank,
-                    nbytes,
-                    error.strerror,
-                )
-            theirs = self._peers.share(descriptor, nbytes)
-            if theirs is None or descriptor is None:
-                return None
-            descriptors = theirs | {self._peers.rank: descriptor}
-            return [_map(descriptors[rank], nbytes) for rank in range(self._peers.world_size)]
-        finally:
-            for each in {*descriptors.values(), *([] if descriptor is None else [descriptor])}:
-                os.close(each)
+                self._note_shortage(nbytes, error)
+            try:
+                theirs = self._peers.share(descriptor, nbytes)
+                if theirs is not None and descriptor is not None:
+                    for each in theirs.values():
+                        opened.callback(os.close, each)
+                    descriptors = theirs | {self._peers.rank: descriptor}
+                    maps += [_map(descriptors[rank], nbytes) for rank in range(self._peers.world_size)]
+            except (OSError, MemoryError) as error:
+                self._note_shortage(nbytes, error)
+            return maps if self._peers.agree(bool(maps)) else None
+
+    def _note_shortage(self, nbytes: int, error: OSError | MemoryError) -> None:
+        why = getattr(error, "strerror", None) or type(error).__name__
+        self.shortage = f"cannot share {nbytes} bytes of memory with the other ranks of its host ({why})"
 
     def find(self, tensor: torch.Tensor) -> Location | None:
         """Where ``tensor`` lies in this memory, or None if it lies elsewhere."""
@@ -176,14 +178,11 @@ class Heap:
         return self._segments[number]
 
 
-def _make_memory(nbytes: int) -> int:
+def _make_memory(nbytes: int, opened: contextlib.ExitStack) -> int:
     descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC)
-    try:
-        # Now, and not by a bus error when it is written.
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError:
-        os.close(descriptor)
-        raise
+    opened.callback(os.close, descriptor)
+    # Now, and not by a bus error when it is written.
+    os.posix_fallocate(descriptor, 0, nbytes)
     return descriptor
 
 

@@ -19,16 +19,19 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from gradsync.communicator.agreement import make_together
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.host_peers import HostPeers
+from gradsync.communicator.logs import LOGGER
+from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import combine_in_order, offsets_of
 from gradsync.communicator.shared_headers import Call, all_somewhere, describe_header, detail_of, differ, places_in
 from gradsync.communicator.shared_heap import Heap, Location
 from gradsync.communicator.shared_signals import Signals
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
+from gradsync.errors import GradsyncError, MismatchError, WireLostError
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -59,12 +62,24 @@ class SharedMemoryCommunicator(Wire):
         # Models that share the group share the order of its collectives, whichever way these take.
         super().__init__(over.rank, over.world_size, over.group)
         self.over = over
-        self._peers = HostPeers(over, timeout)
+        # Setting up takes what it takes on a busy machine: ranks wait for each other as long as in the group.
+        patience = over.timeout if isinstance(over, ProcessGroupCommunicator) else TIMEOUT_SECONDS
+        self._peers = HostPeers(over, max(timeout, patience))
+        try:
+            self._set_up(timeout)
+        except BaseException:
+            self.close()
+            raise
+        self._peers.set_timeout(timeout)
+        # Without it the sockets would stay open with the thread that watches them.
+        weakref.finalize(self, HostPeers.close, self._peers).atexit = False
+
+    def _set_up(self, timeout: float) -> None:
+        """All that may fail on one rank alone. ConfigurationError on all of them if it does."""
         self._heap = Heap(self._peers)
-        control = self._allocate_or_refuse(Signals.control_bytes(self.world_size))
-        stages = self._allocate_or_refuse(2 * STAGE_BYTES)
         # Held so that they stay: the heap frees what nobody holds.
-        self._kept = (control, stages)
+        self._kept = make_together(self.over, "share memory", self._allocate_own)
+        control, stages = self._kept
         segment, offset = self._place_of(control)
         self._signals = Signals(self._peers, [piece[offset:] for piece in segment.pieces], timeout)
         segment, offset = self._place_of(stages)
@@ -75,18 +90,21 @@ class SharedMemoryCommunicator(Wire):
         self._known_stages: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         # Of the stages that are used now: everybody's are the even ones, or the odd ones.
         self._number = 0
-        # Nobody posts before all semaphores are there.
-        over.all_reduce(torch.zeros(1, device=over.device)).wait()
-        self._signals.watch()
-        # Without it the sockets would stay open with the thread that watches them.
-        weakref.finalize(self, HostPeers.close, self._peers).atexit = False
+        # Nobody posts before all semaphores are there, and all ranks have the threads that they need.
+        make_together(self.over, "start its threads", self._begin)
 
-    def _allocate_or_refuse(self, nbytes: int) -> torch.Tensor:
-        memory = self._heap.allocate(nbytes)
-        if memory is None:
-            self._peers.close()
-            raise ConfigurationError(f"ranks of this host cannot share {nbytes} bytes of memory")
-        return memory
+    def _allocate_own(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Control memory and stages. All ranks come to the same end, and one that could not says why."""
+        control = self._heap.allocate(Signals.control_bytes(self.world_size))
+        stages = self._heap.allocate(2 * STAGE_BYTES)
+        if self._heap.shortage:
+            raise OSError(f"it {self._heap.shortage}")
+        empty = torch.empty(0)
+        return empty if control is None else control, empty if stages is None else stages
+
+    def _begin(self) -> None:
+        self._queue.begin()
+        self._signals.watch()
 
     def _place_of(self, tensor: torch.Tensor) -> Location:
         place = self._heap.find(tensor)
@@ -105,12 +123,20 @@ class SharedMemoryCommunicator(Wire):
         if device.type != "cpu":
             return self.over.allocate(numel, dtype, device)
         self._refuse_after_failure()
-        memory = self._heap.allocate(numel * dtype.itemsize)
+        try:
+            memory = self._heap.allocate(numel * dtype.itemsize)
+        except WireLostError as failure:
+            self._fail(failure)
+            raise
+        if self._heap.shortage:
+            LOGGER.warning("rank %d %s: gradients take an extra copy on their way", self.rank, self._heap.shortage)
+            self._heap.shortage = ""
         return torch.zeros(numel, dtype=dtype) if memory is None else memory.view(dtype)
 
     def close(self) -> None:
         """Let go of the other ranks. They notice if they still need this one."""
-        self._queue.close()
+        if self._background is not None:
+            self._background.close()
         self._peers.close()
 
     def _make_queue(self) -> Background:
@@ -118,6 +144,7 @@ class SharedMemoryCommunicator(Wire):
 
     def _fail(self, failure: GradsyncError) -> None:
         super()._fail(failure)
+        self._signals.give_up(str(failure))
         # The others learn now that this rank will not come any more, and whoever waits here that it need not.
         self._peers.close()
 

@@ -4,9 +4,11 @@ Each rank has a semaphore for every other one, which that one posts. POSIX semap
 when nobody sleeps, and sleep in the kernel when somebody must. Beside them every rank counts its posts, so that those
 of a rank that has ended since are told from those it never made.
 
-What lies in a rank's control memory, a cache line each::
+What lies in a rank's control memory, a cache line each, and at the end some more::
 
-    semaphore posted by rank 0 ┃ … by rank N-1 ┃ posts of this rank ┃ header of even collectives ┃ of odd ones
+    semaphore posted by rank 0 ┃ … by rank N-1 ┃ posts of this rank ┃ header of even collectives ┃ of odd ones ┃ reason
+
+A rank that gives up writes down why before it lets go of the others.
 """
 
 import ctypes
@@ -18,12 +20,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradsync.communicator.host_peers import HostPeers
-from gradsync.errors import PeerFailedError
+from gradsync.communicator.patrol import make_way
+from gradsync.errors import WireLostError
 
 __all__ = ["HEADER_BYTES", "Signals"]
 
 LINE_BYTES = 64
 HEADER_BYTES = 48
+REASON_BYTES = 1024
 # A rank that comes within microseconds is not worth going to sleep for.
 SPINS = 100
 # Sleep is interrupted only to look at the time; a peer's coming or end wakes it at once.
@@ -86,12 +90,15 @@ class Signals:
             [_Header.from_address(base + (world_size + 1 + parity) * LINE_BYTES) for base in bases]
             for parity in range(2)
         ]
+        self._reasons = [
+            (ctypes.c_char * REASON_BYTES).from_address(base + (world_size + 3) * LINE_BYTES) for base in bases
+        ]
         self._awaited = 0
         self._ended: set[int] = set()
 
     @staticmethod
     def control_bytes(world_size: int) -> int:
-        return (world_size + 3) * LINE_BYTES
+        return (world_size + 3) * LINE_BYTES + REASON_BYTES
 
     def watch(self) -> None:
         """From now on the end of a peer is noticed. All ranks have initialized their semaphores by then."""
@@ -102,6 +109,17 @@ class Signals:
         # Whoever sleeps must look again: it may wait for one that waits for the one that ended.
         for _, semaphore in self._mine:
             semaphore.post()
+
+    def give_up(self, reason: str) -> None:
+        """Leave ``reason`` to those who will notice; what was heard before, if this rank only passes that on."""
+        mine = self._reasons[self._peers.rank]
+        if not mine.value:
+            heard = next((each.value for each in self._reasons if each.value), b"")
+            mine.value = heard or reason.encode()[: REASON_BYTES - 1]
+
+    def _ended_because(self, peer: int, describe: Callable[[], str]) -> WireLostError:
+        reason = self._reasons[peer].value.decode(errors="ignore")
+        return self._peers.failed(peer, f"in {describe()}", reason)
 
     # -- headers: what each rank thinks the collective is -----------------------------------------------------------
 
@@ -126,23 +144,26 @@ class Signals:
                 self._sleep(peer, semaphore, describe)
 
     def _sleep(self, peer: int, semaphore: _Semaphore, describe: Callable[[], str]) -> None:
+        # It may be in another collective of ours, which nobody is at work on here.
+        make_way()
         deadline = time.monotonic() + self._timeout
         while True:
             # From the first end on, posts also come from the thread that watches, so only the counts are to be trusted.
             if self._ended:
                 missing = [other for other in sorted(self._ended) if self._posts[other].value < self._awaited]
                 if missing:
-                    raise self._peers.failed(missing[0], f"in {describe()}")
+                    raise self._ended_because(missing[0], describe)
                 if self._posts[peer].value >= self._awaited:
                     return
             if semaphore.take(SLEEP_SECONDS):
                 if not self._ended:
                     return
             elif time.monotonic() > deadline:
-                raise PeerFailedError(
-                    f"rank {self._peers.rank} waited {self._timeout:g} s in {describe()} for rank {peer} (process "
-                    f"{self._peers.process_ids[peer]}), which is alive but has not come. Every rank must run the same "
-                    "collectives in the same order; if that rank is only slow, raise the timeout of the process group"
+                raise WireLostError(
+                    f"{self._peers.name(self._peers.rank)} waited {self._timeout:g} s in {describe()} for "
+                    f"{self._peers.name(peer)} (process {self._peers.process_ids[peer]}), which is alive but has not "
+                    "come. Every rank must run the same collectives in the same order; if that rank is only slow, "
+                    "raise the timeout of the process group"
                 )
 
 

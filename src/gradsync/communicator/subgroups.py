@@ -1,5 +1,7 @@
 """New process groups out of an old one, with its backend and its timeout."""
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -7,19 +9,27 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from gradsync.communicator.agreement import make_together
 from gradsync.communicator.base import Communicator
+from gradsync.communicator.first_cause import Circle
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 
 __all__ = ["CommunicatorFactory", "make_subgroups"]
 
+# Of a group of Gloo's, beside one for each of its ranks; with some to spare.
+DESCRIPTORS = 8
+
 CommunicatorFactory: TypeAlias = Callable[[dist.ProcessGroup], Communicator]
 
 
-def make_subgroups(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """One group for each of ``parts``, which are numbers in ``group`` and do not overlap; the one of this rank, if any.
+def make_subgroups(circle: Circle, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """One group for each of ``parts``, out of that of ``circle`` and into that circle; the one of this rank, if any.
 
-    Every rank of ``group`` calls it with the same parts. Processes outside ``group`` need not.
+    Parts are numbers in the group of the circle, and do not overlap. Every rank of it calls this with the same parts.
+    Processes outside need not. Where one of the ranks is short of descriptors, all raise ConfigurationError.
     """
+    group = circle.group
+    _require_descriptors(group, sum(map(len, parts)) + len(parts) * DESCRIPTORS)
     is_whole_world = dist.get_world_size(group) == dist.get_world_size()
     if not is_whole_world:
         _level_group_counts(group)
@@ -29,7 +39,20 @@ def make_subgroups(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> 
         if is_whole_world or rank in part:
             made = _new_group(group, part, only_members_call=not is_whole_world)
             mine = made if rank in part else mine
+    if mine is not None:
+        circle.take_in(mine)
     return mine
+
+
+def _require_descriptors(group: dist.ProcessGroup, count: int) -> None:
+    """A rank that runs out of them while it makes a group leaves the others waiting for it: so ranks ask before."""
+
+    def try_it() -> None:
+        with contextlib.ExitStack() as opened:
+            for _ in range(count):
+                opened.enter_context(open(os.devnull, "rb", buffering=0))
+
+    make_together(ProcessGroupCommunicator(group), f"open {count} descriptors for new process groups", try_it)
 
 
 def _new_group(group: dist.ProcessGroup, part: Sequence[int], *, only_members_call: bool) -> dist.ProcessGroup:

@@ -30,7 +30,8 @@ from gradsync.communicator.checks import (
 )
 from gradsync.communicator.collective import Collective, Fate, Later, StageHandle, Work, again
 from gradsync.communicator.logs import LOGGER
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
+from gradsync.communicator.naming import rank_name
+from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, WireLostError
 
 __all__ = ["Shares", "Wire"]
 
@@ -42,6 +43,8 @@ class Wire:
 
     # Whether ranks that raise MismatchError, all of them, are still in step.
     survives_mismatch = False
+    # Whether a collective that failed here is told to the others as if it had been given up: else they wait for it.
+    tells_failures = False
     summed = SUMMED_BY_TORCH
 
     def __init__(self, rank: int, world_size: int, group: Any = None, *, fate: Fate | None = None) -> None:
@@ -122,11 +125,9 @@ class Wire:
         return self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving)
 
     def abort(self, reason: str) -> None:
-        self._fail(PeerFailedError(f"rank {self.rank} has given its communicator up: {reason}"))
-        if not self._aborted:
-            self._aborted = True
-            with contextlib.suppress(Exception):
-                self._tell_others(reason)
+        name = rank_name(self.group, self.rank)
+        self._fail(WireLostError(f"{name} has given its communicator up: {reason}"))
+        self._tell_once(reason)
 
     # -- what a communicator writes -----------------------------------------------------------------------------------
 
@@ -279,13 +280,17 @@ class Wire:
             return error
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
+            # It may be that of a wire below this one, which sticks to this one, too.
+            self._fail(failure)
             return again(failure)
         explained = error if own else self._in_words(collective, error)
-        if not isinstance(explained, GradsyncError):
+        lost = explained
+        if not isinstance(lost, GradsyncError):
             story = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
-            self._fail(GradsyncError(story.rstrip(": ")))
-        else:
-            self._fail(explained)
+            lost = WireLostError(story.rstrip(": "))
+        self._fail(lost)
+        if self.tells_failures:
+            self._tell_once(str(lost))
         return explained
 
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
@@ -297,6 +302,12 @@ class Wire:
             self.fate.failure = failure
         if self._background is not None:
             self._background.give_up()
+
+    def _tell_once(self, reason: str) -> None:
+        if not self._aborted:
+            self._aborted = True
+            with contextlib.suppress(Exception):
+                self._tell_others(reason)
 
     def _refuse_after_failure(self) -> None:
         failure = self.fate.failure

@@ -1,0 +1,67 @@
+"""What failed first, told from rank to rank beside the wire: over the store that the ranks met at.
+
+A rank that fails lets go of its peers, who see it go, fail and let go of theirs: whoever sees a connection close does
+not know where that began. So the first rank that fails leaves a word in the store before it closes anything, and the
+others find it there. A store that does not answer is not waited for.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Circle", "first_cause"]
+
+# What a failure may take longer for that. A store answers in less than a thousandth of it, if it does.
+PATIENCE_SECONDS = 1.0
+
+
+class Circle:
+    """The groups of one communicator, which was made over ``group``: what fails in one of them fails in all."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        # Made on all ranks alike, so that it has the same number everywhere.
+        _made[group] = self.number = _made.get(group, 0) + 1
+
+    def take_in(self, group: Any) -> None:
+        _circles[group] = self
+
+
+_made: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_circles: "weakref.WeakKeyDictionary[Any, Circle]" = weakref.WeakKeyDictionary()
+
+
+def first_cause(group: Any, story: str) -> str:
+    """``story``, with what the first rank of ``group`` to fail has said, unless this is the first."""
+    circle = _circles.get(group)
+    root, key = (group, "gradsync/failed") if circle is None else (circle.group, f"gradsync/failed/{circle.number}")
+
+    def ask() -> bytes:
+        store: Any = dist.distributed_c10d._get_process_group_store(root)
+        told: bytes = store.compare_set(key, "", story)
+        return told
+
+    first = (_within(PATIENCE_SECONDS, ask) or b"").decode(errors="replace")
+    return story if first in ("", story) or first in story else f"{story}. Before that, {first}"
+
+
+def _within(seconds: float, ask: Callable[[], bytes]) -> bytes | None:
+    answers: list[bytes] = []
+
+    def run() -> None:
+        # Whatever is wrong with the store: the failure is another one.
+        try:
+            answers.append(ask())
+        except Exception:
+            return
+
+    try:
+        thread = threading.Thread(target=run, name="gradsync first cause", daemon=True)
+        thread.start()
+        thread.join(seconds)
+    except RuntimeError:  # no thread left, or the interpreter ends
+        return None
+    return answers[0] if answers else None

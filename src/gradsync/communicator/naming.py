@@ -1,0 +1,26 @@
+"""What a rank is called in messages: by its number in the world, which is the one that its user and launcher know."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["global_rank", "listed", "rank_name"]
+
+
+def global_rank(group: Any, rank: int) -> int:
+    """The number in the world of what is number ``rank`` in ``group``, which may be None, or gone by now."""
+    try:
+        return rank if group is None else int(dist.get_global_rank(group, rank))
+    except (ValueError, RuntimeError):
+        return rank
+
+
+def rank_name(group: Any, rank: int) -> str:
+    """Its number in the world, with that in its group where they differ."""
+    known = global_rank(group, rank)
+    return f"rank {known}" if known == rank else f"rank {known} ({rank} in its group)"
+
+
+def listed(names: list[str]) -> str:
+    """``rank 1, rank 2 and rank 5``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,108 @@
+"""Sees to it that what was started at leisure comes to its end, also when nobody waits for it.
+
+A small collective costs less than to wake a thread for it, so it is left to whoever waits for it, nearly always a
+moment later. But it may be a while: the caller may meet the others somewhere else first (a barrier, another
+communicator), and they may be waiting in this one. So a thread of this process looks after all queues with such
+collectives, now and then, and has those moved on whose first one it has seen before. Who is about to sleep in one
+collective hands the others over at once (:func:`make_way`), since they may be what its peers are in.
+
+To set an alarm for each of them, and call it off again, would cost a tenth of the time that the smallest ones take.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+__all__ = ["look_after", "make_way"]
+
+# Between two looks: rare enough not to show where collectives are waited for at once.
+LOOK_SECONDS = 2e-3
+
+
+class Queue(Protocol):
+    """What is looked after."""
+
+    # Whether it is; kept by the patrol.
+    is_looked_after: bool
+
+    def first(self) -> object | None:
+        """What comes next in it, unless somebody is at work on it."""
+
+    def wake(self) -> None:
+        """Have its thread work on it."""
+
+
+class _Patrol:
+    def __init__(self) -> None:
+        self._queues: weakref.WeakKeyDictionary[Queue, object | None] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._has_work = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def look_after(self, queue: Queue) -> None:
+        with self._lock:
+            queue.is_looked_after = True
+            self._queues[queue] = None
+            if self._thread is None:
+                thread = threading.Thread(target=self._walk, name="gradsync patrol", daemon=True)
+                # Where there can be no further thread, who waits for a collective still runs it.
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
+                    self._thread = thread
+        self._has_work.set()
+
+    def make_way(self) -> None:
+        with self._lock:
+            for queue in self._queues:
+                if queue.first() is not None:
+                    queue.wake()
+
+    def _walk(self) -> None:
+        while True:
+            self._has_work.wait()
+            time.sleep(LOOK_SECONDS)
+            with self._lock:
+                for queue, seen in list(self._queues.items()):
+                    self._look(queue, seen)
+                if not self._queues:
+                    self._has_work.clear()
+
+    def _look(self, queue: Queue, seen: object | None) -> None:
+        first = queue.first()
+        if first is not None and first is seen:
+            queue.wake()
+        elif first is None:
+            # In this order: whoever adds something looks at the flag after it was added.
+            queue.is_looked_after = False
+            first = queue.first()
+            if first is None:
+                del self._queues[queue]
+                return
+            queue.is_looked_after = True
+        self._queues[queue] = first
+
+
+_patrol = _Patrol()
+
+
+def _begin_anew() -> None:
+    """In a forked child, which has none of its parent's threads."""
+    global _patrol
+    _patrol = _Patrol()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def look_after(queue: Queue) -> None:
+    """From now on, until nothing is left in ``queue``."""
+    _patrol.look_after(queue)
+
+
+def make_way() -> None:
+    """Called before this thread goes to sleep in a collective: what others have started at leisure is moved on."""
+    if _patrol._queues:
+        _patrol.make_way()

@@ -1,0 +1,168 @@
+"""Hosts that fail: whoever shares memory with a rank that has lost another host learns of it at once, and of whom.
+
+Ranks have a number in the world, one in their host and one between hosts. Messages use the first.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator import (
+    Communicator,
+    HierarchicalCommunicator,
+    PeerExchangeCommunicator,
+    ProcessGroupCommunicator,
+    SharedMemoryCommunicator,
+    first_cause,
+)
+from gradsync.communicator.topology import Topology
+from gradsync.errors import PeerFailedError
+from tests.ranks import RankError, RankPool
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Ranks of their own: some do not survive their test."""
+    pools = {size: RankPool(size) for size in (3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def share_memory(group: dist.ProcessGroup) -> Communicator:
+    wire = ProcessGroupCommunicator(group)
+    return wire if wire.world_size == 1 else SharedMemoryCommunicator(wire, timeout=20.0)
+
+
+def hosts_of(hosts: tuple[tuple[int, ...], ...]) -> HierarchicalCommunicator:
+    group = dist.new_group()
+    assert group is not None
+    wire = HierarchicalCommunicator.over(group, share_memory, topology=Topology(hosts=hosts))
+    assert isinstance(wire.between, PeerExchangeCommunicator | None)
+    return wire
+
+
+def go_on_until_one_dies(hosts: tuple[tuple[int, ...], ...], victim: int, numel: int) -> None:
+    wire = hosts_of(hosts)
+    for number in range(100):
+        if wire.rank == victim and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wire.all_reduce(torch.ones(numel)).wait()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victim", "numel"),
+    [(((0, 1), (2, 3)), 3, 100), (((0, 1), (2, 3)), 2, 100_000), (((0, 1), (2,)), 1, 100), (((0, 1), (2,)), 2, 100)],
+)
+def test_who_died_is_named_on_every_host(
+    pools: dict[int, RankPool], hosts: tuple[tuple[int, ...], ...], victim: int, numel: int
+) -> None:
+    pool = pools[sum(map(len, hosts))]
+    for rank, answer in enumerate(pool.run(go_on_until_one_dies, hosts, victim, numel, expect_errors=True)):
+        assert isinstance(answer, RankError)
+        if rank == victim:
+            assert answer.kind == "RankDied"
+        else:
+            assert issubclass(type(answer.exception), PeerFailedError), answer
+            assert f"rank {victim}" in answer.message, (rank, answer.message)
+
+
+kept: list[Communicator] = []
+
+
+def lose_the_other_host(seconds_to_live: float) -> tuple[str, float]:
+    """Rank 2 gives up, and lives on: rank 1 has no connection with it, and shares memory with one that has."""
+    wire = hosts_of(((0, 1), (2,)))
+    kept.append(wire)
+    wire.all_reduce(torch.ones(3)).wait()
+    said, took = "", 0.0
+    if wire.rank == 2:
+        time.sleep(0.2)
+        wire.abort("the disk is full")
+    else:
+        began = time.monotonic()
+        with pytest.raises(PeerFailedError) as raised:
+            wire.all_reduce(torch.ones(3)).wait()
+        said, took = str(raised.value), time.monotonic() - began
+        with pytest.raises(PeerFailedError) as again:
+            wire.all_reduce(torch.ones(3))
+        assert str(again.value) == str(wire.failure)
+    # Nobody leaves before all have heard.
+    dist.barrier()
+    assert took < seconds_to_live, "that was the timeout, or the end of a process"
+    return said, took
+
+
+def test_a_failure_between_hosts_is_told_inside_them(pools: dict[int, RankPool]) -> None:
+    first, second, _ = pools[3].run(lose_the_other_host, 15.0)
+    for said, _ in (first, second):
+        assert "rank 2 has given its communicator up: the disk is full" in said
+
+
+def wait_too_long(numbers: list[int]) -> str:
+    """Ranks that share memory, under other numbers than their own."""
+    group = dist.new_group(numbers)
+    rank = dist.get_rank()
+    if rank not in numbers:
+        dist.barrier()
+        return ""
+    wire = SharedMemoryCommunicator(ProcessGroupCommunicator(group), timeout=0.3)  # type: ignore[arg-type]
+    kept.append(wire)
+    said = ""
+    if rank == numbers[0]:
+        with pytest.raises(PeerFailedError) as raised:
+            wire.all_reduce(torch.ones(3)).wait()
+        said = str(raised.value)
+    dist.barrier()
+    return said
+
+
+def test_ranks_of_shared_memory_are_called_by_their_number_in_the_world(pools: dict[int, RankPool]) -> None:
+    said = pools[3].run(wait_too_long, [1, 2])[1]
+    assert said.startswith("rank 1 (0 in its group) waited 0.3 s")
+    assert "for rank 2 (1 in its group) (process " in said
+
+
+def die_in_the_group(numel: int) -> None:
+    wire = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
+    for number in range(100):
+        if wire.rank == 1 and number == 3:
+            wire.abort("the disk is full")
+        wire.all_reduce(torch.ones(numel)).wait()
+
+
+def test_a_process_group_says_what_the_first_to_fail_has_said(pools: dict[int, RankPool]) -> None:
+    answers = pools[3].run(die_in_the_group, 100, expect_errors=True)
+    for answer in answers:
+        assert isinstance(answer, RankError)
+        assert "rank 1 has given its communicator up: the disk is full" in answer.message
+    assert "Of rank 1 and rank 2 one has ended" in answers[0].message  # type: ignore[union-attr]
+
+
+class Stuck:
+    """A store that never answers, or only says no."""
+
+    def __init__(self, error: bool) -> None:
+        self._error = error
+
+    def compare_set(self, *_: Any) -> bytes:
+        if self._error:
+            raise RuntimeError("Connection reset by peer")
+        threading.Event().wait(0.5)
+        return b"too late"
+
+
+@pytest.mark.parametrize("error", [True, False])
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
+    monkeypatch.setattr(first_cause, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: Stuck(error))
+    assert first_cause.first_cause(Stuck(True), "rank 1 fell") == "rank 1 fell"

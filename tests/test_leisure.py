@@ -1,0 +1,117 @@
+"""Small collectives come to their end whatever their ranks do meanwhile, as large ones do and as those of Gloo."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, patrol
+from tests.ranks import pool_of
+from tests.wires import fresh_wire
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL, LARGE = 1024, 200_000
+SECONDS = 15.0
+
+
+def wires(kind: str) -> list[Communicator]:
+    return [fresh_wire(kind, SECONDS) for _ in range(2)]
+
+
+def wait_in_two_orders(kind: str, numel: int, looks: bool) -> list[float]:
+    """Both ranks start one on each communicator in one order, and wait for them in two."""
+    one, other = wires(kind)
+    tensors = [torch.ones(numel), torch.ones(numel)]
+    with pytest.MonkeyPatch.context() as patch:
+        if not looks:
+            # Whoever sleeps must hand the other one over by itself.
+            patch.setattr(patrol._Patrol, "_look", lambda *_: None)
+        handles = [wire.all_reduce(tensor) for wire, tensor in zip((one, other), tensors, strict=True)]
+        for handle in handles if one.rank == 0 else reversed(handles):
+            handle.wait()
+    return [float(tensor.mean()) for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("kind", "numel"), [("shared-memory", SMALL), ("shared-memory", LARGE), ("group", SMALL), ("peer-exchange", SMALL)]
+)
+def test_two_communicators_may_be_waited_for_in_any_order(kind: str, numel: int) -> None:
+    assert pool_of(2).run(wait_in_two_orders, kind, numel, True) == [[2.0, 2.0]] * 2
+
+
+def test_who_sleeps_in_one_hands_the_others_over() -> None:
+    assert pool_of(2).run(wait_in_two_orders, "shared-memory", SMALL, False) == [[2.0, 2.0]] * 2
+
+
+def meet_elsewhere(kind: str) -> list[float]:
+    """Between start and wait rank 1 meets the others somewhere else, where they come only after the wait."""
+    wire, _ = wires(kind)
+    tensor = torch.ones(SMALL)
+    handle = wire.all_reduce(tensor)
+    if wire.rank == 0:
+        handle.wait()
+    dist.barrier()
+    handle.wait()
+    return [float(tensor.mean())]
+
+
+@pytest.mark.parametrize("kind", ["shared-memory", "group", "peer-exchange"])
+def test_a_barrier_may_come_before_the_wait(kind: str) -> None:
+    assert pool_of(2).run(meet_elsewhere, kind) == [[2.0]] * 2
+
+
+def never_wait() -> tuple[bool, list[bool]]:
+    """Nobody waits at all; order and results are what they always are."""
+    wire = SharedMemoryCommunicator(ProcessGroupCommunicator(dist.new_group()), timeout=SECONDS)  # type: ignore[arg-type]
+    tensors = [torch.full((SMALL,), float(number)) for number in range(20)]
+    ended: list[int] = []
+    handles: list[Any] = [wire.all_reduce(tensor) for tensor in tensors]
+    deadline = time.monotonic() + SECONDS
+    for number, handle in enumerate(handles):
+        while not handle.work.ended and time.monotonic() < deadline:
+            time.sleep(0.001)
+        ended.append(number)
+    return ended == list(range(20)), [bool((tensor == 2 * number).all()) for number, tensor in enumerate(tensors)]
+
+
+def test_what_nobody_waits_for_ends() -> None:
+    assert pool_of(2).run(never_wait) == [(True, [True] * 20)] * 2
+
+
+class Leisurely:
+    """A queue in which somebody is at work, or not."""
+
+    is_looked_after = True
+
+    def __init__(self, *firsts: object | None) -> None:
+        self._firsts = list(firsts)
+        self.wakes = 0
+
+    def first(self) -> object | None:
+        return self._firsts.pop(0)
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+
+def test_only_what_was_seen_before_is_moved_on() -> None:
+    walk = patrol._Patrol()
+    one, other = object(), object()
+    queue = Leisurely(one, one, other, None, None)
+    for seen, wakes, looked_after in ((None, 0, True), (one, 1, True), (one, 1, True), (other, 1, False)):
+        walk._queues[queue] = seen
+        walk._look(queue, seen)
+        assert (queue.wakes, queue.is_looked_after) == (wakes, looked_after)
+    assert queue not in walk._queues
+
+
+def test_what_is_added_while_the_patrol_leaves_is_looked_after() -> None:
+    walk = patrol._Patrol()
+    queue = Leisurely(None, object())
+    walk._queues[queue] = None
+    walk._look(queue, None)
+    assert queue.is_looked_after
+    assert queue in walk._queues
