@@ -191,3 +191,71 @@ def two_ranks(rank: int, folder: str) -> None:
 def test_two_ranks_share_a_device_over_gloo(tmp_path: object) -> None:
     """Contract 1 with two ranks whose tensors are on one GPU."""
     mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+def fail_unseen(rank: int, folder: str) -> None:
+    """Rank 0's backward fails in windows 1 and 5. The host of rank 1 does not read ballots at once, but all of them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.cuda.set_device(0)
+    wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
+    told = []
+    order = wrapped.synchronizer.engine.arrangement.order
+    # Ranks hear of a failure in a forward or in a backward, so they may run different numbers of them: not of windows.
+    while (window := order.windows_before + 1) < 12:
+        x = torch.full((4, 64), rank + 1.0, dtype=torch.float64, device="cuda")
+        try:
+            output = wrapped(x.requires_grad_())
+            loss = (Fails.apply(output) if rank == 0 and window in (1, 5) else output).square().mean()
+            loss.backward()
+        except ZeroDivisionError:
+            told.append(f"{window} failed")
+        except gradsync.PeerFailedError:
+            told.append(f"{window} told")
+        wrapped.zero_grad()
+    assert len(told) == 2, told
+    assert all(("failed" in line) == (rank == 0) for line in told), told
+    dist.destroy_process_group()
+
+
+def test_every_ballot_on_a_device_is_read(tmp_path: object) -> None:
+    mp.spawn(fail_unseen, args=(str(tmp_path),), nprocs=2)
+
+
+def weigh(rank: int, folder: str) -> None:
+    """Rank 1 has no backward, in the first window of all and where the others begin to count later."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.cuda.set_device(0)
+    for kinds in ("wpw", "pwp"):
+        wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
+        plain = make_model()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
+        for kind in kinds:
+            x = torch.ones(4, 64, dtype=torch.float64, device="cuda")
+            loss = wrapped(x).square().mean()
+            if rank == 0 and kind == "w":
+                wrapped.backward(loss, weight=3)
+            elif rank == 0:
+                loss.backward()
+            optimizer.step()
+            plain.zero_grad()
+            (plain(x).square().mean() / (1 if kind == "w" else 2)).backward()
+            for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-15)
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+def test_a_rank_without_a_backward_follows_on_a_device(tmp_path: object) -> None:
+    mp.spawn(weigh, args=(str(tmp_path),), nprocs=2)
