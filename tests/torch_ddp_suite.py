@@ -88,9 +88,6 @@ DIFFERS = {
     "it counts the profiler's events of the group's collectives and of torch's search for unused parameters": (
         "test_ddp_profiling_torch_profiler",
     ),
-    "it expects a rank that ran out of data in `join` to be left without gradients": (
-        "test_ddp_grad_div_uneven_inputs",
-    ),
 }
 TOO_LONG = {"test_ddp_uneven_inputs": "its models are made for GPUs and take longer than its timeout on the host"}
 EXPECTED = {name: reason for group in (NEEDS_GPU, DIFFERS) for reason, names in group.items() for name in names}
