@@ -27,8 +27,8 @@ from gradsync.accelerator.environment import LOOPBACK
 
 __all__ = ["PASSED_ON", "Failure", "RankPlace", "RankProcesses", "become", "signals_raise", "standalone"]
 
-# Those that fail because of a first failure may be seen before it.
-SETTLE_SECONDS = 0.1
+# Those that fail because of a first failure may be seen before it, long before on a busy machine.
+SETTLE_SECONDS = 0.3
 GRACE_SECONDS = 5.0
 # What a rank has started may need a moment to be gone after it was killed; not all systems tidy up after it.
 ORPHAN_SECONDS = 1.0

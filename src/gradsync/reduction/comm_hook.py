@@ -113,7 +113,8 @@ class CommHook(Reduction):
         self._name = getattr(hook, "__name__", type(hook).__name__)
         self._started = False
         self._chains = (getattr(hook, "__module__", None), self._name) not in SINGLE
-        self._running: _FutureHandle | None = None
+        # A future of torch's, which has no type that can be named here.
+        self._running: Any = None
 
     def __repr__(self) -> str:
         return f"CommHook({self._name})"
@@ -144,7 +145,7 @@ class CommHook(Reduction):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         self._started = True
-        self._finish_former(bucket)
+        self._await_former(bucket)
         is_last = bucket.plan.ballot > 0
         future = self._hook(self._state, GradBucket(bucket, is_last=is_last))
         if not isinstance(future, torch._C.Future):  # what work.get_future().then(...) returns
@@ -152,12 +153,13 @@ class CommHook(Reduction):
                 f"the communication hook {self._name!r} must return a torch.futures.Future[torch.Tensor], "
                 f"got {type(future).__name__}. Return work.get_future(), or a future with set_result(tensor)"
             )
-        self._running = _FutureHandle(future, bucket, self._name)
-        return self._running
+        self._running = future
+        return _FutureHandle(future, bucket, self._name)
 
-    def _finish_former(self, bucket: Bucket) -> None:
+    def _await_former(self, bucket: Bucket) -> None:
         former, self._running = self._running, None
         if former is not None and self._chains and bucket.buffer.device.type == "cpu":
+            # Only for the hook to have come to its end. What it made is taken when the bucket is finished.
             former.wait()
 
 
