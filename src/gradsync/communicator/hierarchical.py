@@ -13,7 +13,6 @@ All ranks hold the same bits, whatever the timing. For values whose sums are exa
 communicator. For others it is rounded differently, since hosts are summed first: (a + b) + (c + d).
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -66,7 +65,6 @@ class HierarchicalCommunicator(Wire):
         self.leaders = _leaders(topology, leaders)
         self._host, self._local = topology.places[rank]
         self._circle: Circle | None = None
-        self._told = threading.Lock()
         self._check_places()
 
     @classmethod
@@ -124,16 +122,14 @@ class HierarchicalCommunicator(Wire):
     def _fail(self, failure: GradsyncError) -> None:
         super()._fail(failure)
         # Whoever shares memory with this rank waits in a step that it will not come to, and so do the other leaders.
-        self._tell_others(str(failure))
+        self._tell_once(str(failure))
 
     def _tell_others(self, reason: str) -> None:
-        """Once, by whoever comes first: each of the two may fail because of the other."""
-        if self._told.acquire(blocking=False):
-            if self._circle is not None:
-                first_cause(self.inside.group, reason)
-            for each in (self.inside, self.between):
-                if each is not None:
-                    each.abort(reason)
+        if self._circle is not None:
+            first_cause(self.inside.group, reason)
+        for each in (self.inside, self.between):
+            if each is not None:
+                each.abort(reason)
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if self._is_one_host:

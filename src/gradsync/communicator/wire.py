@@ -11,6 +11,8 @@ back through one of two methods:
 
 import contextlib
 import logging
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,7 @@ from gradsync.communicator.checks import (
 from gradsync.communicator.collective import Collective, Fate, Later, StageHandle, Work, again
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.naming import rank_name
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, WireLostError
+from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, MisuseError, WireLostError
 
 __all__ = ["Shares", "Wire"]
 
@@ -53,7 +55,9 @@ class Wire:
         self._order = Numbering()
         self._background: Background | None = None
         self._aborted = False
+        self._is_forked = False
         self._logs = LOGGER.isEnabledFor(logging.DEBUG)
+        _wires.add(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
@@ -125,6 +129,8 @@ class Wire:
         return self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving)
 
     def abort(self, reason: str) -> None:
+        if self._is_forked:
+            return
         name = rank_name(self.group, self.rank)
         self._fail(WireLostError(f"{name} has given its communicator up: {reason}"))
         self._tell_once(reason)
@@ -303,6 +309,21 @@ class Wire:
         if self._background is not None:
             self._background.give_up()
 
+    def forsake(self) -> None:
+        """In a forked child: the wire is its parent's, which must not notice that there is another end of it.
+
+        A rank that is alone has nobody to meet, and goes on in the child.
+        """
+        if self.world_size == 1:
+            return
+        self._is_forked = self._aborted = True
+        parent = f"{rank_name(self.group, self.rank)} (process {os.getppid()})"
+        self.fate.failure = MisuseError(
+            f"this process ({os.getpid()}) was forked from {parent}, and a communicator does not come along: its "
+            "threads are the parent's, and so are its connections. Do without it in the child, such as a worker of a "
+            "DataLoader, or make a process group there anew"
+        )
+
     def _tell_once(self, reason: str) -> None:
         if not self._aborted:
             self._aborted = True
@@ -321,6 +342,17 @@ class Wire:
 
     def _log_end(self, collective: Collective) -> None:
         collective.when_done(lambda: LOGGER.debug("rank %d: end %s", self.rank, collective.name()))
+
+
+_wires: "weakref.WeakSet[Wire]" = weakref.WeakSet()
+
+
+def _forsake_all() -> None:
+    for wire in list(_wires):
+        wire.forsake()
+
+
+os.register_at_fork(after_in_child=_forsake_all)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
