@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Iterator
 
@@ -41,6 +42,12 @@ def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     kind, world_size = request.param
     return ThreadRanks(world_size) if kind == "threads" else pool_of(world_size)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of a test need look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

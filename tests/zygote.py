@@ -15,6 +15,7 @@ A forked process is the leader of a session of its own and dies with its zygote,
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -228,6 +229,8 @@ def serve(descriptor: int) -> None:
                 sys.path[:] = order.path
                 for name in (order.function.partition(":")[0], *order.imports):
                     importlib.import_module(name)
+                # What was imported stays: no collection in a forked process need look at it, and touch its pages.
+                gc.freeze()
                 threads = _threads()
                 assert not threads, f"an import has started threads, which a fork would lose: {threads}"
             except BaseException:
