@@ -263,6 +263,12 @@ class Background:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def leave(self, seconds: float) -> None:
+        """:meth:`close`, for a process that ends, which does not wait longer than that."""
+        self._queue.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
     def begin(self) -> None:
         """Start the thread, which else comes with the first collective."""
         thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)

@@ -16,6 +16,7 @@ from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.first_cause import first_cause
+from gradsync.communicator.leaving import UnderWay, keep_for_good
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
@@ -33,6 +34,10 @@ LAST_TAG = (1 << 31) - 1
 _fates: "weakref.WeakKeyDictionary[dist.ProcessGroup, Fate]" = weakref.WeakKeyDictionary()
 
 
+# At the end of the process threads of a backend must not be the last to hold a tensor.
+_under_way = keep_for_good(UnderWay())
+
+
 def fate_of(group: dist.ProcessGroup) -> Fate:
     """Communicators over one group fail together: it is out of step for all of them."""
     return _fates.setdefault(group, Fate())
@@ -41,14 +46,16 @@ def fate_of(group: dist.ProcessGroup) -> Fate:
 class _TorchWork:
     """A ``Work`` of torch."""
 
-    __slots__ = ("_has_called", "_work")
+    __slots__ = ("_has_called", "_number", "_work")
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, *tensors: torch.Tensor) -> None:
         self._work = work
         self._has_called = False
+        self._number = _under_way.begin(work.is_completed, tensors)
 
     def wait(self) -> None:
         self._work.wait()
+        _under_way.end(self._number)
 
     def done(self) -> bool:
         return self._has_called or bool(self._work.is_completed())
@@ -111,7 +118,8 @@ class ProcessGroupCommunicator(Wire):
         def start() -> Work:
             options = dist.AllreduceOptions()
             options.reduceOp = _OPERATIONS[op]
-            return _TorchWork(self.group.allreduce([_as_real(tensor)], options))
+            real = _as_real(tensor)
+            return _TorchWork(self.group.allreduce([real], options), real)
 
         return self._start(collective, tensor, start)
 
@@ -120,7 +128,8 @@ class ProcessGroupCommunicator(Wire):
             options = dist.BroadcastOptions()
             options.rootRank = source
             options.rootTensor = 0
-            return _TorchWork(self.group.broadcast([_as_bytes(tensor)], options))
+            moved = _as_bytes(tensor)
+            return _TorchWork(self.group.broadcast([moved], options), moved)
 
         return self._start(collective, tensor, start)
 
@@ -132,7 +141,8 @@ class ProcessGroupCommunicator(Wire):
             )
 
         def start() -> Work:
-            return _TorchWork(self.group._allgather_base(_as_bytes(output), _as_bytes(tensor), _AllgatherOptions()))
+            into, out = _as_bytes(output), _as_bytes(tensor)
+            return _TorchWork(self.group._allgather_base(into, out, _AllgatherOptions()), into, out)
 
         return self._start(collective, tensor, start)
 
@@ -145,7 +155,8 @@ class ProcessGroupCommunicator(Wire):
         def start() -> Work:
             options = dist.ReduceScatterOptions()
             options.reduceOp = _OPERATIONS[op]
-            return _TorchWork(self.group._reduce_scatter_base(_as_real(output), _as_real(tensor), options))
+            into, out = _as_real(output), _as_real(tensor)
+            return _TorchWork(self.group._reduce_scatter_base(into, out, options), into, out)
 
         return self._start(collective, tensor, start)
 
@@ -174,7 +185,7 @@ class ProcessGroupCommunicator(Wire):
             # Counted in what they are sent as.
             size = output.itemsize // into.itemsize
             counts = [size * count for count in arriving], [size * count for count in leaving]
-            return _TorchWork(self.group.alltoall_base(into, out, *counts))
+            return _TorchWork(self.group.alltoall_base(into, out, *counts), into, out)
 
         return self._start(collective, tensor, start)
 

@@ -12,7 +12,6 @@ back through one of two methods:
 import contextlib
 import logging
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ from gradsync.communicator.checks import (
     check_together,
 )
 from gradsync.communicator.collective import Collective, Fate, Later, StageHandle, Work, again
+from gradsync.communicator.leaving import keep_track
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.naming import rank_name
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, MisuseError, WireLostError
@@ -57,7 +57,7 @@ class Wire:
         self._aborted = False
         self._is_forked = False
         self._logs = LOGGER.isEnabledFor(logging.DEBUG)
-        _wires.add(self)
+        keep_track(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
@@ -324,6 +324,14 @@ class Wire:
             "DataLoader, or make a process group there anew"
         )
 
+    def leave(self, seconds: float) -> None:
+        """At the end of the process: no thread of this wire is at work afterwards. See leaving.py."""
+        if self._is_forked or self._background is None:
+            return
+        if self._background.busy:
+            self.abort("its process ends, and did not wait for what was under way")
+        self._background.leave(seconds)
+
     def _tell_once(self, reason: str) -> None:
         if not self._aborted:
             self._aborted = True
@@ -342,17 +350,6 @@ class Wire:
 
     def _log_end(self, collective: Collective) -> None:
         collective.when_done(lambda: LOGGER.debug("rank %d: end %s", self.rank, collective.name()))
-
-
-_wires: "weakref.WeakSet[Wire]" = weakref.WeakSet()
-
-
-def _forsake_all() -> None:
-    for wire in list(_wires):
-        wire.forsake()
-
-
-os.register_at_fork(after_in_child=_forsake_all)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,128 @@
+"""The end of a process, and its doubling: what becomes of its wires when the interpreter ends, or a child is forked.
+
+[Note: the end] A thread that wants the interpreter's lock while the interpreter ends is ended on the spot. In the
+middle of C++ that is an abort of the process, ``terminate called without an active exception``, with exit code -6. It
+happens to threads of ours that come back from a message, and to threads of Gloo that let go of the last reference to a
+tensor. So before the interpreter ends
+
+- wires with collectives under way are given up, which wakes their threads, and the threads are waited for;
+- tensors of collectives that Gloo still works on are kept for good: letting go of them then needs no lock;
+- threads of Gloo that have finished one get a moment to let go of it, also of those that a user has started.
+
+Each of it has a limit: a process that is to end ends.
+"""
+
+import atexit
+import ctypes
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+__all__ = ["UnderWay", "keep_for_good", "keep_track", "leave_all"]
+
+# For all threads of all wires together, and for those of Gloo.
+PATIENCE_SECONDS = 2.0
+SETTLE_SECONDS = 0.5
+LOOK_SECONDS = 1e-3
+GLOO_THREAD = "pt_gloo_runloop"
+# When so many have come together, those that have ended are let go of.
+MOST_KEPT = 64
+
+
+class Leaver(Protocol):
+    """A wire, as it is seen here."""
+
+    def forsake(self) -> None:
+        """Called in a forked child."""
+
+    def leave(self, seconds: float) -> None:
+        """Called at the end: have no thread at work any more, within ``seconds``."""
+
+
+_wires: "weakref.WeakSet[Leaver]" = weakref.WeakSet()
+
+
+def keep_track(wire: Leaver) -> None:
+    """Have ``wire`` told when this process forks, and when it ends."""
+    _wires.add(wire)
+
+
+class UnderWay:
+    """Collectives that a thread outside of Python works on, each with its tensors."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Callable[[], bool], tuple[torch.Tensor, ...]]] = {}
+        self._count = 0
+
+    def begin(self, is_done: Callable[[], bool], tensors: tuple[torch.Tensor, ...]) -> int:
+        """Keep ``tensors`` until :meth:`end`, or until it is done and others have come."""
+        if len(self._tensors) >= MOST_KEPT:
+            for number, (ended, _) in list(self._tensors.items()):
+                if ended():
+                    self.end(number)
+        self._count += 1
+        self._tensors[self._count] = (is_done, tensors)
+        return self._count
+
+    def end(self, number: int) -> None:
+        self._tensors.pop(number, None)
+
+    def left(self) -> Iterator[torch.Tensor]:
+        """The tensors of those that are not done."""
+        for is_done, tensors in list(self._tensors.values()):
+            if not is_done():
+                yield from tensors
+
+
+_under_way: list[UnderWay] = []
+
+
+def keep_for_good(under_way: UnderWay) -> UnderWay:
+    """Have what is left in it at the end of the process kept."""
+    _under_way.append(under_way)
+    return under_way
+
+
+@atexit.register
+def leave_all() -> None:
+    """See [Note: the end]."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for wire in list(_wires):
+        wire.leave(max(0.0, deadline - time.monotonic()))
+    for tensor in (tensor for each in _under_way for tensor in each.left()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+    _let_gloo_settle()
+
+
+def _let_gloo_settle() -> None:
+    """Until no thread of Gloo's has run in two looks, one after the other."""
+    deadline, quiet = time.monotonic() + SETTLE_SECONDS, 0
+    while quiet < 2 and time.monotonic() < deadline:
+        states = list(_gloo_states())
+        if not states:
+            return
+        quiet = 0 if "R" in states else quiet + 1
+        time.sleep(LOOK_SECONDS)
+
+
+def _gloo_states() -> Iterator[str]:
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition(" (")[2].rpartition(") ")
+        except OSError:  # it has ended meanwhile
+            continue
+        if name == GLOO_THREAD:
+            yield rest[0]
+
+
+def _forsake_all() -> None:
+    for wire in list(_wires):
+        wire.forsake()
+
+
+os.register_at_fork(after_in_child=_forsake_all)

@@ -1,0 +1,122 @@
+"""The end of a process: nothing of a wire is at work when the interpreter ends, whatever was under way."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator import leaving
+from gradsync.communicator.leaving import MOST_KEPT, UnderWay
+from tests.ranks import RankPool
+from tests.wires import fresh_wire
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_what_is_under_way_is_kept_until_it_ends() -> None:
+    kept = UnderWay()
+    ends = [False] * 3
+    tensors = [torch.ones(number + 1) for number in range(3)]
+    numbers = [kept.begin(lambda n=n: ends[n], (tensors[n],)) for n in range(3)]  # type: ignore[misc]
+    ends[1] = True
+    assert [each.numel() for each in kept.left()] == [1, 3]
+    kept.end(numbers[0])
+    assert [each.numel() for each in kept.left()] == [3]
+
+
+def test_what_nobody_waits_for_is_let_go_of_when_it_has_ended() -> None:
+    kept = UnderWay()
+    for _ in range(5 * MOST_KEPT):
+        kept.begin(lambda: True, (torch.ones(1),))
+    assert len(kept._tensors) <= MOST_KEPT
+
+
+def test_threads_of_gloo_are_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they have been at rest twice in a row."""
+    looks = iter([["S", "R"], ["S", "S"], ["R", "S"], ["S", "S"], ["S", "S"], ["R", "R"]])
+    monkeypatch.setattr(leaving, "_gloo_states", lambda: iter(next(looks)))
+    monkeypatch.setattr(leaving, "SETTLE_SECONDS", 60.0)
+    leaving._let_gloo_settle()
+    assert next(looks) == ["R", "R"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks of its own: their wires have left."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def leave_with_something_under_way() -> tuple[list[str], bool, list[str]]:
+    """On rank 0 a collective that nobody else comes to, on every wire with a thread of its own, and on the group."""
+    wires = [fresh_wire(name, 30.0) for name in ("peer-exchange", "shared-memory", "hosts-1+1")]
+    group = fresh_wire("group", 30.0)
+    tensor = torch.ones(3)
+    references, failures = sys.getrefcount(tensor), []
+    if group.rank == 0:
+        for wire in wires:
+            wire.all_reduce(torch.ones(100_000))
+        group.all_reduce(tensor)
+        references = sys.getrefcount(tensor)
+    leaving.leave_all()
+    if group.rank == 0:
+        failures = [str(wire.failure) for wire in wires]
+    names = ("gradsync peer exchange", "gradsync-shared-memory", "gradsync hierarchy")
+    left = [thread.name for thread in threading.enumerate() if thread.name in names]
+    is_kept = sys.getrefcount(tensor) == references + 1
+    dist.barrier()
+    return left, is_kept, failures
+
+
+def test_nothing_is_at_work_when_the_interpreter_ends(pool: RankPool) -> None:
+    (left, is_kept, failures), (others_left, _, _) = pool.run(leave_with_something_under_way)
+    assert left == others_left == []
+    assert is_kept, "a thread of Gloo may be the last to hold it"
+    assert len(failures) == 3
+    for failure in failures:
+        assert "its process ends, and did not wait for what was under way" in failure
+
+
+LEAVE = """
+import time, torch, torch.distributed as dist
+from gradsync.communicator import PeerExchangeCommunicator
+dist.init_process_group("gloo")
+wire = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group())
+wire.all_reduce(torch.ones(100_000)).wait()
+if dist.get_rank() == 0:
+    for _ in range(2):
+        wire.all_reduce(torch.ones(1_000_000))
+    time.sleep(0.05)
+"""
+
+
+def test_a_process_may_end_with_collectives_under_way(free_port: int) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVE],
+            env=os.environ | variables | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
+@pytest.fixture
+def free_port() -> int:
+    from tests.scripts import _free_ports
+
+    return _free_ports(1)[0]
