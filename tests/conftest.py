@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -42,6 +43,14 @@ def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     kind, world_size = request.param
     return ThreadRanks(world_size) if kind == "threads" else pool_of(world_size)
+
+
+def pytest_runtest_teardown() -> None:
+    """Accelerate keeps the world of the process, which our Accelerator fills in: no test knows another one's."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def pytest_collection_finish() -> None:

@@ -38,6 +38,7 @@ WIRED = [
     ("round-robin", 2),
     ("shared-memory", 2),
     ("shared-memory", 4),
+    ("hosts-1+1", 2),
     ("hosts-2+2", 4),
     ("hosts-3+1", 4),
 ]
