@@ -15,7 +15,7 @@ be more than one collective behind, because all meet in each.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -29,6 +29,7 @@ from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import combine_in_order, offsets_of
 from gradsync.communicator.shared_headers import Call, all_somewhere, describe_header, detail_of, differ, places_in
 from gradsync.communicator.shared_heap import Heap, Location
+from gradsync.communicator.shared_shares import BLOCK_BYTES, Blocks, cut_share, flatten, in_pieces, put_back
 from gradsync.communicator.shared_signals import Signals
 from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import GradsyncError, MismatchError, WireLostError
@@ -36,9 +37,6 @@ from gradsync.errors import GradsyncError, MismatchError, WireLostError
 __all__ = ["SharedMemoryCommunicator"]
 
 STAGE_BYTES = 512 * 1024
-# Sums are written while their summands are still in a cache, and the cost of an operation does not show: 25 MB take
-# a sixth longer in blocks of a quarter of this, and 100 MB longer in one.
-BLOCK_BYTES = 1024 * 1024
 # Below this every rank adds up everything itself, which is less work than meeting a second time.
 SMALL_BYTES = 32 * 1024
 # Below this a collective takes less time than to wake the thread for it: it runs with the next one, or at the end.
@@ -46,8 +44,6 @@ LEISURE_BYTES = 256 * 1024
 # Sizes of messages for which the tensors over the stages are kept. There are few, unless sizes are data.
 MOST_KNOWN = 64
 TIMEOUT_SECONDS = 1800.0
-
-Blocks = list[tuple[torch.Tensor, ...]]
 
 
 class SharedMemoryCommunicator(Wire):
@@ -205,13 +201,13 @@ class SharedMemoryCommunicator(Wire):
     # -- how each is done -----------------------------------------------------------------------------------------
 
     def _reduce_small(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
-        flat = _flat(tensor)
+        flat = flatten(tensor)
         stages = self._stages_now(flat)
         stages[self.rank].copy_(flat)
         self._meet_first(call)
         combine_in_order(stages, flat, op)
         self._number += 1
-        _put_back(tensor, flat)
+        put_back(tensor, flat)
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
         place = self._heap.find(tensor) if tensor.is_contiguous() else None
@@ -222,16 +218,16 @@ class SharedMemoryCommunicator(Wire):
             self._number += 1
             return
         self._number += 1
-        flat = _flat(tensor)
+        flat = flatten(tensor)
         for piece in flat.split(STAGE_BYTES // flat.itemsize):
             stages = self._stages_now(piece)
             stages[self.rank].copy_(piece)
             self._meet_again(call)
-            self._reduce_share(_cut(stages, self.rank), op)
+            self._reduce_share(cut_share(stages, self.rank), op)
             self._meet_again(call)
             piece.copy_(stages[self.rank])
             self._number += 1
-        _put_back(tensor, flat)
+        put_back(tensor, flat)
 
     def _reduce_share(self, blocks: Blocks, op: ReduceOp) -> None:
         for first, *others in blocks:
@@ -240,8 +236,8 @@ class SharedMemoryCommunicator(Wire):
                 other.copy_(first)
 
     def _give(self, call: Call, tensor: torch.Tensor, source: int) -> None:
-        flat = _flat(tensor)
-        for piece in _pieces(flat, STAGE_BYTES):
+        flat = flatten(tensor)
+        for piece in in_pieces(flat, STAGE_BYTES):
             stages = self._stages_now(piece)
             if self.rank == source:
                 stages[source].copy_(piece)
@@ -249,7 +245,7 @@ class SharedMemoryCommunicator(Wire):
             if self.rank != source:
                 piece.copy_(stages[source])
             self._number += 1
-        _put_back(tensor, flat)
+        put_back(tensor, flat)
 
     def _gather(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, offsets: list[int]) -> None:
         everybodys = self._direct(call, output) if output.nbytes > SMALL_BYTES else None
@@ -396,35 +392,9 @@ class SharedMemoryCommunicator(Wire):
         segment, offset = place
         # Ranks allocate alike, so headers are nearly always the same altogether.
         if headers.count(headers[0]) < len(headers):
-            return _cut(self._everybodys(tensor, headers), self.rank)
+            return cut_share(self._everybodys(tensor, headers), self.rank)
         key = (offset, tensor.numel(), tensor.dtype)
         blocks = segment.known.get(key)
         if blocks is None:
-            blocks = segment.known[key] = _cut(self._everybodys(tensor, headers), self.rank)
+            blocks = segment.known[key] = cut_share(self._everybodys(tensor, headers), self.rank)
         return blocks
-
-
-def _cut(everybodys: list[torch.Tensor], rank: int) -> Blocks:
-    """The share of ``rank``, in blocks; each with the tensors of all ranks."""
-    numel, itemsize = everybodys[0].numel(), everybodys[0].itemsize
-    # Shares begin at whole cache lines, so that no two ranks write to one.
-    line = max(64 // itemsize, 1)
-    share = -(-numel // (len(everybodys) * line)) * line
-    first, end = min(rank * share, numel), min((rank + 1) * share, numel)
-    step = BLOCK_BYTES // itemsize
-    return [tuple(tensor[start : min(start + step, end)] for tensor in everybodys) for start in range(first, end, step)]
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)
-
-
-def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Where ``flat`` is a copy and not a view, ``tensor`` gets what it holds."""
-    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))
-
-
-def _pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
-    """At least one, so that all ranks meet also for nothing."""
-    return iter(tensor.split(max(nbytes // tensor.itemsize, 1)) if tensor.numel() else [tensor])
