@@ -44,7 +44,7 @@ def run_scripts(
 
 
 def _run(script: Path, ranks: int, folder: Path, arguments: list[str], timeout: float, preload: tuple[str, ...]) -> Ran:
-    port = _free_port()
+    port = free_port()
     with contextlib.ExitStack() as files:
         outputs, errors = (
             [files.enter_context(tempfile.TemporaryFile()) for _ in range(max(ranks, 1))] for _ in range(2)
@@ -106,7 +106,7 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port

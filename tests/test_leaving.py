@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradsync.communicator import leaving
 from gradsync.communicator.leaving import MOST_KEPT, UnderWay
 from tests.ranks import RankPool
+from tests.scripts import free_port
 from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
@@ -96,8 +97,8 @@ if dist.get_rank() == 0:
 """
 
 
-def test_a_process_may_end_with_collectives_under_way(free_port: int) -> None:
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "OMP_NUM_THREADS": "1"}
+def test_a_process_may_end_with_collectives_under_way() -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", LEAVE],
@@ -113,10 +114,3 @@ def test_a_process_may_end_with_collectives_under_way(free_port: int) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
-
-
-@pytest.fixture
-def free_port() -> int:
-    from tests.scripts import _free_ports
-
-    return _free_ports(1)[0]

@@ -58,12 +58,10 @@ WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
     "small-parts": small_parts,
     "round-robin": round_robin,
     "shared-memory": shared_memory,
+    "hosts-1+1": hosts_of(1, 1),
     "hosts-2+2": hosts_of(2, 2),
     "hosts-3+1": hosts_of(3, 1),
 }
-
-# Beside them: for what two ranks are enough for.
-BREAKABLE = {"group": ProcessGroupCommunicator, "hosts-1+1": hosts_of(1, 1)}
 
 # Every kind of ranks, in numbers from 1 on.
 SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2), ("processes", 3)]
@@ -92,7 +90,7 @@ def fresh_wire(name: str, seconds: float) -> Communicator:
     assert group is not None
     if name == "shared-memory":
         return SharedMemoryCommunicator(ProcessGroupCommunicator(group), timeout=seconds)
-    return BREAKABLE.get(name, WIRES.get(name, ProcessGroupCommunicator))(group)
+    return ProcessGroupCommunicator(group) if name == "group" else WIRES[name](group)
 
 
 @dataclass(frozen=True)
