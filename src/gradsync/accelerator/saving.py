@@ -45,9 +45,6 @@ class Saving(ProcessControl):
         """The number of the next checkpoint, with ``automatic_checkpoint_naming``."""
         return self.project_configuration.iteration
 
-    def _logging_dir(self) -> str | None:
-        return self.logging_dir
-
     # -- everything ----------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True, **_: Any) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradsync.accelerator.plugins import ProjectConfiguration
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.errors import ConfigurationError
 
@@ -79,6 +80,7 @@ class Tracking(ProcessControl):
     """What an Accelerator does with trackers. They live on the main process; elsewhere all of this does nothing."""
 
     mixed_precision: Any
+    project_configuration: ProjectConfiguration
     log_with: list[Any]
     trackers: list[Any]
 
@@ -112,15 +114,12 @@ class Tracking(ProcessControl):
                 self.trackers.append(wanted)
                 continue
             kind = tracking.LOGGER_TYPE_TO_CLASS[str(wanted)]
-            places = [self._logging_dir()] if kind.requires_logging_directory else []
+            places = [self.project_configuration.logging_dir] if kind.requires_logging_directory else []
             self.trackers.append(kind(project_name, *places, **(init_kwargs or {}).get(str(wanted), {})))
         for tracker in self.trackers:
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(dict(config))
-
-    def _logging_dir(self) -> Any:
-        raise NotImplementedError
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of that name, or with ``unwrap`` the object of its library."""
