@@ -38,7 +38,16 @@ __all__ = ["Forked", "fork", "run_module"]
 
 ROOT = Path(__file__).parents[1]
 # What most processes need; modules of tests are imported when they are first asked for.
-IMPORTED = ("torch", "torch.distributed", "torch._dynamo", "gradsync.cli.main", "gradsync.accelerator")
+IMPORTED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "gradsync.cli.main",
+    "gradsync.accelerator",
+    "jinja2",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_svg",
+)
 LARGEST_ORDER = 1 << 20
 MOST_FILES = 16
 PR_SET_PDEATHSIG = 1
@@ -196,9 +205,26 @@ def run_module(
 
 
 def as_module(name: str, arguments: list[str]) -> None:
-    """What ``python -m`` does."""
+    """What ``python -m`` does. Ranks that it starts begin with everything imported, too."""
+    os.execv = _become  # type: ignore[assignment]
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+_execv = os.execv
+
+
+def _become(path: str, command: Sequence[str]) -> None:
+    """In the place of ``os.execv``: a process that was forked to be ``python -c program`` runs the program as it is."""
+    if (path, command[1]) != (sys.executable, "-c"):
+        _execv(path, command)
+    random.seed()
+    sys.argv = ["-c", *command[3:]]
+    try:
+        exec(command[2], {"__name__": "__main__"})
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 # -- in the zygote -----------------------------------------------------------------------------------------------------

@@ -25,12 +25,16 @@ NAMES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 
 
 def svg_file(figure: "Figure", slug: str) -> str:
-    """A picture as the text of a file of its own."""
+    """A picture as the text of a file of its own, on the paper of whoever shows it."""
     import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
+    for paper in (figure.patch, *(axes.patch for axes in figure.axes)):
+        paper.set(facecolor="none", edgecolor="none")
     target = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": slug}):
-        figure.savefig(target, format="svg", metadata={"Date": None}, transparent=True)
+        # Figure.savefig writes the same, and draws everything twice for it.
+        FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None})
     return target.getvalue()
 
 
