@@ -8,8 +8,10 @@ from hypothesis import settings
 
 from tests.ranks import RankPool, Ranks, ThreadRanks, close_pools, pool_of
 
-# No deadline: the first example may start processes. No database: no run remembers another.
-settings.register_profile("gradsync", deadline=None, max_examples=16, database=None, derandomize="CI" in os.environ)
+# No deadline: the first example may start processes. No database: no run remembers another. How deep laws are tried is
+# for `make laws`; here they only must not rot.
+settings.register_profile("gradsync", deadline=None, max_examples=8, database=None, derandomize="CI" in os.environ)
+settings.register_profile("deep", deadline=None, max_examples=200, database=None)
 settings.load_profile("gradsync")
 
 THREADS = (1, 3)

@@ -5,9 +5,7 @@ Each rank has torchrun's variables; the ranks of a script meet at a port of thei
 
 import contextlib
 import os
-import runpy
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -51,9 +49,8 @@ def _run(script: Path, ranks: int, folder: Path, arguments: list[str], timeout: 
         )
         processes = [
             fork(
-                f"{__name__}:run_script",
-                str(script),
-                arguments,
+                "tests.nursery:as_python",
+                [str(script), *arguments],
                 output=output,
                 errors=error,
                 variables=os.environ | {"OMP_NUM_THREADS": "1"} | _variables(rank, ranks, port),
@@ -70,13 +67,6 @@ def _run(script: Path, ranks: int, folder: Path, arguments: list[str], timeout: 
     failed = [rank for rank, code in enumerate(codes) if code]
     error = f"rank {failed[0]} ended with {codes[failed[0]]}\n{wrote[len(codes) + failed[0]]}" if failed else None
     return Ran(output="".join(wrote[: len(codes)]), error=error)
-
-
-def run_script(script: str, arguments: list[str]) -> None:
-    """What ``python script`` does."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
 
 
 def _wait(processes: list[Forked], timeout: float) -> list[int]:

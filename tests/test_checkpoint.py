@@ -42,6 +42,7 @@ from gradsync.checkpoint import (
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
 from tests.ranks import Ranks, ThreadRanks
+from tests.zygote import program, run_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -932,8 +933,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`100/1`, `100/2`, …: where step 100 was saved again and ended by kill -9, each time later. `110`: a new step."""
     template, work = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("killed")
     ThreadRanks(1).run(save, template, 90, 100)
-    script = [sys.executable, "-c", textwrap.dedent(KILLED), str(template), str(work)]
-    answer = subprocess.run(script, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent)
+    answer = run_python("-c", textwrap.dedent(KILLED), str(template), str(work))
     assert answer.returncode == 0, answer.stderr
     return work
 
@@ -977,8 +977,9 @@ SLOW = """
 
 
 def test_kill_in_the_middle_of_a_file(root: Path) -> None:
-    script = [sys.executable, "-c", textwrap.dedent(SLOW), str(root)]
-    with subprocess.Popen(script, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent) as process:
+    python, needed = program()
+    script = [python, "-c", textwrap.dedent(SLOW), str(root)]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, env=os.environ | needed) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith(b"writing")  # of two threads

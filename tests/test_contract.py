@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
 import gradsync.bucket.bucket
 from gradsync.communicator import Communicator, choose_communicator
+from tests.laws import costly
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -295,7 +296,6 @@ def train_alone(plan: Plan, world_size: int) -> Any:
     return train(plan, batches, lambda model: model)
 
 
-@settings(max_examples=14)
 @given(data=st.data())
 def test_gradients_are_those_of_one_process_and_the_same_bits_everywhere(ranks: Ranks, data: st.DataObject) -> None:
     """Points 1, 2 and 5: for any model, unused parameters, bucket size, schedule and kind of zero_grad."""
@@ -671,7 +671,7 @@ def test_any_order_on_any_rank(ranks: Ranks, schedule: str) -> None:
         assert any(len({tuple(p.ready[step]) for p in passages}) > 1 for step in range(12)), "orders did not differ"
 
 
-@settings(max_examples=8)
+@costly
 @given(data=st.data())
 def test_any_course(ranks: Ranks, data: st.DataObject) -> None:
     """Points 1, 2, 5 and 6 together, as hypothesis likes it, with one or more chunks in a bucket."""
@@ -852,7 +852,7 @@ def walk(blocks: int, stretches: Sequence[Stretch], schedule: str, bucket_cap_mb
     return seen
 
 
-@settings(max_examples=10)
+@costly
 @given(data=st.data())
 def test_any_windows_in_a_row(ranks: Ranks, data: st.DataObject) -> None:
     """Points 1, 2, 3, 5 and 6, where one window leaves the engine in the state in which the next one finds it."""

@@ -23,7 +23,7 @@ from gradsync.cli.main import app
 from gradsync.doctor import machine, network, software, wire
 from gradsync.doctor.finding import GIB, MIB, Finding, Status, guarded, size
 from gradsync.doctor.network import Interface
-from tests.zygote import run_module
+from tests.zygote import run_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -413,7 +413,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clean_environment")
 def test_the_command_measures_the_wire() -> None:
-    result = run_module("gradsync", "doctor", "--json", "--timeout", "60")
+    result = run_python("-m", "gradsync", "doctor", "--json", "--timeout", "60")
     assert result.stderr == ""
     answer = json.loads(result.stdout)
     assert set(answer) == {"fit", "versions", "findings"}

@@ -23,6 +23,7 @@ from gradsync.accelerator.process_control import DistributedType
 from gradsync.accelerator.world import World, connect
 from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.zygote import program
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -289,10 +290,12 @@ def clean_environment() -> dict[str, str]:
 
 def run_all(folder: Path, *commands: tuple[list[str], dict[str, str]]) -> list[dict[str, Any]]:
     """Run the commands at once, each with its own variables, and read what the two ranks have written."""
+    python, needed = program()
     processes = [
         subprocess.Popen(
-            [sys.executable, *arguments],
-            env=clean_environment() | variables,
+            [python, *arguments],
+            # The second is for ranks of torchrun.
+            env=clean_environment() | needed | {"PYTHON_EXEC": python} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

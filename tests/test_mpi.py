@@ -1,6 +1,7 @@
 """The MPI communicator under a real mpirun, and gradsync's own commands under it.
 
-Starting ranks takes longer than all their checks, so there is one run that ends badly and one that ends well.
+Starting ranks takes longer than all their checks, so there is one run that ends badly and one that ends well, and
+mpirun starts interpreters that have all imported (tests/zygote.py).
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ import pytest
 import gradsync
 from gradsync.accelerator.environment import read_environment
 from gradsync.communicator.mpi import MPICommunicator
+from tests.zygote import program
 
 ROOT = Path(__file__).parent.parent
 # A wheel puts it beside the interpreter.
@@ -44,9 +46,10 @@ def mpirun(ranks: int, arguments: list[str], folder: Path) -> subprocess.Complet
         # The gradsync beside these tests, wherever another one is installed.
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     }
-    command = [MPIRUN, *here, "-n", str(ranks), sys.executable, *arguments]
+    python, needed = program()
+    command = [MPIRUN, *here, "-n", str(ranks), python, *arguments]
     process = subprocess.Popen(
-        command, cwd=folder, env=known | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=folder, env=known | own | needed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         output, errors = process.communicate(timeout=75)

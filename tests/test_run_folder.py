@@ -14,6 +14,7 @@ import torch
 
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.llm.run_folder import RunFolder, read_json, read_metrics, read_run
+from tests.zygote import run_python
 
 
 def step(number: int, loss: float = 1.0) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def test_every_line_is_on_disk_at_once(tmp_path: Path) -> None:
         "folder = RunFolder(sys.argv[1], resume=False)\n"
         "folder.note(1, 'written'); os._exit(9)"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=100)
+    result = run_python("-c", code, str(tmp_path))
     assert result.returncode == 9
     assert [record["text"] for record in read_metrics(tmp_path)] == ["written"]
 

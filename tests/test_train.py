@@ -21,7 +21,7 @@ from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import prepare_tokens
 from gradsync.llm.trainer import StepRecord, Trainer, make_accelerator
 from tests.ranks import pool_of
-from tests.zygote import Forked, fork, run_module
+from tests.zygote import Forked, fork, run_python
 
 # One worker runs them all: they share a run that takes long.
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("train")]
@@ -153,11 +153,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def command(*arguments: object) -> list[str]:
-    return ["train", "--cpu", *map(str, arguments)]
+    return ["-m", "gradsync", "train", "--cpu", *map(str, arguments)]
 
 
 def run(tmp_path: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = run_module("gradsync", *command(*arguments), variables=environment(tmp_path), timeout=150, folder=tmp_path)
+    done = run_python(*command(*arguments), variables=environment(tmp_path), timeout=150, folder=tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -206,8 +206,7 @@ def end_at(step: int, number: int, folder: Path, *options: Any) -> tuple[int, st
     log = folder.parent / "output"
     with log.open("wb") as output:
         process = fork(
-            "tests.zygote:as_module",
-            "gradsync",
+            "tests.nursery:as_python",
             command(*options),
             output=output,
             variables=environment(folder.parent),

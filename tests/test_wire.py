@@ -3,8 +3,6 @@
 Sums of noise, which round, are compared bit by bit with those of ranks as threads of one process.
 """
 
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.communicator import (
@@ -29,8 +27,10 @@ from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.communicator.topology import HOST_VARIABLE, Topology, find_topology
 from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.testing import run_ranks
+from tests.laws import costly
 from tests.ranks import RankPool, pool_of
 from tests.wires import wire_called
+from tests.zygote import run_python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -96,7 +96,7 @@ def call(draw: st.DrawFn) -> Call:
     return kind, draw(NUMELS), dtype, draw(st.integers(0, 3))
 
 
-@settings(max_examples=6)
+@costly
 @given(
     calls=st.lists(call(), min_size=3, max_size=7),
     part_bytes=st.sampled_from([5000, 65_536, 4 << 20]),
@@ -120,7 +120,7 @@ def perform_in_shared_memory(calls: list[Call]) -> list[torch.Tensor]:
 LARGE = st.one_of(NUMELS, st.integers(300_000, 310_000))
 
 
-@settings(max_examples=6)
+@costly
 @given(calls=st.lists(st.tuples(call(), LARGE), min_size=3, max_size=7))
 def test_shared_memory_has_the_bits_of_threads(process_ranks: RankPool, calls: list[tuple[Call, int]]) -> None:
     sized = [(kind, numel, dtype, source) for (kind, _, dtype, source), numel in calls]
@@ -375,9 +375,7 @@ for child in children:
 
 
 def test_a_dead_rank_is_named(tmp_path: Path) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", DEATH, str(tmp_path / "store")], capture_output=True, text=True, timeout=60
-    )
+    answer = run_python("-c", DEATH, str(tmp_path / "store"), timeout=60)
     lines = sorted(answer.stdout.splitlines())
     assert [line[:2] for line in lines] == ["0:", "0:", "2:", "2:"], answer.stderr
     for line in lines:

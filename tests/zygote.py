@@ -7,20 +7,20 @@ Importing torch costs seconds of a core, and a suite of real processes starts hu
     fork("tests.x:function", …)  ── order ──▶ import tests.x, fork   ────────▶  call the function, run exit handlers
     Forked.wait()                ◀─ status ─  wait for it
 
+A launcher that knows only programs (mpirun, torchrun) starts `program()`: it takes the arguments of an interpreter, has
+the zygote fork one, and passes on files, variables and signals, and its end.
+
 What a test says of a fresh interpreter (what it imports, what variables do at its start, that its end is clean) needs a
 fresh one: subprocess. Tearing all modules down takes a second of a core, too, and is left out here.
 
 A forked process is the leader of a session of its own and dies with its zygote, which dies with pytest. Linux only.
+The other end is tests/nursery.py.
 """
 
-import atexit
-import ctypes
-import gc
 import importlib
 import os
 import pickle
-import random
-import runpy
+import secrets
 import select
 import signal
 import socket
@@ -28,44 +28,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-__all__ = ["Forked", "fork", "run_module"]
+from tests.nursery import LARGEST_ORDER, Order
+
+__all__ = ["Forked", "fork", "program", "run_python"]
 
 ROOT = Path(__file__).parents[1]
-# What most processes need; modules of tests are imported when they are first asked for.
-IMPORTED = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "gradsync.cli.main",
-    "gradsync.accelerator",
-    "jinja2",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_svg",
-)
-LARGEST_ORDER = 1 << 20
-MOST_FILES = 16
-PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """What is to be forked. With it come files: where to tell its end, its three standard ones, and more."""
-
-    function: str
-    args: tuple[Any, ...]
-    variables: dict[str, str]
-    folder: str
-    path: list[str]
-    imports: Sequence[str]
-
-
-# -- in pytest ---------------------------------------------------------------------------------------------------------
+# Who reads them: tests/forking_python.
+ZYGOTE, INTERPRETER = "GRADSYNC_TESTS_ZYGOTE", "GRADSYNC_TESTS_PYTHON"
 
 
 class Forked:
@@ -114,13 +87,17 @@ class _Zygote:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # As in processes that a user starts: the library sets it too, and it is read when torch is imported.
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with theirs:
+        self.address = f"gradsync-tests-{secrets.token_hex(8)}"
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + self.address)
+            listener.listen()
+            files = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, "serve", *map(str, files)],
                 cwd=ROOT,
                 env=variables,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=files,
                 start_new_session=True,
             )
 
@@ -128,7 +105,7 @@ class _Zygote:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, order: _Order, files: Sequence[int]) -> Forked:
+    def fork(self, order: Order, files: Sequence[int]) -> Forked:
         status, theirs = os.pipe()
         try:
             message = pickle.dumps(order)
@@ -147,6 +124,13 @@ _zygote: _Zygote | None = None
 _lock = threading.Lock()
 
 
+def _living() -> _Zygote:
+    global _zygote
+    if _zygote is None or not _zygote.alive:
+        _zygote = _Zygote()
+    return _zygote
+
+
 def fork(
     function: str,
     *args: Any,
@@ -159,8 +143,7 @@ def fork(
 ) -> Forked:
     """Call ``function``, as "module:name", in a process of its own: with ``args``, and the numbers that the files
     ``passed`` have there. The zygote imports its module, and those of ``imports``, before."""
-    global _zygote
-    order = _Order(
+    order = Order(
         function=function,
         args=args,
         variables=dict(os.environ if variables is None else variables),
@@ -169,29 +152,27 @@ def fork(
         imports=imports,
     )
     with _lock, Path(os.devnull).open() as nothing:
-        if _zygote is None or not _zygote.alive:
-            _zygote = _Zygote()
         standard = [nothing.fileno(), output.fileno(), (errors or output).fileno()]
-        return _zygote.fork(order, [*standard, *passed])
+        return _living().fork(order, [*standard, *passed])
 
 
-def run_module(
-    name: str,
+def program() -> tuple[str, dict[str, str]]:
+    """An executable that takes the arguments of an interpreter, and the variables it needs."""
+    with _lock:
+        zygote = _living()
+    return str(ROOT / "tests" / "forking_python"), {ZYGOTE: zygote.address, INTERPRETER: sys.executable}
+
+
+def run_python(
     *arguments: str,
     variables: Mapping[str, str] | None = None,
     folder: Path = ROOT,
     timeout: float = 100,
 ) -> "subprocess.CompletedProcess[str]":
-    """``python -m name arguments``, and what it wrote."""
+    """``python arguments``, and what it wrote."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = fork(
-            f"{__name__}:as_module",
-            name,
-            list(arguments),
-            output=output,
-            errors=errors,
-            variables=variables,
-            folder=folder,
+            "tests.nursery:as_python", arguments, output=output, errors=errors, variables=variables, folder=folder
         )
         try:
             code = process.wait(timeout)
@@ -201,134 +182,34 @@ def run_module(
         for file in (output, errors):
             file.seek(0)
             wrote.append(file.read().decode(errors="replace"))
-    return subprocess.CompletedProcess([name, *arguments], code, *wrote)
+    return subprocess.CompletedProcess(arguments, code, *wrote)
 
 
-def as_module(name: str, arguments: list[str]) -> None:
-    """What ``python -m`` does. Ranks that it starts begin with everything imported, too."""
-    os.execv = _become  # type: ignore[assignment]
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-_execv = os.execv
-
-
-def _become(path: str, command: Sequence[str]) -> None:
-    """In the place of ``os.execv``: a process that was forked to be ``python -c program`` runs the program as it is."""
-    if (path, command[1]) != (sys.executable, "-c"):
-        _execv(path, command)
-    random.seed()
-    sys.argv = ["-c", *command[3:]]
-    try:
-        exec(command[2], {"__name__": "__main__"})
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-
-
-# -- in the zygote -----------------------------------------------------------------------------------------------------
-
-
-def serve(descriptor: int) -> None:
-    """Fork what is asked for until pytest hangs up."""
-    _die_with_parent()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    connection = socket.socket(fileno=descriptor)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    statuses: dict[int, int] = {}
-    while True:
-        ready, _, _ = select.select([connection, woken], [], [])
-        if woken in ready:
-            os.read(woken, 4096)
-            _tell_ends(statuses)
-        if connection in ready:
-            message, files, _, _ = socket.recv_fds(connection, LARGEST_ORDER, MOST_FILES)
-            if not message:
-                return
-            order: _Order = pickle.loads(message)
-            try:
-                sys.path[:] = order.path
-                for name in (order.function.partition(":")[0], *order.imports):
-                    importlib.import_module(name)
-                # What was imported stays: no collection in a forked process need look at it, and touch its pages.
-                gc.freeze()
-                threads = _threads()
-                assert not threads, f"an import has started threads, which a fork would lose: {threads}"
-            except BaseException:
-                connection.send(pickle.dumps(traceback.format_exc()))
-            else:
-                pid = os.fork()
-                if not pid:
-                    signal.set_wakeup_fd(-1)
-                    for each in (descriptor, woken, wake, files[0], *statuses.values()):
-                        os.close(each)
-                    connection.detach()
-                    _live(order, files[1:])
-                statuses[pid] = os.dup(files[0])
-                connection.send(pickle.dumps(pid))
-            for each in files:
-                os.close(each)
-
-
-def _threads() -> list[str]:
-    """Threads beside the first, but for those of an allocator that is prepared for forks: pyarrow's."""
-    names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
-    return [name for name in names[1:] if not name.startswith("jemalloc")]
-
-
-def _tell_ends(statuses: dict[int, int]) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        descriptor = statuses.pop(pid)
-        os.write(descriptor, str(os.waitstatus_to_exitcode(status)).encode())
-        os.close(descriptor)
-
-
-def _live(order: _Order, files: list[int]) -> NoReturn:
-    """A forked process, from its first moment to its last."""
-    os.setsid()
-    _die_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    standard, passed = files[:3], files[3:]
-    for target, source in enumerate(standard):
-        os.dup2(source, target)
-        os.close(source)
-    os.environ.clear()
-    os.environ.update(order.variables)
-    os.chdir(order.folder)
-    random.seed()
-    module, _, name = order.function.partition(":")
-    code = 0
-    try:
-        getattr(sys.modules[module], name)(*order.args, *passed)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        traceback.print_exc()
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _stand_in(arguments: list[str]) -> NoReturn:
+    """What `tests/forking_python` does: it is to whoever started it what the forked process would be."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zygote:
+        zygote.connect("\0" + os.environ[ZYGOTE])
+        status, theirs = os.pipe()
+        order = Order(
+            function="tests.nursery:as_python", args=(arguments,), variables=dict(os.environ), folder=os.getcwd()
+        )
+        socket.send_fds(zygote, [pickle.dumps(order)], [theirs, 0, 1, 2])
+        os.close(theirs)
+        pid = pickle.loads(zygote.recv(LARGEST_ORDER))
+        if isinstance(pid, str):
+            sys.exit(pid)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        code = Forked(pid, status).wait()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    # Under its own name, as those who ask know it.
-    importlib.import_module("tests.zygote").serve(int(sys.argv[1]))
+    # Under their own names, as those who ask know them.
+    if sys.argv[1] == "serve":
+        importlib.import_module("tests.nursery").serve(*map(int, sys.argv[2:]))
+    else:
+        importlib.import_module("tests.zygote")._stand_in(sys.argv[2:])
