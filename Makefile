@@ -3,11 +3,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Workers of the tests, each of which starts ranks of its own.
-JOBS ?= 2
+# Workers of the tests, each of which starts ranks of its own: one more than two cores, since some tests only wait.
+JOBS ?= 3
 
 # Ranks share the cores: with more than one thread each they fight over them, and sums change with the count.
 export OMP_NUM_THREADS := 1
+# The tests start many interpreters, and each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

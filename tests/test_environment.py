@@ -294,8 +294,8 @@ def run_all(folder: Path, *commands: tuple[list[str], dict[str, str]]) -> list[d
     processes = [
         subprocess.Popen(
             [python, *arguments],
-            # The second is for ranks of torchrun.
-            env=clean_environment() | needed | {"PYTHON_EXEC": python} | variables,
+            # What torchrun starts its ranks with, and where it leaves its logs.
+            env=clean_environment() | needed | {"PYTHON_EXEC": python, "TMPDIR": str(folder)} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

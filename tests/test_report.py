@@ -508,22 +508,6 @@ def test_a_training_ends_well_without_the_packages_of_the_page(tmp_path: Path, m
     assert "pip install 'gradsync[train]'" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-IMPORTS = """
-import sys
-import gradsync.llm.report
-assert not {"matplotlib", "jinja2"} & set(sys.modules)
-gradsync.llm.report.write_report(sys.argv[1])
-assert "matplotlib.figure" in sys.modules
-assert "matplotlib.pyplot" not in sys.modules
-"""
-
-
-def test_packages_are_imported_when_something_is_drawn(tmp_path: Path) -> None:
-    """A training that never draws does not pay for it, and one that does keeps its own figures and settings."""
-    run = make_run(tmp_path / "run", steps=3)
-    subprocess.run([sys.executable, "-c", IMPORTS, str(run)], check=True, timeout=100)
-
-
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 FLAGS = (
@@ -574,10 +558,15 @@ def painted(image: Path) -> float:
     return 1 - pixels.count(0) / len(pixels)
 
 
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run of 200 steps."""
+    return write_report(make_run(tmp_path_factory.mktemp("shown") / "run", steps=200))
+
+
 @needs_chromium
-def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "run", steps=200))
-    dom, console = browse(page, tmp_path, "--dump-dom")
+def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path, shown: Path) -> None:
+    dom, console = browse(shown, tmp_path, "--dump-dom")
     assert console == []
     assert dom.count("<svg") == 10
     # The script has run: it lays a pane over each chart that reads out values, all but bars and timelines.
@@ -586,9 +575,9 @@ def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path) -> Non
 
 
 @needs_chromium
-def test_an_error_on_a_page_is_seen(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "run", steps=5))
-    page.write_text(page.read_text().replace("// Reads out", "nowhere.to.be.found(); // Reads out"))
+def test_an_error_on_a_page_is_seen(tmp_path: Path, shown: Path) -> None:
+    page = tmp_path / "wrong.html"
+    page.write_text(shown.read_text().replace("// Reads out", "nowhere.to.be.found(); // Reads out"))
     _, console = browse(page, tmp_path, "--dump-dom")
     assert len(console) == 1
     assert "nowhere is not defined" in console[0]
@@ -596,9 +585,8 @@ def test_an_error_on_a_page_is_seen(tmp_path: Path) -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("width", [480, 1200])
-def test_a_picture_of_the_page(tmp_path: Path, width: int) -> None:
-    page = write_report(make_run(tmp_path / "run", steps=50))
-    browse(page, tmp_path, f"--window-size={width},1600", f"--screenshot={tmp_path / 'page.png'}")
+def test_a_picture_of_the_page(tmp_path: Path, shown: Path, width: int) -> None:
+    browse(shown, tmp_path, f"--window-size={width},1600", f"--screenshot={tmp_path / 'page.png'}")
     assert painted(tmp_path / "page.png") > 0.01
 
 
