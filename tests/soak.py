@@ -87,7 +87,8 @@ def draw(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> Case:
     chance = random.Random(seed)
     world = chance.choice(worlds or WORLDS)
     layers = chance.randint(1, 6)
-    frozen = frozenset(layer for layer in range(layers) if chance.random() < 0.15 and layers > 1)
+    # One is always trained: a model without any is refused.
+    frozen = frozenset(layer for layer in range(layers) if chance.random() < 0.15) - {chance.randrange(layers)}
     by_rank = [frozen] * world[1]
     windows = []
     for _ in range(chance.randint(2, 9)):
