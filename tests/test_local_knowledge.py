@@ -187,6 +187,50 @@ def drop_and_look() -> list[list[float | None]]:
     return seen
 
 
+class Chosen(nn.Module):
+    """One number each, of which a forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.ParameterList(nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([self.numbers[index] * x for index in used]).sum()
+
+
+def train_a_thawed_parameter_alone(before: int, last: bool) -> list[list[float | None]]:
+    """After ``before`` windows without it, number 1 is trained; rank 0 has a micro-batch that reaches nothing else."""
+    module, rank, seen = Chosen(), choose_communicator().rank, []
+    module.numbers[1].requires_grad_(False)
+    model = wrap(module)
+    optimizer = fit(model)
+    for _ in range(before):
+        model(number(1.0), (0,)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    module.numbers[1].requires_grad_(True)
+    for _ in range(3):
+        batches = [(1,), (0,)] if rank == 0 else [(0, 1)]
+        for place, used in enumerate(reversed(batches) if last else batches):
+            with model.accumulate(last=place == len(batches) - 1):
+                model(number(6.0), used).backward()
+        optimizer.step()
+        seen.append(gradients(model))
+        optimizer.zero_grad()
+    return seen
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("last", [False, True], ids=["first micro-batch", "last micro-batch"])
+@pytest.mark.parametrize("before", [1, 2, 3, 5])
+def test_a_micro_batch_counts_that_reaches_only_what_is_trained_again(ranks: Ranks, before: int, last: bool) -> None:
+    """Where the parameter has no place in a bucket yet, so that no hook tells of its gradient."""
+    # Two micro-batches of rank 0 and one of each other rank: each number has a gradient in all of them but one.
+    mean = 6.0 * ranks.world_size / (ranks.world_size + 1)
+    for seen in ranks.run(train_a_thawed_parameter_alone, before, last):
+        assert seen == [[pytest.approx(mean)] * 2] * 3
+
+
 @in_threads_and_processes
 def test_a_backward_that_reaches_nothing_forgets_nothing_that_ranks_agreed_on(ranks: Ranks) -> None:
     first, *others = ranks.run(drop_and_look)

@@ -67,6 +67,14 @@ class Arrangement:
         """Whether a parameter is trained here that was not when ranks last agreed on it."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
+    def homeless(self) -> list[tuple[torch.Tensor, int]]:
+        """The gradients of parameters that are trained here and have no place yet, and their versions.
+
+        No hook tells of such a gradient: what this returned before a backward shows whether one has come.
+        """
+        gradients = (parameter.grad for parameter in self._frozen if parameter.requires_grad)
+        return [(gradient, gradient._version) for gradient in gradients if gradient is not None]
+
     def state_dict(self) -> dict[str, Any]:
         """The layout and how it came about, as plain values."""
         return {

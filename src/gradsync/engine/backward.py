@@ -88,8 +88,9 @@ class BackwardEngine:
         self._unwatched = False
         # The weight of the running backward has been counted.
         self._announced = False
-        # The graph task of the running backward.
+        # The graph task of the running backward, and what no hook will tell of.
         self._task = NO_TASK
+        self._homeless: list[tuple[torch.Tensor, int]] = []
         watch_failures()
         self.build()
 
@@ -213,6 +214,7 @@ class BackwardEngine:
         if self.options.keeper is not None:
             self.options.keeper.resume()
         self._hooks.arrivals.clear()
+        self._homeless = self.arrangement.homeless()
         watch_backward(self)
         if self.observer is not None:
             self.observer.backward_began(synchronizes=self.switches.enabled)
@@ -275,7 +277,7 @@ class BackwardEngine:
         if self.observer is not None:
             self.observer.backward_ended()
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
-        arrived = bool(self._hooks.arrivals) or (not self._hooks.counting and self.has_gradients())
+        arrived = self._has_arrived()
         if self.phase is Phase.SYNCHRONIZING and (arrived or accumulated):
             self._finish()
             return
@@ -283,6 +285,15 @@ class BackwardEngine:
             bucket.gather()
         self._leave(Phase.IDLE)
         self.window.backward_ended(self.buckets, arrived=arrived)
+
+    def _has_arrived(self) -> bool:
+        """Whether the backward that ends has left a gradient."""
+        if self._hooks.arrivals or (not self._hooks.counting and self.has_gradients()):
+            return True
+        before, now = self._homeless, self.arrangement.homeless()
+        return len(now) != len(before) or any(
+            mine is not old or version != seen for (mine, version), (old, seen) in zip(now, before, strict=True)
+        )
 
     def synchronize(self) -> None:
         """Average what has accumulated, without a backward. Collective."""
