@@ -231,6 +231,30 @@ def test_a_micro_batch_counts_that_reaches_only_what_is_trained_again(ranks: Ran
         assert seen == [[pytest.approx(mean)] * 2] * 3
 
 
+def train_a_thawed_parameter_unseen(before: int) -> list[list[float | None]]:
+    """Rank 0 alone trains number 1 again, and reaches nothing else, by a forward that the wrapper does not see."""
+    module, rank, seen = Chosen(), choose_communicator().rank, []
+    module.numbers[1].requires_grad_(False)
+    model = wrap(module)
+    optimizer = fit(model)
+    for window in range(before + 3):
+        module.numbers[1].requires_grad_(rank == 0 and window >= before)
+        module(number(6.0), (1,) if rank == 0 and window >= before else (0,)).backward()
+        optimizer.step()
+        seen.append(gradients(model))
+        optimizer.zero_grad()
+    return seen[before:]
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("before", [1, 2, 3, 5])
+def test_a_step_sees_gradients_of_what_is_trained_again(ranks: Ranks, before: int) -> None:
+    others = ranks.world_size - 1
+    expected = [pytest.approx(6.0 * others / ranks.world_size), pytest.approx(6.0 / ranks.world_size)]
+    for seen in ranks.run(train_a_thawed_parameter_unseen, before):
+        assert seen == [expected] * 3
+
+
 @in_threads_and_processes
 def test_a_backward_that_reaches_nothing_forgets_nothing_that_ranks_agreed_on(ranks: Ranks) -> None:
     first, *others = ranks.run(drop_and_look)

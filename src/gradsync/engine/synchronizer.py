@@ -263,7 +263,7 @@ class Synchronizer:
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
         is_open = self.window.state is WindowState.OPEN
-        if self.enabled and (is_open or has_loose_gradients(self.buckets)):
+        if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.homeless()):
             # [Note: a rank without gradients], or a backward of which no hook told.
             if not is_open:
                 self.engine.count_always()
