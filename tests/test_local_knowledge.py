@@ -435,7 +435,7 @@ def test_recovery_runs_where_backward_was_called(monkeypatch: pytest.MonkeyPatch
             model(number(1), True).backward()
         return caught.value.__notes__
 
-    def lost() -> None:
+    def lost(forward_synchronizes: bool) -> None:
         raise ConnectionError("the wire is gone")
 
     (notes,) = ThreadRanks(1).run(work)
@@ -531,6 +531,91 @@ def fail_before_the_model() -> list[str]:
             told.append(type(error).__name__)
         model.zero_grad()
     return told
+
+
+class Skipping(nn.Module):
+    """One number, which a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.skips = self.explodes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1 if self.skips else Fuse.apply(x * self.number, self.explodes) * 1
+
+
+def count_without_telling() -> list[Any]:
+    """In the third window rank 0 counts a micro-batch that reaches nothing, when the sums are on their way."""
+    model, rank, outcomes = wrap(Skipping()), choose_communicator().rank, []
+    for window in range(5):
+        model.zero_grad()
+        model.module.skips = rank == 0 and window == 2
+        try:
+            with model.accumulate(last=True):
+                model(number(rank + 1).requires_grad_()).backward()
+            outcomes.append(gradients(model)[0])
+        except (MisuseError, PeerFailedError) as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@in_threads_and_processes
+def test_a_rank_that_cannot_be_right_tells_the_others(ranks: Ranks) -> None:
+    """Nobody takes a mean for right to which one rank has refused its part."""
+    mean = pytest.approx(sum(range(1, ranks.world_size + 1)) / ranks.world_size)
+    for rank, (first, second, third, *others) in enumerate(ranks.run(count_without_telling)):
+        assert [first, second, *others] == [mean] * 4
+        assert third == ("MisuseError" if rank == 0 else "PeerFailedError")
+
+
+class HandingOn(nn.Module):
+    """Puts out what it was given, beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x * self.number
+
+
+def fail_in(kind: str) -> list[str]:
+    """In the third window the backward of rank 0 fails, on its way to a model that had not begun."""
+    rank, outcomes = choose_communicator().rank, []
+    first, second = wrap(Skipping()), wrap(HandingOn())
+    for window in range(5):
+        first.zero_grad()
+        second.zero_grad()
+        explodes = rank == 0 and window == 2
+        output = first(number(1.0))
+        if kind == "an output that is handed on":
+            handed, other = second(output)
+            loss = handed + Fuse.apply(other, explodes)
+        elif kind == "a local forward":
+            first.module.explodes = explodes
+            with first.no_sync():
+                loss = output + first(number(1.0))
+            first.module.explodes = False
+        else:
+            loss = Fuse.apply(output, explodes)
+        try:
+            if kind == "an edge of the graph":
+                torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
+            else:
+                loss.backward()
+            outcomes.append("fine")
+        except (Explosion, PeerFailedError) as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("kind", ["an output that is handed on", "a local forward", "an edge of the graph"])
+def test_a_backward_that_fails_on_an_unusual_way_is_told(ranks: Ranks, kind: str) -> None:
+    for rank, outcomes in enumerate(ranks.run(fail_in, kind)):
+        failed = "Explosion" if rank == 0 else "PeerFailedError"
+        assert outcomes == ["fine", "fine", failed, "fine", "fine"]
 
 
 @in_threads_and_processes

@@ -345,9 +345,12 @@ class BackwardEngine:
 
     # -- it fails --------------------------------------------------------------------------------------------------
 
-    def backward_failed(self) -> None:
-        """Autograd has raised."""
-        if self.phases.busy:
+    def backward_failed(self, forward_synchronizes: bool) -> None:
+        """Autograd has raised. A backward that was local so far may have been on its way to a forward that is not."""
+        switches = self.switches
+        if self.phase is Phase.LOCAL and switches.enabled and (forward_synchronizes or switches.forced):
+            self.fail()
+        elif self.phases.busy:
             self.recover()
 
     def output_unreached(self, forward_synchronizes: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 __all__ = [
     "NO_TASK",
@@ -44,8 +45,8 @@ class Watcher(Protocol):
     def backward_ended(self) -> None:
         """The graph task has nothing left to do."""
 
-    def backward_failed(self) -> None:
-        """It has raised."""
+    def backward_failed(self, forward_synchronizes: bool) -> None:
+        """It has raised. Whether a forward below, whose output it reached or would have, synchronizes."""
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
         """A backward has raised on its way to the output of a forward, and this watcher had not begun in it."""
@@ -73,7 +74,8 @@ _MARK = "gradsync"
 
 def mark_output(node: Any, watcher: Callable[[], Watcher | None], forward_synchronizes: bool) -> None:
     """The node made an output of a forward: a backward that fails on its way there is told to ``watcher``."""
-    node.metadata[_MARK] = (watcher, forward_synchronizes)
+    # Of several where one module hands on what another has put out.
+    node.metadata.setdefault(_MARK, []).append((watcher, forward_synchronizes))
 
 
 class _Call:
@@ -83,11 +85,15 @@ class _Call:
         self.accumulates = accumulates
         self.begun: list[Watcher] = []
 
-    def tell(self, error: BaseException, roots: Iterable[torch.Tensor]) -> None:
+    def tell(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
         """The call has raised. Who began first is told first, as it would have been told of the end; then those that
         it would have reached, in the order in which it would have."""
-        untold: list[Callable[[], None]] = [watcher.backward_failed for watcher in self.begun]
-        for watcher, forward_synchronizes in _marks_below(roots):
+        marks = _marks_below(roots)
+        synchronizing = [watcher for watcher, forward_synchronizes in marks if forward_synchronizes]
+        untold: list[Callable[[], None]] = [
+            functools.partial(watcher.backward_failed, watcher in synchronizing) for watcher in self.begun
+        ]
+        for watcher, forward_synchronizes in marks:
             if watcher not in self.begun:
                 untold.append(functools.partial(watcher.output_unreached, forward_synchronizes))
         for tell in untold:
@@ -97,15 +103,15 @@ class _Call:
                 error.add_note(f"gradsync could not tell the other ranks of it: {another}")
 
 
-def _marks_below(roots: Iterable[torch.Tensor]) -> list[tuple[Watcher, bool]]:
+def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[Watcher, bool]]:
     """Who is marked in the graph below ``roots``. Autograd runs the youngest nodes first."""
     found: list[tuple[int, Watcher, bool]] = []
-    ahead: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    nodes = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+    ahead: list[Any] = [node for node in nodes if node is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        if _MARK in node.metadata:
-            reference, forward_synchronizes = node.metadata[_MARK]
+        for reference, forward_synchronizes in node.metadata.get(_MARK, ()):
             watcher = reference()
             if watcher is not None:
                 found.append((node._sequence_nr(), watcher, forward_synchronizes))

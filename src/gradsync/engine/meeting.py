@@ -94,6 +94,7 @@ class Meeting:
         """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot."""
         pipeline, weights = self._pipeline, self._weights
         pipeline.requests = Requests(weights=weights.unannounced, trained=self._arrangement.trains_more)
+        weights.require_told()
         pipeline.flush()
         correction = weights.finish(self.divisor)
         pipeline.finish(correction=correction, norms=norms)

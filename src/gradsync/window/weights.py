@@ -260,6 +260,15 @@ class Weights:
         scale = unit * self._communicator.world_size / self.expected
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
+    def require_told(self) -> None:
+        """Before the ballot goes, which tells the others: raise if they were told another sum than was counted."""
+        if self._message is not None and self._tally.sum != self._sent:
+            raise MisuseError(
+                f"this rank has counted {self._tally.sum:g} in the window, but told the others {self._sent:g}: a "
+                "backward that reaches no parameter of the model came before the one with a weight. Run it after, or "
+                "under no_sync()"
+            )
+
     def finish(self, plain: float) -> float | torch.Tensor | None:
         """What corrects means that were computed with the expected sum; None where it was right.
 
@@ -267,12 +276,6 @@ class Weights:
         """
         if self._message is None:
             return None
-        if self._tally.sum != self._sent:
-            raise MisuseError(
-                f"this rank has counted {self._tally.sum:g} in the window, but told the others {self._sent:g}: a "
-                "backward that reaches no parameter of the model came before the one with a weight. Run it after, or "
-                "under no_sync()"
-            )
         if self._message.device.type == "cpu":
             self._read()
         elif self._total is None:
