@@ -618,6 +618,39 @@ def test_a_backward_that_fails_on_an_unusual_way_is_told(ranks: Ranks, kind: str
         assert outcomes == ["fine", "fine", failed, "fine", "fine"]
 
 
+def refused_in(kind: str) -> list[str]:
+    """In the third window rank 0 is refused: after a local backward failed, or for what it has done to gradients."""
+    model, rank, outcomes = wrap(Skipping()), choose_communicator().rank, []
+    for window in range(5):
+        differs = rank == 0 and window == 2
+        model.zero_grad()
+        try:
+            with model.accumulate(last=False):
+                output = model(number(1.0))
+                output.backward()
+                if differs and kind == "after a failure":
+                    with contextlib.suppress(RuntimeError):
+                        output.backward()
+            if differs and kind == "zeroed in mid-window":
+                model.module.zero_grad()
+            if kind == "after a failure":
+                with model.accumulate(last=True):
+                    model(number(1.0)).backward()
+            else:
+                model.synchronize()
+            outcomes.append("fine")
+        except (MisuseError, PeerFailedError) as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("kind", ["after a failure", "zeroed in mid-window"])
+def test_a_rank_that_is_refused_tells_the_others(ranks: Ranks, kind: str) -> None:
+    for rank, outcomes in enumerate(ranks.run(refused_in, kind)):
+        assert outcomes == ["fine", "fine", "MisuseError" if rank == 0 else "PeerFailedError", "fine", "fine"]
+
+
 @in_threads_and_processes
 def test_a_loss_that_fails_leaves_nobody_waiting(ranks: Ranks) -> None:
     for rank, told in enumerate(ranks.run(fail_before_the_model)):

@@ -91,6 +91,8 @@ class BackwardEngine:
         # The graph task of the running backward, and what no hook will tell of.
         self._task = NO_TASK
         self._homeless: list[tuple[torch.Tensor, int]] = []
+        # Whether the others know of the failure that has broken this one.
+        self._told = False
         watch_failures()
         self.build()
 
@@ -297,10 +299,13 @@ class BackwardEngine:
 
     def synchronize(self) -> None:
         """Average what has accumulated, without a backward. Collective."""
-        self.window.begin_synchronization()
         self._hooks.arrivals.clear()
         try:
+            self.window.begin_synchronization()
             self._become_synchronizing()
+        except MisuseError:
+            self.fail()
+            raise
         except BaseException:
             self.recover()
             raise
@@ -354,14 +359,19 @@ class BackwardEngine:
             self.recover()
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
-        """A backward failed on its way to the output of a forward: on the other ranks it has come there, or will."""
+        """A backward failed on its way to the output of a forward: on the other ranks it has come there, or will.
+
+        Or it was refused there, for what an earlier failure has left behind.
+        """
         switches = self.switches
-        reaches = self.phase is Phase.IDLE and any(parameter.requires_grad for parameter in self.parameters)
+        reaches = not self.phases.busy and any(parameter.requires_grad for parameter in self.parameters)
         if reaches and switches.enabled and (forward_synchronizes or switches.forced):
+            self._told = False
             self.fail()
 
     def recover(self) -> None:
         """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
+        self._told = self.phase is Phase.SYNCHRONIZING
         if self.phase is Phase.SYNCHRONIZING and not self.pipeline.complete:
             if not self.arrangement.order.running:
                 # It was another model's turn. The other ranks meet for this one next.
@@ -375,7 +385,7 @@ class BackwardEngine:
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        if self.phase in (Phase.BROKEN, Phase.DETACHED):
+        if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self._told):
             return
         try:
             if self.phase is not Phase.SYNCHRONIZING:

@@ -93,9 +93,8 @@ class _Call:
         untold: list[Callable[[], None]] = [
             functools.partial(watcher.backward_failed, watcher in synchronizing) for watcher in self.begun
         ]
-        for watcher, forward_synchronizes in marks:
-            if watcher not in self.begun:
-                untold.append(functools.partial(watcher.output_unreached, forward_synchronizes))
+        unreached = dict.fromkeys(watcher for watcher, _ in marks if watcher not in self.begun)
+        untold += [functools.partial(watcher.output_unreached, watcher in synchronizing) for watcher in unreached]
         for tell in untold:
             try:
                 tell()

@@ -8,7 +8,8 @@
       │                             │                                      │
       └── synchronize(), fail() ────┼──────────────────────────────────────┤
                                     └──── backward fails ────▶ BROKEN ◀────┘  a rank or the wire failed
-                                                                 └── gradients zeroed ──▶ IDLE
+                                                                 ├── gradients zeroed ──▶ IDLE
+                                                                 └── the others must be told ──▶ SYNCHRONIZING
 
     DETACHED: the hooks are gone for good.
 """
@@ -37,7 +38,7 @@ _NEXT = {
     Phase.IDLE: {Phase.LOCAL, Phase.SYNCHRONIZING, Phase.DETACHED},
     Phase.LOCAL: {Phase.SYNCHRONIZING, Phase.IDLE, Phase.BROKEN, Phase.DETACHED},
     Phase.SYNCHRONIZING: {Phase.IDLE, Phase.BROKEN, Phase.DETACHED},
-    Phase.BROKEN: {Phase.IDLE, Phase.DETACHED},
+    Phase.BROKEN: {Phase.IDLE, Phase.SYNCHRONIZING, Phase.DETACHED},
     Phase.DETACHED: {Phase.DETACHED},
 }
 
