@@ -651,6 +651,35 @@ def test_a_rank_that_is_refused_tells_the_others(ranks: Ranks, kind: str) -> Non
         assert outcomes == ["fine", "fine", "MisuseError" if rank == 0 else "PeerFailedError", "fine", "fine"]
 
 
+def discard_after_meeting() -> list[Any]:
+    """In the third window rank 0 gives up what it has told the others, and counts something else."""
+    model, rank, outcomes = wrap(Skipping()), choose_communicator().rank, []
+    for window in range(5):
+        model.zero_grad()
+        x = number(rank + 1).requires_grad_()
+        try:
+            if rank == 0 and window == 2:
+                with model.accumulate(last=False):
+                    pass
+                model.module.skips = True
+                model(x).backward()
+                model.module.skips = False
+                model.discard()
+            model.backward(model(x), weight=10.0 if window < 2 else 30.0)
+            outcomes.append(gradients(model)[0])
+        except (MisuseError, PeerFailedError) as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@in_threads_and_processes
+def test_what_was_told_is_not_forgotten_with_the_window(ranks: Ranks) -> None:
+    mean = pytest.approx(sum(range(1, ranks.world_size + 1)) / ranks.world_size)
+    for first, second, third, *others in ranks.run(discard_after_meeting):
+        assert [first, second, *others] == [mean] * 4
+        assert third in ("MisuseError", "PeerFailedError")
+
+
 @in_threads_and_processes
 def test_a_loss_that_fails_leaves_nobody_waiting(ranks: Ranks) -> None:
     for rank, told in enumerate(ranks.run(fail_before_the_model)):

@@ -78,17 +78,23 @@ class Weights:
         self._block: _Block | None = None
         # The same on all ranks; None before the first window. See [Note: who counts].
         self._last_window_counted: bool | None = None
+        self._pending: Handle | None = None
+        self._forget_sums()
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new window."""
+        """Begin a new window.
+
+        What has been sent stays so: a rank that gives its part of a window up has still told the others of it.
+        """
         self.phase = Counting.NOTHING
         self._tally = _Tally()
         if self._block is not None:
             self._block.counted = False
         self._takes_back = False
+
+    def _forget_sums(self) -> None:
         self._message: torch.Tensor | None = None
-        self._pending: Handle | None = None
         self._sent = 0.0
         # Σ w over all ranks, where it is known.
         self._total: float | torch.Tensor | None = None
@@ -229,7 +235,7 @@ class Weights:
 
         ``uncounted``: this rank has gradients in the window that no backward of it has counted.
         """
-        self._message = None
+        self._forget_sums()
         if self.deferred or self._last_window_counted is False:
             return
         self._send(uncounted=uncounted)
