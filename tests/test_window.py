@@ -655,3 +655,65 @@ def test_accumulation_dtype_must_be_wide(dtype: torch.dtype) -> None:
             DistributedDataParallel(nn.Linear(2, 2), accumulation_dtype=dtype)
 
     ThreadRanks(1).run(build)
+
+
+# -- gradients that have no place in a bucket -----------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """A sparse gradient, a dense one, and one of a parameter that may be frozen, all with the same mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = nn.Embedding(1, 1, sparse=True, dtype=torch.float64)
+        self.dense, self.frozen = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.sparse(torch.tensor([0])).sum() + self.dense.sum() + self.frozen.sum()) * x
+
+    def gradients(self) -> list[float]:
+        return [0.0 if p.grad is None else float(p.grad.to_dense().sum()) for p in self.parameters()]
+
+
+def add_to_the_last(before: int) -> tuple[list[float], float]:
+    """A second backward in the last micro-batch of the window after ``before`` others, in which all are trained."""
+    model, rank = DistributedDataParallel(Beside()), choose_communicator().rank
+    for _ in range(before):
+        with model.accumulate(last=True):
+            model(1.0).backward()
+        model.zero_grad()
+    model.module.frozen.requires_grad_(True)
+    losses = [[rank + 1.0], [rank + 1.0, 10.0 * (rank + 1)]]
+    for number, row in enumerate(losses):
+        with model.accumulate(last=number == 1):
+            for value in row:
+                model(value).backward()
+    sums = [sum(rank + 1.0 for rank in range(choose_communicator().world_size)) * 12 / 2]
+    return model.module.gradients(), sums[0] / choose_communicator().world_size
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_a_second_backward_adds_to_means_outside_of_buckets(thread_ranks: ThreadRanks, before: int) -> None:
+    for gradients, mean in thread_ranks.run(add_to_the_last, before):
+        assert gradients == [pytest.approx(mean)] * 3
+
+
+def forget_to_zero(kind: str) -> str:
+    model = DistributedDataParallel(nn.Embedding(1, 1, sparse=True))
+    try:
+        for _ in range(2):
+            for last in (False, True):
+                with model.accumulate(last=last):
+                    model(torch.tensor([0])).sum().backward()
+                    if kind == "in mid-window" and not last:
+                        model.module.zero_grad()
+    except MisuseError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("kind", "words"), [("never", "still there"), ("in mid-window", "were zeroed")])
+def test_windows_of_sparse_gradients_are_watched_too(thread_ranks: ThreadRanks, kind: str, words: str) -> None:
+    for said in thread_ranks.run(forget_to_zero, kind):
+        assert words in said

@@ -67,6 +67,11 @@ class Arrangement:
         """Whether a parameter is trained here that was not when ranks last agreed on it."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
+    def outside(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients have no place in a bucket."""
+        sparse = [self.parameters[index] for index in self.layout.sparse]
+        return sparse + [parameter for parameter in self._frozen if parameter.requires_grad]
+
     def homeless(self) -> list[tuple[torch.Tensor, int]]:
         """The gradients of parameters that are trained here and have no place yet, and their versions.
 

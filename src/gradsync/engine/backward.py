@@ -69,7 +69,6 @@ class BackwardEngine:
         self.options = options
         self.parameters = list(parameters)
         self.communicator = options.communicator
-        self.window = Window(options.communicator)
         self.switches = Switches()
         self.forwards = Forwards()
         self.synchronizations = 0
@@ -77,6 +76,7 @@ class BackwardEngine:
         self.phases = Phases()
         self.pipeline = Pipeline(options.communicator, options.policy.reduction)
         self.arrangement = Arrangement(self.parameters, specs, _bucket_options(options))
+        self.window = Window(options.communicator, self.arrangement.outside)
         dtype = options.policy.accumulation_dtype
         self._precise = None if dtype is None else PreciseGradients(self.parameters, dtype)
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.chunk import gradients_of
 from gradsync.communicator import Communicator
 from gradsync.errors import MisuseError
 from gradsync.window.weights import Weights
@@ -31,8 +32,10 @@ class WindowState(enum.Enum):
 class Window:
     """The window of one synchronizer, over and over."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, outside: Callable[[], Sequence[torch.nn.Parameter]] = tuple) -> None:
         self._state = WindowState.CLOSED
+        # Parameters whose gradients have no place in a bucket.
+        self._outside = outside
         self.weights = Weights(communicator)
         self._witness = Witness()
         self._means = Witness()
@@ -65,7 +68,7 @@ class Window:
         else:
             self.weights.take_back_plain()
         if self.weights.counting:
-            self._witness.note(buckets)
+            self._witness.note(buckets, self._outside())
 
     def begin_synchronization(self) -> None:
         """What has accumulated is to be averaged, without a further backward."""
@@ -75,10 +78,10 @@ class Window:
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
         """The gradients are means now."""
         self._state = WindowState.SYNCHRONIZED
-        self._means.note(buckets)
+        self._means.note(buckets, self._outside())
         self.weights.learn()
         if self.weights.counting:
-            self._witness.note(buckets)
+            self._witness.note(buckets, self._outside())
             if not self.weights.in_block:
                 # A window that nobody has framed ends with its synchronization.
                 self.weights.reset()
@@ -91,7 +94,7 @@ class Window:
         """Go on in a window that was saved, whose gradients lie in the buckets again."""
         if accumulated:
             self._state = WindowState.UNSYNCHRONIZED
-            self._witness.note(buckets)
+            self._witness.note(buckets, self._outside())
 
     def close(self) -> None:
         """The optimizer steps."""
@@ -134,14 +137,15 @@ class Window:
     def changed_by_engine(self, buckets: Sequence[Bucket]) -> None:
         """The engine itself has scaled the means: that is no trace of anybody else."""
         if self._witness.has_changed:
-            self._witness.note(buckets)
+            self._witness.note(buckets, self._outside())
 
     def _require_untouched(self, *, continues: bool, late: bool) -> None:
         """The gradients are as the window's last backward left them; or gone, where the window only begins."""
         witness = self._witness
         if continues:
-            if witness.has_lost or (witness.has_changed and not late):
-                what = "zeroed" if witness.has_lost else "changed (zeroed in place, clipped or unscaled)"
+            lost = witness.has_lost_bucket if late else witness.has_lost
+            if lost or (witness.has_changed and not late):
+                what = "zeroed" if lost else "changed (zeroed in place, clipped or unscaled)"
                 raise MisuseError(
                     f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
                     "clip after the window's last backward; to give a window up, call discard()"
@@ -169,3 +173,6 @@ class Window:
         if factor is not None:
             for bucket in buckets:
                 bucket.payload.mul_(factor)
+            for gradient in gradients_of(self._outside()):
+                if gradient is not None:
+                    (gradient._values() if gradient.is_sparse else gradient).mul_(factor)
