@@ -166,3 +166,20 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(first_cause, "PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: Stuck(error))
     assert first_cause.first_cause(Stuck(True), "rank 1 fell") == "rank 1 fell"
+
+
+@pytest.mark.parametrize("in_circle", [False, True])
+def test_a_group_made_anew_at_the_same_store_hears_nothing_of_the_old_one(
+    monkeypatch: pytest.MonkeyPatch, in_circle: bool
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: store)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    for _ in range(2):
+        group, part = Stuck(True), Stuck(True)
+        if in_circle:
+            first_cause.Circle(group).take_in(part)
+        first_cause.begin_anew(part)
+        assert first_cause.first_cause(part, "rank 1 fell") == "rank 1 fell"
+        assert first_cause.first_cause(part, "rank 0 let go") == "rank 0 let go. Before that, rank 1 fell"

@@ -6,7 +6,6 @@ fails. All ranks must come to the right mean, or to one error that says what is 
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from gradsync import DistributedDataParallel, LayerDrop, MisuseError, PeerFailedError
-from gradsync.communicator import Communicator, choose_communicator
+from gradsync.communicator import choose_communicator
 from gradsync.engine.phase import Phase
 from tests.ranks import RankPool, Ranks, ThreadRanks
 
@@ -467,55 +466,7 @@ def test_gradients_that_are_only_looked_at_are_no_backward(ranks: Ranks) -> None
         assert seen == [expected] * 3
 
 
-# -- ballots that are read later, as on accelerators ------------------------------------------------------------------
-
-
-class SlowBallot:
-    """A ballot on its way to the host, which has not arrived before somebody waits for it."""
-
-    def __init__(self, ballot: torch.Tensor) -> None:
-        self._ballot = ballot.tolist()
-
-    def arrived(self) -> bool:
-        return False
-
-    def wait(self) -> list[float]:
-        return self._ballot
-
-
-@contextlib.contextmanager
-def read_later(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from gradsync.engine import pipeline
-
-    monkeypatch.setattr(pipeline, "DeferredBallot", SlowBallot)
-    monkeypatch.setattr(pipeline, "reads_at_once", lambda _: False)
-    yield
-
-
-def fail_unseen(wire: Communicator) -> list[str]:
-    """Rank 0 fails in window 1; the others hear of it at the latest when the next window is synchronized."""
-    model = DistributedDataParallel(Fused(), bucket_cap_mb=TINY, communicator=wire)
-    told = []
-    for window in range(8):
-        try:
-            model(number(1), window == 1 and wire.rank == 0).backward()
-            told.append("")
-        except Explosion:
-            told.append("exploded")
-        except PeerFailedError as error:
-            told.append(str(error))
-        model.zero_grad()
-    return told
-
-
-def test_no_ballot_goes_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    with read_later(monkeypatch):
-        first, other = ThreadRanks(2).run(lambda: fail_unseen(choose_communicator()))
-    assert first == ["", "exploded", *[""] * 6]
-    # They have gone on when they hear of it, at the end of their next window, which itself is well.
-    assert [bool(text) for text in other] == [False, False, True, False, False, False, False, False]
-    assert "rank 0" in other[2]
-    assert "step" in other[2]
+# -- failures on other ways -------------------------------------------------------------------------------------------
 
 
 def fail_before_the_model() -> list[str]:

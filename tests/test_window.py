@@ -657,6 +657,77 @@ def test_accumulation_dtype_must_be_wide(dtype: torch.dtype) -> None:
     ThreadRanks(1).run(build)
 
 
+def narrow_model() -> tuple[DistributedDataParallel, torch.nn.Parameter]:
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False).bfloat16(), accumulation_dtype=torch.float32)
+    return model, next(model.parameters())
+
+
+def forget_to_zero_narrow(kind: str) -> tuple[list[float], str]:
+    """Windows of which one begins with the means of the one before. ``kind``: what happened to these meanwhile."""
+    model, weight = narrow_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+    for window in range(3):
+        try:
+            for _ in model.accumulate(range(2)):
+                model(torch.ones(1, 1).bfloat16()).sum().backward()
+        except MisuseError as error:
+            return seen, str(error)
+        seen.append(float(weight.grad))
+        if kind == "clipped":
+            model.clip_grad_norm_(0.5)
+        if kind == "looked at":
+            model(torch.ones(1, 1).bfloat16())
+        optimizer.step()
+        if window == 0:
+            optimizer.zero_grad()
+    return seen, ""
+
+
+@pytest.mark.parametrize("kind", ["as they were", "clipped", "looked at"])
+def test_means_that_were_not_zeroed_are_noticed_in_a_wider_type_too(kind: str) -> None:
+    for seen, told in ThreadRanks(2).run(forget_to_zero_narrow, kind):
+        assert seen == [1.0, 1.0]
+        assert "zero_grad()" in told
+
+
+def backward_twice_narrow(again: bool) -> list[float]:
+    """Two backwards in the last micro-batch, of 1 and 2⁻⁹ times that: bfloat16 cannot hold the sum, nor half of it."""
+    model, weight = narrow_model()
+    seen = []
+    for _ in range(3):
+        for micro_batch in model.accumulate(range(2)):
+            output = model(torch.ones(1, 1).bfloat16()).sum()
+            output.backward(retain_graph=True)
+            if micro_batch == 1:
+                (model(torch.ones(1, 1).bfloat16()).sum() if again else output).mul(2**-9).backward()
+        seen.append(float(model.synchronizer.buckets[0].payload[0]))
+        assert weight.grad.dtype is torch.bfloat16
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same forward", "another forward"])
+def test_a_second_backward_adds_to_a_mean_that_was_narrowed(again: bool) -> None:
+    for seen in ThreadRanks(2).run(backward_twice_narrow, again):
+        assert seen == [1 + 2**-10] * 3
+
+
+def forward_before_the_step() -> tuple[str, float]:
+    model, weight = narrow_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    kinds: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: kinds.append(str(weight.grad.dtype)))
+    model(torch.ones(1, 1).bfloat16()).sum().backward()
+    model(torch.ones(1, 1).bfloat16())
+    optimizer.step()
+    return kinds[0], float(weight.grad)
+
+
+def test_a_forward_before_the_step_leaves_narrow_gradients() -> None:
+    assert ThreadRanks(2).run(forward_before_the_step) == [("torch.bfloat16", 1.0)] * 2
+
+
 # -- gradients that have no place in a bucket -----------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ class LossScaler:
         for synchronizer in self._accumulating():
             for bucket in synchronizer.buckets:
                 bucket.payload.mul_(after / before)
-            synchronizer.window.changed_by_engine(synchronizer.buckets)
+            synchronizer.window.changed_by_engine()
 
 
 class Precision:

@@ -11,7 +11,6 @@ import torch
 
 from gradsync.bucket.chunk import Chunk, Member
 from gradsync.bucket.layout import BucketPlan, ParameterSpec, Slot
-from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator
 
 __all__ = ["Bucket"]
@@ -138,16 +137,6 @@ class Bucket:
     def empty(self) -> list[int]:
         """Slots without a gradient of this rank."""
         return [chunk.first + slot for chunk in self.chunks for slot in chunk.empty]
-
-    @torch.no_grad()
-    def vote(self, failed_rank: int | None, requests: Requests) -> None:
-        """In the bucket that carries the ballot: whether this rank's backward has failed, and what it asks for."""
-        if self.plan.ballot:
-            self.ballot.zero_()
-            if failed_rank is not None:
-                self.ballot[failed_rank] = 1
-            for place in requests.marked:
-                self.ballot[place] = 1
 
     @torch.no_grad()
     def compact(self) -> None:

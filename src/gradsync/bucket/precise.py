@@ -3,11 +3,13 @@
 bfloat16 has eight bits of mantissa: the 256th micro-batch of equal size adds nothing to a sum of the other 255. With
 ``accumulation_dtype=torch.float32`` buckets are float32; during a window ``parameter.grad`` is float32 too, where
 autograd adds to it without rounding, and when the window is finished it holds the mean in the parameter's own dtype,
-for the optimizer. The wire carries float32: add a ``Cast`` reduction to send less.
+for the optimizer. A further backward goes on from the wide mean, unless somebody has written into the narrow one. The
+wire carries float32: add a ``Cast`` reduction to send less.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,19 +27,31 @@ class PreciseGradients:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._narrow = [parameter for parameter in parameters if parameter.dtype in NARROW]
+        self.parameters = [parameter for parameter in parameters if parameter.dtype in NARROW]
+        self.forget()
 
-    def widen(self) -> None:
-        """A backward begins: what autograd leaves, or adds to, is wide."""
-        for parameter in self._narrow:
+    def forget(self) -> None:
+        """Keep no mean alive: it is in use again, or buckets are about to go."""
+        self._means: dict[int, _Mean] = {}
+
+    def widen(self) -> bool:
+        """A backward begins: what autograd leaves, or adds to, is wide. True if a gradient was exchanged."""
+        exchanged = False
+        for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
                 parameter.grad_dtype = self.dtype
             elif gradient.dtype != self.dtype:
-                _exchange(parameter, gradient.to(self.dtype))
+                mean = self._means.get(id(parameter))
+                still_it = mean is not None and mean.narrow is gradient and mean.version == gradient._version
+                _exchange(parameter, mean.wide if mean is not None and still_it else gradient.to(self.dtype))
+                exchanged = True
+        self.forget()
+        return exchanged
 
-    def narrow(self, buckets: Sequence[Bucket]) -> None:
-        """The means are there: hand them to the optimizer."""
+    def narrow(self, buckets: Sequence[Bucket]) -> bool:
+        """The means are there: hand them to the optimizer. True if a gradient was exchanged."""
+        self.forget()
         for bucket in buckets:
             copies: dict[torch.dtype, list[torch.Tensor]] = {}
             for slot, parameter in enumerate(bucket.parameters):
@@ -45,16 +59,30 @@ class PreciseGradients:
                     continue
                 if parameter.dtype not in copies:
                     copies[parameter.dtype] = bucket.views_of(bucket.payload.to(parameter.dtype))
-                _exchange(parameter, copies[parameter.dtype][slot])
+                narrow = copies[parameter.dtype][slot]
+                _exchange(parameter, narrow)
+                self._means[id(parameter)] = _Mean(narrow, narrow._version, bucket.views[slot])
+        return bool(self._means)
 
-    def restore(self) -> None:
-        """Leave parameters as they were found."""
-        for parameter in self._narrow:
+    def restore(self) -> bool:
+        """Gradients have the dtype of their parameters again. True if one was exchanged."""
+        exchanged = False
+        for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
                 parameter.grad_dtype = parameter.dtype
             elif gradient.dtype != parameter.dtype:
                 _exchange(parameter, gradient.to(parameter.dtype))
+                exchanged = True
+        return exchanged
+
+
+class _Mean(NamedTuple):
+    """What the optimizer was handed, and what it was rounded from."""
+
+    narrow: torch.Tensor
+    version: int
+    wide: torch.Tensor
 
 
 def _exchange(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

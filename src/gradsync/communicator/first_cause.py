@@ -2,7 +2,8 @@
 
 A rank that fails lets go of its peers, who see it go, fail and let go of theirs: whoever sees a connection close does
 not know where that began. So the first rank that fails leaves a word in the store before it closes anything, and the
-others find it there. A store that does not answer is not waited for.
+others find it there. A store that does not answer is not waited for. It may outlive its groups: what was left there by
+those before is taken away when a group is made anew.
 """
 
 import threading
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Circle", "first_cause"]
+__all__ = ["Circle", "begin_anew", "first_cause"]
 
 # What a failure may take longer for that. A store answers in less than a thousandth of it, if it does.
 PATIENCE_SECONDS = 1.0
+KEY = "gradsync/failed"
 
 
 class Circle:
@@ -25,6 +27,11 @@ class Circle:
         self.group = group
         # Made on all ranks alike, so that it has the same number everywhere.
         _made[group] = self.number = _made.get(group, 0) + 1
+        _take_away(group, self.key)
+
+    @property
+    def key(self) -> str:
+        return f"{KEY}/{self.number}"
 
     def take_in(self, group: Any) -> None:
         _circles[group] = self
@@ -37,15 +44,35 @@ _circles: "weakref.WeakKeyDictionary[Any, Circle]" = weakref.WeakKeyDictionary()
 def first_cause(group: Any, story: str) -> str:
     """``story``, with what the first rank of ``group`` to fail has said, unless this is the first."""
     circle = _circles.get(group)
-    root, key = (group, "gradsync/failed") if circle is None else (circle.group, f"gradsync/failed/{circle.number}")
+    root, key = (group, KEY) if circle is None else (circle.group, circle.key)
 
     def ask() -> bytes:
-        store: Any = dist.distributed_c10d._get_process_group_store(root)
-        told: bytes = store.compare_set(key, "", story)
+        told: bytes = _store_of(root).compare_set(key, "", story)
         return told
 
     first = (_within(PATIENCE_SECONDS, ask) or b"").decode(errors="replace")
     return story if first in ("", story) or first in story else f"{story}. Before that, {first}"
+
+
+def begin_anew(group: Any) -> None:
+    """The first communicator over ``group`` is made: no word of an earlier group is one of this."""
+    if group not in _circles:
+        _take_away(group, KEY)
+
+
+def _take_away(group: Any, key: str) -> None:
+    """By one rank, before any can have failed: without it nobody gets as far as that."""
+
+    def ask() -> bytes:
+        _store_of(group).delete_key(key)
+        return b""
+
+    if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
+        _within(PATIENCE_SECONDS, ask)
+
+
+def _store_of(group: Any) -> Any:
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _within(seconds: float, ask: Callable[[], bytes]) -> bytes | None:

@@ -13,7 +13,9 @@ Each of it has a limit: a process that is to end ends.
 """
 
 import atexit
+import contextlib
 import ctypes
+import itertools
 import os
 import time
 import weakref
@@ -57,7 +59,8 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Callable[[], bool], tuple[torch.Tensor, ...]]] = {}
-        self._count = 0
+        # Ranks may be threads, and a number must be nobody else's.
+        self._numbers = itertools.count()
 
     def begin(self, is_done: Callable[[], bool], tensors: tuple[torch.Tensor, ...]) -> int:
         """Keep ``tensors`` until :meth:`end`, or until it is done and others have come."""
@@ -65,9 +68,9 @@ class UnderWay:
             for number, (ended, _) in list(self._tensors.items()):
                 if ended():
                     self.end(number)
-        self._count += 1
-        self._tensors[self._count] = (is_done, tensors)
-        return self._count
+        number = next(self._numbers)
+        self._tensors[number] = (is_done, tensors)
+        return number
 
     def end(self, number: int) -> None:
         self._tensors.pop(number, None)
@@ -93,7 +96,9 @@ def leave_all() -> None:
     """See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     for wire in list(_wires):
-        wire.leave(max(0.0, deadline - time.monotonic()))
+        # One that cannot must not keep the others from it.
+        with contextlib.suppress(Exception):
+            wire.leave(max(0.0, deadline - time.monotonic()))
     for tensor in (tensor for each in _under_way for tensor in each.left()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
     _let_gloo_settle()

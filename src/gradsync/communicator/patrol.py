@@ -64,11 +64,15 @@ class _Patrol:
         while True:
             self._has_work.wait()
             time.sleep(LOOK_SECONDS)
-            with self._lock:
-                for queue, seen in list(self._queues.items()):
-                    self._look(queue, seen)
-                if not self._queues:
-                    self._has_work.clear()
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        # By itself: a thread that sleeps must hold no queue, which would outlive its wire.
+        with self._lock:
+            for queue, seen in list(self._queues.items()):
+                self._look(queue, seen)
+            if not self._queues:
+                self._has_work.clear()
 
     def _look(self, queue: Queue, seen: object | None) -> None:
         first = queue.first()

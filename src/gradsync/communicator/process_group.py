@@ -15,7 +15,7 @@ from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective
-from gradsync.communicator.first_cause import first_cause
+from gradsync.communicator.first_cause import begin_anew, first_cause
 from gradsync.communicator.leaving import UnderWay, keep_for_good
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.reducing import combine_in_order
@@ -40,6 +40,8 @@ _under_way = keep_for_good(UnderWay())
 
 def fate_of(group: dist.ProcessGroup) -> Fate:
     """Communicators over one group fail together: it is out of step for all of them."""
+    if group not in _fates:
+        begin_anew(group)
     return _fates.setdefault(group, Fate())
 
 

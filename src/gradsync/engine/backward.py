@@ -27,6 +27,7 @@ rank that fails at the very end would otherwise have told nobody.
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -117,6 +118,8 @@ class BackwardEngine:
         # The old buckets go before new ones come: what holds them lets go first.
         self._hooks.remove()
         self.window.means_left_buckets()
+        if self._precise is not None:
+            self._precise.forget()
         self.pipeline.lay([])
         self.arrangement.build()
         tuner = self.options.tuner
@@ -203,7 +206,12 @@ class BackwardEngine:
     def expect_backward(self) -> None:
         """A backward is near: gradients of narrow parameters must come out wide. May be called any number of times."""
         if self._precise is not None:
-            self._precise.widen()
+            self.window.exchange(self._precise.widen, self.buckets, self._precise.parameters)
+
+    def expect_step(self) -> None:
+        """A step is near, and a forward may have run since the means came: the optimizer gets narrow ones."""
+        if self._precise is not None:
+            self.window.exchange(self._precise.restore, self.buckets, self._precise.parameters)
 
     def _begin(self, *, late: bool = False) -> None:
         self.require_whole()
@@ -325,7 +333,7 @@ class BackwardEngine:
         self._leave_synchronization(Phase.IDLE)
         self.window.synchronized(self.buckets)
         if self._precise is not None and self.window.finished:
-            self._precise.narrow(self.buckets)
+            self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)
             self.window.means_left_buckets()
         if self.observer is not None:
             self.observer.synchronization_finished()

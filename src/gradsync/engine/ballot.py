@@ -7,25 +7,22 @@ import torch
 from gradsync.bucket.requests import Requests
 from gradsync.errors import PeerFailedError
 
-__all__ = ["DeferredBallot", "raise_for"]
+__all__ = ["mark_ballot", "raise_for", "raise_for_some"]
+
+STEPPED = (
+    " An optimizer step since then has used them, and parameters may differ over ranks by now: go on from the last "
+    "checkpoint."
+)
 
 
-class DeferredBallot:
-    """The ballot of an accelerator's bucket, on its way to the host while backward goes on."""
-
-    def __init__(self, ballot: torch.Tensor) -> None:
-        self._copy = torch.empty(ballot.shape, dtype=ballot.dtype, pin_memory=True)
-        self._copy.copy_(ballot, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def arrived(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> list[float]:
-        self._event.synchronize()
-        ballot: list[float] = self._copy.tolist()
-        return ballot
+@torch.no_grad()
+def mark_ballot(ballot: torch.Tensor, failed_rank: int | None, requests: Requests) -> None:
+    """Write down whether this rank's backward has failed, and what it asks for."""
+    ballot.zero_()
+    if failed_rank is not None:
+        ballot[failed_rank] = 1
+    for place in requests.marked:
+        ballot[place] = 1
 
 
 def raise_for(ballot: Sequence[float], *, late: bool = False) -> None:
@@ -33,12 +30,19 @@ def raise_for(ballot: Sequence[float], *, late: bool = False) -> None:
     failed = [rank for rank, vote in enumerate(ballot[: -Requests.PLACES]) if vote > 0]
     if failed:
         names = ", ".join(f"rank {rank}" for rank in failed)
-        stepped = (
-            " An optimizer step since then has used them: go on from the last checkpoint, or accept one bad step."
-            if late
-            else ""
-        )
         raise PeerFailedError(
-            f"the backward of {names} failed, so these gradients are not the mean over all ranks.{stepped} See the "
-            "error there; call zero_grad() before the next backward"
+            f"the backward of {names} failed, so these gradients are not the mean over all ranks.{STEPPED * late} See "
+            "the error there; call zero_grad() before the next backward"
         )
+
+
+def raise_for_some(requests: Requests, *, late: bool = False) -> None:
+    """Where ranks read requests only if they have some: raise unless all have asked for the same."""
+    if requests.unanimous:
+        return
+    what = "train a parameter that was frozen before" if requests.trained else "count the micro-batches of a window"
+    raise PeerFailedError(
+        f"some ranks {what} and others do not. On an accelerator these do not hear of it in time, so gradients are not "
+        f"the mean over all ranks.{STEPPED * late} Do it on all ranks in the same window, and call zero_grad() before "
+        "the next backward"
+    )

@@ -21,7 +21,7 @@ def clip_norm(
     wholes = list(_wholes(parameters, synchronizers, norm_type))
     total = clip_gradients(wholes, max_norm, norm_type, error_if_nonfinite)
     for synchronizer in synchronizers:
-        synchronizer.window.changed_by_engine(synchronizer.buckets)
+        synchronizer.window.changed_by_engine()
     return total
 
 

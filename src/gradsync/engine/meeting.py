@@ -98,9 +98,10 @@ class Meeting:
         pipeline.flush()
         correction = weights.finish(self.divisor)
         pipeline.finish(correction=correction, norms=norms)
-        if not contributes:
-            # A rank without gradients knows least, and has nothing else to do than to wait.
-            pipeline.await_requests()
+        sparse = bool(self._arrangement.layout.sparse)
+        if sparse or pipeline.requests or not contributes:
+            # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
+            pipeline.await_requests(by_all=sparse)
         if pipeline.requests.weights:
             uncounted = contributes and not weights.counting
             correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted)

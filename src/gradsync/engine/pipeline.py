@@ -18,10 +18,11 @@ import torch
 
 from gradsync.bucket import Bucket
 from gradsync.bucket.chunk import LATE_REMEDY, Chunk
+from gradsync.bucket.host_copy import HostCopy, reads_at_once
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator, Handle
-from gradsync.engine.ballot import DeferredBallot, raise_for
+from gradsync.engine.ballot import mark_ballot, raise_for, raise_for_some
 from gradsync.engine.observer import Observers
 from gradsync.errors import LateGradientError, PeerFailedError
 from gradsync.reduction import Reduction
@@ -62,7 +63,9 @@ class Pipeline:
         self.division = Division(divisor=float(communicator.world_size))
         # What this rank asks for in the ballot of the running synchronization.
         self.requests = Requests()
-        self._deferred_ballot: DeferredBallot | None = None
+        # Where there is no bucket, for want of dense gradients, the ballot travels alone.
+        self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
+        self._unread_ballot: HostCopy | None = None
         self.reduce_with(reduction)
         self.lay([])
 
@@ -114,7 +117,16 @@ class Pipeline:
     @property
     def complete(self) -> bool:
         """Whether all buckets have been finished, so that no rank waits for another any more."""
-        return self._finished == len(self.buckets)
+        return self._finished == len(self.buckets) and (bool(self.buckets) or self._tails_sent)
+
+    @property
+    def _tails_apart(self) -> bool:
+        """Whether tails, and with them the ballot, are sent by themselves."""
+        return not self.buckets or not self.reduction.carries_tail
+
+    @property
+    def _ballot(self) -> torch.Tensor:
+        return self.buckets[-1].ballot if self.buckets else self._lone_ballot
 
     # -- stop 3: during backward ---------------------------------------------------------------------------------
 
@@ -180,7 +192,7 @@ class Pipeline:
         if bucket.absent:
             bucket.compact()
         if bucket.plan.ballot:
-            bucket.vote(self._failed_rank, self.requests)
+            self._vote()
         if not bucket.absent or bucket.has_wire:
             handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
             if LOGGER.isEnabledFor(logging.DEBUG):
@@ -217,7 +229,7 @@ class Pipeline:
 
         ``correction`` is what means are multiplied with that were computed before the divisor was known.
         """
-        if not self.reduction.carries_tail:
+        if self._tails_apart:
             self._exchange_tails()
         for bucket, handle in self._pending:
             # The windows in which gradients are counted anyway find out whether the wire shows.
@@ -247,7 +259,7 @@ class Pipeline:
             # It may have failed before ranks had agreed on what to divide by.
             self.divide(self.division)
             self.flush()
-            if not self.reduction.carries_tail and not self._tails_sent:
+            if self._tails_apart and not self._tails_sent:
                 self._exchange_tails()
         for bucket, handle in self._pending:
             # One that fails must not keep the others from being waited for: they still write into the buckets.
@@ -272,9 +284,9 @@ class Pipeline:
         """
         for bucket, handle in self._pending:
             self._wait(bucket, handle)
-        self.buckets[-1].vote(self._failed_rank, self.requests)
+        self._vote()
         self._tails_sent = True
-        tails = [bucket.tail for bucket in self.buckets]
+        tails = [bucket.tail for bucket in self.buckets] or [self._lone_ballot]
         shared = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
         self.communicator.all_reduce(shared).wait()
         for tail, summed in zip(tails, shared.split([tail.numel() for tail in tails]), strict=True):
@@ -286,44 +298,40 @@ class Pipeline:
         for bucket in self.buckets:
             bucket.payload.mul_(correction)
 
-    # -- what other ranks say ------------------------------------------------------------------------------------
+    # -- what ranks say of themselves ----------------------------------------------------------------------------
+
+    def _vote(self) -> None:
+        mark_ballot(self._ballot, self._failed_rank, self.requests)
 
     def _read_ballot(self) -> None:
-        if not self.buckets:
-            return
-        ballot = self.buckets[-1].ballot
+        ballot = self._ballot
         if reads_at_once(ballot.device):
             votes = ballot.tolist()
             raise_for(votes)
             self.requests = Requests.read(votes)
         else:
-            self._deferred_ballot = DeferredBallot(ballot)
+            self._unread_ballot = HostCopy(ballot)
 
-    def await_requests(self) -> None:
-        """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did."""
-        if self._deferred_ballot is not None:
-            ballot, self._deferred_ballot = self._deferred_ballot.wait(), None
+    def await_requests(self, *, by_all: bool) -> None:
+        """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did.
+
+        Unless this is done ``by_all``, others may not know, and no more is possible than what all have asked for.
+        """
+        if self._unread_ballot is not None:
+            ballot, self._unread_ballot = self._unread_ballot.wait(), None
             raise_for(ballot)
             self.requests = Requests.read(ballot)
-
-    def check_deferred(self) -> None:
-        """Raise if an earlier synchronization on an accelerator turns out to have failed. Never waits."""
-        if self._deferred_ballot is not None and self._deferred_ballot.arrived():
-            error = self.late_failure()
-            if error is not None:
-                raise error
+            if not by_all:
+                raise_for_some(self.requests)
 
     def late_failure(self) -> PeerFailedError | None:
-        """As :meth:`check_deferred`, but waits: at a point that all ranks reach, before there is another ballot."""
-        if self._deferred_ballot is not None:
-            ballot, self._deferred_ballot = self._deferred_ballot.wait(), None
+        """What the last ballot said, if nobody has read it. Called where all ranks come by, before there is another:
+        a rank that raised at a time of its own would be a window behind the others."""
+        if self._unread_ballot is not None:
+            ballot, self._unread_ballot = self._unread_ballot.wait(), None
             try:
                 raise_for(ballot, late=True)
+                raise_for_some(Requests.read(ballot), late=True)
             except PeerFailedError as error:
                 return error
         return None
-
-
-def reads_at_once(device: torch.device) -> bool:
-    """Whether the host may read what came over the wire: on an accelerator it would stop, and run ahead no more."""
-    return device.type == "cpu"

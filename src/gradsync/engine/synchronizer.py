@@ -142,7 +142,6 @@ class Synchronizer:
         engine = self.engine
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
-        engine.pipeline.check_deferred()
         engine.forwards.begin()
         engine.expect_backward()
 
@@ -254,10 +253,10 @@ class Synchronizer:
         if engine.phases.busy:
             engine.recover()
         engine.require_whole()
-        engine.pipeline.check_deferred()
         self.finish_last()
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
+        engine.expect_step()
         self.window.close()
 
     def _before_unsynchronized_step(self) -> None:

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from gradsync.bucket.host_copy import HostCopy, reads_at_once
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError, MisuseError
 
@@ -79,6 +80,8 @@ class Weights:
         # The same on all ranks; None before the first window. See [Note: who counts].
         self._last_window_counted: bool | None = None
         self._pending: Handle | None = None
+        # The message of the window before, on an accelerator.
+        self._unread: HostCopy | None = None
         self._forget_sums()
         self.reset()
 
@@ -236,6 +239,9 @@ class Weights:
         ``uncounted``: this rank has gradients in the window that no backward of it has counted.
         """
         self._forget_sums()
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            _refuse_mixed_ranks(*unread.wait()[1:], late=True)
         if self.deferred or self._last_window_counted is False:
             return
         self._send(uncounted=uncounted)
@@ -282,12 +288,13 @@ class Weights:
         """
         if self._message is None:
             return None
-        if self._message.device.type == "cpu":
+        if reads_at_once(self._message.device):
             self._read()
         elif self._total is None:
-            # Reading it would stop the host. Ranks that mix are found in the first window, which is read.
+            # Reading it would stop the host. Ranks that mix are found when the next window begins.
             self._wait()
             self._total = self._message[0]
+            self._unread = HostCopy(self._message)
         self._note_agreed()
         world_size = float(self._communicator.world_size)
         expected = world_size if self.expected is None else self.expected
@@ -345,18 +352,23 @@ class Weights:
         self._wait()
         total, weighted, plain, uncounted = self._message.tolist()
         self._total = float(total)
-        if weighted and (plain or uncounted):
-            raise MisuseError(
-                "some ranks gave weights to the backwards of this window and some did not, so there is no right "
-                "mean. Pass weight= on all ranks, or on none"
-            )
-        if plain and uncounted:
-            raise MisuseError(
-                "some ranks ran the backwards of this window inside accumulate() or through model.backward(), which "
-                "count them, and some did not, so there is no right mean. Frame the micro-batches on all ranks, or on "
-                "none"
-            )
+        _refuse_mixed_ranks(weighted, plain, uncounted)
         return self._total
+
+
+def _refuse_mixed_ranks(weighted: float, plain: float, uncounted: float, *, late: bool = False) -> None:
+    """Raise if ranks count in different ways. ``late``: in the window before, of which only now is known."""
+    window = "the window before, whose gradients an optimizer may have used since," if late else "this window"
+    if weighted and (plain or uncounted):
+        raise MisuseError(
+            f"some ranks gave weights to the backwards of {window} and some did not, or ran one first that reaches no "
+            "parameter, so there is no right mean. Pass weight= on all ranks, or on none"
+        )
+    if plain and uncounted:
+        raise MisuseError(
+            f"some ranks ran the backwards of {window} inside accumulate() or through model.backward(), which count "
+            "them, and some did not, so there is no right mean. Frame the micro-batches on all ranks, or on none"
+        )
 
 
 def _on(device: torch.device, numbers: tuple[float, ...]) -> torch.Tensor:

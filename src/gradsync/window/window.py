@@ -134,10 +134,18 @@ class Window:
         """Whether gradients, if there are any, are the means of the whole window."""
         return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
 
-    def changed_by_engine(self, buckets: Sequence[Bucket]) -> None:
+    def changed_by_engine(self) -> None:
         """The engine itself has scaled the means: that is no trace of anybody else."""
         if self._witness.has_changed:
-            self._witness.note(buckets, self._outside())
+            self._witness.renew()
+
+    def exchange(
+        self, exchange: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        """The engine puts other gradients of ``parameters`` in the place of theirs. Nor is that."""
+        unchanged = self._witness.is_unchanged
+        if exchange() and unchanged:
+            self._witness.note(buckets, [*self._outside(), *parameters])
 
     def _require_untouched(self, *, continues: bool, late: bool) -> None:
         """The gradients are as the window's last backward left them; or gone, where the window only begins."""

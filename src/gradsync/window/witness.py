@@ -44,6 +44,10 @@ class Witness:
             if gradient is not None:
                 self._seen.append(_Seen(parameter, gradient, gradient, gradient._version))
 
+    def renew(self) -> None:
+        """Take what has been written since for the engine's own doing."""
+        self._seen = [each._replace(version=each.memory._version) for each in self._seen]
+
     def forget(self) -> None:
         self._seen = []
 

@@ -1,0 +1,193 @@
+"""What ranks tell each other in the ballot: where there is no bucket to carry it, and where it is read a window later.
+
+On an accelerator the host does not wait for what it could read. Here ballots of the CPU are held back in the same way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
+from gradsync.communicator import choose_communicator
+from tests.ranks import Ranks, ThreadRanks
+
+pytestmark = pytest.mark.timeout(60)
+
+in_threads_and_processes = pytest.mark.parametrize(
+    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
+)
+
+
+class Explosion(Exception):  # noqa: N818 (it is thrown by a test)
+    pass
+
+
+class Fuse(torch.autograd.Function):
+    """Raises in its backward, where it is lit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lit: bool) -> torch.Tensor:
+        ctx.lit = lit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.lit:
+            raise Explosion("in backward")
+        return grads[0], None
+
+
+class Words(nn.Module):
+    """A table of two words with sparse gradients, which is all there is, or together with a number."""
+
+    def __init__(self, with_number: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 1, sparse=True, dtype=torch.float64)
+        nn.init.constant_(self.table.weight, 0.5)
+        self.number = nn.Parameter(torch.ones((), dtype=torch.float64)) if with_number else 1.0
+
+    def forward(self, x: float, lit: bool) -> torch.Tensor:
+        return Fuse.apply(self.table(torch.tensor([0, 1])) * self.number, lit).sum() * x
+
+
+def train(batches: int, work: Callable[[DistributedDataParallel, int], torch.Tensor], module: nn.Module) -> list[str]:
+    """What each batch came to: the gradient of the first parameter, or the error."""
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    came = []
+    for batch in range(batches):
+        try:
+            work(model, batch).backward()
+            optimizer.step()
+            gradient = next(model.parameters()).grad
+            came.append("none" if gradient is None else str(float(gradient.to_dense().view(-1)[0])))
+        except (Explosion, PeerFailedError, MisuseError) as error:
+            came.append(f"{type(error).__name__}: {error}")
+        model.zero_grad()
+    return came
+
+
+def fail_once(with_number: bool, at: int) -> list[str]:
+    rank = choose_communicator().rank
+    return train(6, lambda model, batch: model(batch + 1.0, batch == at and rank == 0), Words(with_number))
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("at", [0, 1, 2, 4])
+def test_a_failure_is_told_where_there_are_no_buckets(ranks: Ranks, at: int) -> None:
+    first, *others = ranks.run(fail_once, False, at)
+    means = [str(batch + 1.0) for batch in range(6)]
+    assert [*first[:at], *first[at + 1 :]] == [*means[:at], *means[at + 1 :]]
+    assert first[at].startswith("Explosion")
+    for came in others:
+        assert came[:at] + came[at + 1 :] == means[:at] + means[at + 1 :]
+        assert "the backward of rank 0 failed" in came[at]
+
+
+# -- ballots that are read later, as on accelerators ------------------------------------------------------------------
+
+
+class Unread:
+    """Numbers on their way to the host, which have not arrived before somebody waits for them."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers.tolist()
+
+    def wait(self) -> list[float]:
+        return self._numbers
+
+
+@pytest.fixture
+def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradsync.engine import pipeline
+    from gradsync.window import weights
+
+    for module in (pipeline, weights):
+        monkeypatch.setattr(module, "HostCopy", Unread)
+        monkeypatch.setattr(module, "reads_at_once", lambda _: False)
+
+
+class Numbers(nn.Module):
+    """Two numbers; the second is frozen to begin with. The fuse burns between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2))
+        self.second.requires_grad_(False)
+
+    def forward(self, x: float, lit: bool = False) -> torch.Tensor:
+        return self.first * Fuse.apply(self.second * x, lit)
+
+
+def fail_unseen() -> list[str]:
+    rank = choose_communicator().rank
+    return train(8, lambda model, batch: model(1.0, batch == 1 and rank == 0), Numbers().requires_grad_(True))
+
+
+def test_no_ballot_goes_unread(read_later: None) -> None:
+    first, other = ThreadRanks(2).run(fail_unseen)
+    assert first[1].startswith("Explosion")
+    # They have gone on when they hear of it, at the end of their next window, which itself is well.
+    assert "rank 0" in other[2]
+    assert "step" in other[2]
+    assert [*first[:1], *first[2:]] == other[:2] + other[3:] == ["1.0"] * 7
+
+
+def test_collectives_after_the_buckets_wait_for_the_ballot(read_later: None) -> None:
+    """A rank that has failed takes no part in those that gather sparse gradients."""
+    for with_number in (True, False):
+        first, other = ThreadRanks(2).run(fail_once, with_number, 2)
+        assert first[2].startswith("Explosion")
+        assert "the backward of rank 0 failed" in other[2]
+        assert first[:2] + first[3:] == other[:2] + other[3:] == ["1.0", "2.0", "4.0", "5.0", "6.0"]
+
+
+def thaw(on: tuple[int, ...]) -> list[str]:
+    """From the fourth window on these ranks train a further parameter."""
+    rank = choose_communicator().rank
+
+    def work(model: DistributedDataParallel, batch: int) -> torch.Tensor:
+        model.module.second.requires_grad_(batch >= 3 and rank in on)
+        return model(rank + 1.0)
+
+    return train(6, work, Numbers())
+
+
+def test_what_all_ranks_ask_for_is_done(read_later: None) -> None:
+    assert ThreadRanks(2).run(thaw, (0, 1)) == [["1.5"] * 6] * 2
+
+
+def test_what_some_ranks_ask_for_is_refused_on_all(read_later: None) -> None:
+    """Nobody waits for a rank that has not heard of it."""
+    asking, other = ThreadRanks(2).run(thaw, (0,))
+    assert asking[:3] == other[:3] == ["1.5"] * 3
+    assert "some ranks train a parameter that was frozen before and others do not" in asking[3]
+    assert other[3] == "1.5"
+    assert "go on from the last checkpoint" in other[4]
+
+
+def mix_weights() -> list[str]:
+    """Windows with weights, but rank 1 gives none in the third."""
+    wire = choose_communicator()
+    model, said = DistributedDataParallel(Numbers()), []
+    for window in range(5):
+        try:
+            loss = model(wire.rank + 1.0)
+            if window == 2 and wire.rank == 1:
+                loss.backward()
+            else:
+                model.backward(loss, weight=wire.rank + 1)
+            said.append(str(round(float(model.module.first.grad), 9)))
+        except (MisuseError, PeerFailedError) as error:
+            said.append(str(error))
+        model.zero_grad()
+    return said
+
+
+def test_ranks_that_mix_are_told_in_the_next_window(read_later: None) -> None:
+    for said in ThreadRanks(2).run(mix_weights):
+        assert [said[0], said[1], said[4]] == [str(round(5 / 3, 9))] * 3
+        assert "some ranks gave weights to the backwards of the window before" in said[3]
