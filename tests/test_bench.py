@@ -325,7 +325,8 @@ def test_a_scenario_from_its_ranks_to_its_report(tmp_path: Path) -> None:
     for variant, taken in record.samples.items():
         assert sorted(taken) == [0, 1]
         assert all(sample.seconds > 0 for sample in taken.values()), variant
-    assert record.sent("DDP stock") > record.sent("no wrapper")
+    # The counters are the machine's, on which others may send, too; but these bytes are among them.
+    assert record.sent("DDP stock") >= 4 * (8 * 8 + 8 + 8 + 1)
     config = outcome.folder.config
     assert {"machine", "versions", "seeds", "commit", "command"} <= set(config)
     page = (outcome.folder.path / REPORT).read_text()
