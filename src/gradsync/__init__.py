@@ -21,6 +21,7 @@ from gradsync.errors import (
     WireLostError,
 )
 from gradsync.layer_drop import LayerDrop
+from gradsync.sharded import ShardedOptimizer
 from gradsync.timeline import Timeline
 from gradsync.version import __version__
 
@@ -36,6 +37,7 @@ __all__ = [
     "MismatchError",
     "MisuseError",
     "PeerFailedError",
+    "ShardedOptimizer",
     "SyncPolicy",
     "Timeline",
     "WireLostError",

@@ -21,6 +21,8 @@ class _ForwardHooks:
         self._attachment = attachment
 
     def before(self, module: nn.Module, args: Any) -> None:
+        if self._attachment is not None:
+            self._attachment.synchronizer.before_forward(module)
         if self._attachment is not None and torch.is_grad_enabled():
             self._attachment.replica.require_unchanged()
             self._attachment.synchronizer.begin_forward()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
+from gradsync.engine.compiling import compiler_here
 from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction
@@ -186,6 +187,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward will average the gradients."""
+        self.synchronizer.before_forward(self.module, compiler_here())
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         # Where ranks may be threads, what belongs to the whole process is left alone.
         with nullcontext() if self.process_group is None else self._inside_ddp_forward():

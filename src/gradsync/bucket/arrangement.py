@@ -45,6 +45,8 @@ class Arrangement:
         self.buckets: list[Bucket] = []
         self.places: list[Place | None] = [None] * len(parameters)
         self.taken: set[int] = set()
+        # Into how many parts buckets are shared out.
+        self.shares = 1
         # The one place that knows how large buckets may be: the tuner and a loaded state change it.
         self.caps = options.caps
         self._specs = specs
@@ -187,7 +189,8 @@ class Arrangement:
 
     def _plan(self, caps: BucketCaps) -> BucketLayout:
         trained = [index for index in self.order.order if self._trainable[index]]
-        return plan_layout(self._specs, trained, caps, ballot=self._communicator.world_size + Requests.PLACES)
+        ballot = self._communicator.world_size + Requests.PLACES
+        return plan_layout(self._specs, trained, caps, ballot=ballot, shares=self.shares)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
         """After a change in the middle of a backward: what had landed has landed here too."""

@@ -7,7 +7,7 @@ is computed by the same operation: a run that is resumed clips by the same bits 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,16 @@ from gradsync.bucket.bucket import Bucket
 from gradsync.bucket.chunk import gradients_of
 from gradsync.errors import ConfigurationError, MisuseError
 
-__all__ = ["BucketNorms", "checked_norm", "clip_gradients", "combine_norms", "is_whole", "norm_of", "require_means"]
+__all__ = [
+    "BucketNorms",
+    "checked_norm",
+    "clip_gradients",
+    "combine_norms",
+    "is_whole",
+    "norm_of",
+    "own_parts",
+    "require_means",
+]
 
 
 class BucketNorms:
@@ -55,6 +64,21 @@ def is_whole(bucket: Bucket, gradients: Iterable[torch.Tensor | None]) -> bool:
     return all(gradient is view for gradient, view in zip(gradients, bucket.views, strict=True))
 
 
+def own_parts(bucket: Bucket, meant: Collection[int], rank: int) -> list[torch.Tensor]:
+    """What ``rank`` has, in its share, of the gradients of those parameters whose identities are ``meant``."""
+    first, end = rank * bucket.plan.share, (rank + 1) * bucket.plan.share
+    payload = bucket.wire[: bucket.plan.payload]
+    present = [id(parameter) in meant and parameter.grad is not None for parameter in bucket.parameters]
+    if all(present):
+        return [payload[first:end]]
+    ranges = [
+        (max(first, slot.offset), min(end, slot.offset + slot.numel))
+        for slot, is_meant in zip(bucket.plan.slots, present, strict=True)
+        if is_meant
+    ]
+    return [payload[start:stop] for start, stop in ranges if start < stop]
+
+
 def norm_of(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     """In float32 at least: the squares of a million bfloat16 numbers do not fit into one."""
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
@@ -72,19 +96,20 @@ def combine_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tens
 
 @torch.no_grad()
 def clip_gradients(
-    wholes: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+    wholes: Iterable[tuple[Sequence[torch.Tensor], torch.Tensor]],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale tensors together so that their norm is at most ``max_norm``. Returns the norm before.
 
-    ``wholes`` are tensors with their norms where these are known. The host does not wait for a GPU.
+    ``wholes`` are tensors with the norm of them. The host does not wait for a GPU.
     """
-    tensors, norms = [], []
-    for tensor, known in wholes:
-        tensors.append(tensor)
-        norms.append(norm_of(tensor, norm_type) if known is None else known)
+    tensors: list[torch.Tensor] = []
+    norms = []
+    for several, norm in wholes:
+        tensors.extend(several)
+        norms.append(norm)
     total = combine_norms(norms, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(

@@ -49,6 +49,7 @@ from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.phase import Phase, Phases, Switches
 from gradsync.engine.pipeline import Pipeline
 from gradsync.engine.ready_hooks import ReadyHooks
+from gradsync.engine.sharing import Sharing
 from gradsync.engine.sparse_reduction import SparseGradients
 from gradsync.engine.turns import Turns
 from gradsync.errors import MisuseError
@@ -85,6 +86,8 @@ class BackwardEngine:
         self._turns = Turns(self, options.communicator)
         self._meeting = Meeting(self.arrangement, self.pipeline, self.window.weights, self._sparse)
         self._norms: BucketNorms | None = None
+        # Who has the buckets while no backward runs, where each rank has a share of them.
+        self.sharing = Sharing(options.communicator)
         # Whether backwards have come that no output told of: then gradients are counted, always.
         self._unwatched = False
         # The weight of the running backward has been counted.
@@ -117,21 +120,27 @@ class BackwardEngine:
         """Make the buckets, or make them anew, between two windows or before the first bucket of one starts."""
         # The old buckets go before new ones come: what holds them lets go first.
         self._hooks.remove()
+        self.sharing.take_back(self.buckets)
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()
         self.pipeline.lay([])
+        reduction = self.pipeline.reduction
+        self.arrangement.shares = self.communicator.world_size if reduction.scatters else 1
         self.arrangement.build()
         tuner = self.options.tuner
         if self.observer is not None and tuner is not None and tuner.finished:
             self.observer = self.observer.without(tuner)
         self.pipeline.lay(self.arrangement.buckets, self.observer)
-        self.pipeline.reduction.rebuilt(self.arrangement.layout)
+        reduction.rebuilt(self.arrangement.layout)
+        if self.sharing.tenant is not None:
+            self.sharing.tenant.moved(self.buckets)
         self._hooks.register(self.arrangement.places, counting=True)
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows."""
         self.pipeline.reduce_with(reduction)
+        self._norms = None
         self.build()
 
     def divide_by(self, ranks: int) -> None:
@@ -195,6 +204,7 @@ class BackwardEngine:
     def announced(self) -> Iterator[None]:
         """A backward that was counted already runs in here."""
         self.require_whole()
+        self.sharing.take_back(self.buckets)
         self.window.begin_backward(self.buckets)
         self.expect_backward()
         self._announced = True
@@ -210,11 +220,12 @@ class BackwardEngine:
 
     def expect_step(self) -> None:
         """A step is near, and a forward may have run since the means came: the optimizer gets narrow ones."""
-        if self._precise is not None:
+        if self._precise is not None and not self.pipeline.reduction.scatters:
             self.window.exchange(self._precise.restore, self.buckets, self._precise.parameters)
 
     def _begin(self, *, late: bool = False) -> None:
         self.require_whole()
+        self.sharing.take_back(self.buckets)
         if not self._announced:
             self.window.weights.add_plain()
             self.window.begin_backward(self.buckets, late=late)
@@ -233,6 +244,7 @@ class BackwardEngine:
 
     def _become_synchronizing(self) -> None:
         self.phases.enter(Phase.SYNCHRONIZING)
+        self.sharing.take_back(self.buckets)
         leads = self._turns.take_lead()
         if leads:
             self._meet()
@@ -332,9 +344,12 @@ class BackwardEngine:
         self.arrangement.window_finished(self._hooks.arrivals)
         self._leave_synchronization(Phase.IDLE)
         self.window.synchronized(self.buckets)
-        if self._precise is not None and self.window.finished:
+        scatters = self.pipeline.reduction.scatters
+        if self._precise is not None and self.window.finished and not scatters:
             self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)
             self.window.means_left_buckets()
+        if scatters:
+            self.sharing.hand_out(self.buckets)
         if self.observer is not None:
             self.observer.synchronization_finished()
         self._meeting.raise_late()
@@ -396,6 +411,7 @@ class BackwardEngine:
         if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self._told):
             return
         try:
+            self.sharing.take_back(self.buckets, worthless=True)
             if self.phase is not Phase.SYNCHRONIZING:
                 self._become_synchronizing()
         finally:

@@ -1,12 +1,12 @@
 """Clipping what synchronizers have averaged: whole buckets where all of them is meant, else single gradients."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
 from gradsync.bucket.chunk import gradients_of
-from gradsync.bucket.norm import clip_gradients, is_whole, require_means
+from gradsync.bucket.norm import clip_gradients, combine_norms, is_whole, norm_of, own_parts, require_means
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 
 __all__ = ["clip_norm", "require_means_of", "synchronizers_of"]
@@ -18,8 +18,7 @@ def clip_norm(
     """Scale gradients so that the norm of all of them together is at most ``max_norm``; returns the norm before."""
     synchronizers = synchronizers_of(parameters)
     require_means_of(synchronizers)
-    wholes = list(_wholes(parameters, synchronizers, norm_type))
-    total = clip_gradients(wholes, max_norm, norm_type, error_if_nonfinite)
+    total = clip_gradients(_wholes(parameters, synchronizers, norm_type), max_norm, norm_type, error_if_nonfinite)
     for synchronizer in synchronizers:
         synchronizer.window.changed_by_engine()
     return total
@@ -38,13 +37,18 @@ def synchronizers_of(parameters: Iterable[torch.Tensor]) -> list[Synchronizer]:
     return list(found.values())
 
 
-def _wholes(
-    parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer], norm_type: float
-) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Whole buckets, where all their gradients are meant; single gradients otherwise."""
+Whole = tuple[Sequence[torch.Tensor], torch.Tensor]
+
+
+def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer], norm_type: float) -> Iterator[Whole]:
+    """Whole buckets, where all their gradients are meant; single gradients otherwise. Each with its norm."""
     meant = {id(parameter) for parameter in parameters}
     covered: set[int] = set()
     for synchronizer in synchronizers:
+        if synchronizer.reduction.scatters:
+            covered.update(id(parameter) for bucket in synchronizer.buckets for parameter in bucket.parameters)
+            yield _shares(meant, synchronizer, norm_type)
+            continue
         norms = synchronizer.engine.norms(norm_type)
         for bucket in synchronizer.buckets:
             inside = [id(parameter) for parameter in bucket.parameters]
@@ -53,8 +57,22 @@ def _wholes(
             known = norms.of(bucket)
             if known is not None or is_whole(bucket, gradients_of(bucket.parameters)):
                 covered.update(inside)
-                yield bucket.payload, known
+                yield [bucket.payload], norm_of(bucket.payload, norm_type) if known is None else known
     for parameter in parameters:
         if id(parameter) not in covered and parameter.grad is not None:
             gradient = parameter.grad
-            yield (gradient.coalesce()._values() if gradient.is_sparse else gradient), None
+            values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+            yield [values], norm_of(values, norm_type)
+
+
+def _shares(meant: set[int], synchronizer: Synchronizer, norm_type: float) -> Whole:
+    """What this rank has of the gradients, with the norm of what all have. Collective."""
+    communicator = synchronizer.engine.communicator
+    mine = [part for bucket in synchronizer.buckets for part in own_parts(bucket, meant, communicator.rank)]
+    local = combine_norms([norm_of(part, norm_type) for part in mine], norm_type).to(communicator.device, torch.float64)
+    if math.isinf(norm_type):
+        communicator.all_reduce(local, "max").wait()
+        return mine, local
+    power = local**norm_type
+    communicator.all_reduce(power).wait()
+    return mine, power ** (1.0 / norm_type)

@@ -79,7 +79,7 @@ class Pipeline:
         self.reduction = reduction
         # Some wires write into a bucket so that its version shows it (Gloo does on GPUs), and hooks of torch's may.
         # Then versions tell nothing of late gradients, and gradients must be counted.
-        self.wire_is_seen = not reduction.carries_tail
+        self.wire_is_seen = not (reduction.carries_tail or reduction.scatters)
 
     def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
         """Take other buckets."""
@@ -93,7 +93,7 @@ class Pipeline:
         """Nothing is under way, and nothing has landed."""
         self._overlapping = self._by_sight = False
         self._failed_rank: int | None = None
-        self._tails_sent = False
+        self._tails_handle: Handle | None = None
         self.requests = Requests()
         self._next = 0
         self._finished = 0
@@ -117,7 +117,7 @@ class Pipeline:
     @property
     def complete(self) -> bool:
         """Whether all buckets have been finished, so that no rank waits for another any more."""
-        return self._finished == len(self.buckets) and (bool(self.buckets) or self._tails_sent)
+        return self._finished == len(self.buckets) and (bool(self.buckets) or self._tails_handle is not None)
 
     @property
     def _tails_apart(self) -> bool:
@@ -223,6 +223,8 @@ class Pipeline:
                 self._refuse_late(bucket)
         while self._next < len(self.buckets):
             self._start(self.buckets[self._next])
+        if (self.reduction.scatters or not self.buckets) and self._tails_handle is None:
+            self._send_tails()
 
     def finish(self, *, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None) -> None:
         """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed.
@@ -230,7 +232,7 @@ class Pipeline:
         ``correction`` is what means are multiplied with that were computed before the divisor was known.
         """
         if self._tails_apart:
-            self._exchange_tails()
+            self._receive_tails()
         for bucket, handle in self._pending:
             # The windows in which gradients are counted anyway find out whether the wire shows.
             self.wire_is_seen |= not self._by_sight and self._versions[bucket.index] != bucket.buffer._version
@@ -259,8 +261,8 @@ class Pipeline:
             # It may have failed before ranks had agreed on what to divide by.
             self.divide(self.division)
             self.flush()
-            if self._tails_apart and not self._tails_sent:
-                self._exchange_tails()
+            if self._tails_apart:
+                self._receive_tails()
         for bucket, handle in self._pending:
             # One that fails must not keep the others from being waited for: they still write into the buckets.
             with contextlib.suppress(Exception):
@@ -276,21 +278,33 @@ class Pipeline:
         if LOGGER.isEnabledFor(logging.DEBUG):
             LOGGER.debug("rank %d: finish %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
 
-    def _exchange_tails(self) -> None:
-        """Send the tails that the reduction does not carry, all in one, once it has nothing more to send itself.
+    def _send_tails(self) -> None:
+        """Send the tails that the reduction does not carry, all in one."""
+        self._vote()
+        tails = self._tails
+        self._sent_tails = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
+        self._tails_handle = self.communicator.all_reduce(self._sent_tails)
+
+    def _receive_tails(self) -> None:
+        """What became of them. Those that have not gone yet go, once the reduction has nothing more to send itself.
 
         A communication hook may start further collectives from the callbacks of its futures. One of the engine's in
         between would meet another one on the other ranks.
         """
-        for bucket, handle in self._pending:
-            self._wait(bucket, handle)
-        self._vote()
-        self._tails_sent = True
-        tails = [bucket.tail for bucket in self.buckets] or [self._lone_ballot]
-        shared = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
-        self.communicator.all_reduce(shared).wait()
-        for tail, summed in zip(tails, shared.split([tail.numel() for tail in tails]), strict=True):
+        if self._tails_handle is None:
+            for bucket, handle in self._pending:
+                self._wait(bucket, handle)
+            self._send_tails()
+        assert self._tails_handle is not None
+        self._tails_handle.wait()
+        for tail, summed in zip(
+            self._tails, self._sent_tails.split([tail.numel() for tail in self._tails]), strict=True
+        ):
             tail.copy_(summed)
+
+    @property
+    def _tails(self) -> list[torch.Tensor]:
+        return [bucket.tail for bucket in self.buckets] or [self._lone_ballot]
 
     @torch.no_grad()
     def correct(self, correction: float) -> None:

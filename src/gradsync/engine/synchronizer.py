@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradsync.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.engine.backward import BackwardEngine
 from gradsync.engine.backward_watch import NO_TASK, current_task, mark_output, tensors_in
+from gradsync.engine.compiling import has_compiled
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.ownership import own, owner_of, release
 from gradsync.engine.phase import Phase
@@ -136,6 +138,14 @@ class Synchronizer:
         self._before_taking_part = callback
 
     # -- forwards ------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
+        """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
+        tenant = self.engine.sharing.tenant
+        if tenant is not None and (compiler or has_compiled(module)):
+            # The compiler compiles anew for parameters of another class, which those are that are still awaited.
+            tenant.leave()
 
     def begin_forward(self) -> None:
         """A forward with gradients on is about to run."""

@@ -4,5 +4,6 @@ from gradsync.reduction.base import Reduction
 from gradsync.reduction.cast import Cast
 from gradsync.reduction.comm_hook import CommHook, GradBucket
 from gradsync.reduction.mean import Mean
+from gradsync.reduction.scattered import ScatteredMean
 
-__all__ = ["Cast", "CommHook", "GradBucket", "Mean", "Reduction"]
+__all__ = ["Cast", "CommHook", "GradBucket", "Mean", "Reduction", "ScatteredMean"]

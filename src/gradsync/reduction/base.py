@@ -30,6 +30,15 @@ class Reduction(Protocol):
         """
 
     @property
+    def scatters(self) -> bool:
+        """Whether a rank gets the mean of its own share of the bucket only, :meth:`Bucket.share`.
+
+        Then payloads divide into equal shares, what lies elsewhere in the bucket means nothing afterwards, and an
+        optimizer of shares makes something of it. Tails are summed on all ranks all the same.
+        """
+        return False
+
+    @property
     def keeps_layout(self) -> bool:
         """Whether there is state that would lose its meaning if buckets were laid out anew. The same on all ranks.
 

@@ -4,7 +4,7 @@ from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Handle, ReduceOp, Together
 from gradsync.reduction.base import Reduction
 
-__all__ = ["Mean"]
+__all__ = ["Mean", "divides_on_the_wire"]
 
 
 class Mean(Reduction):
@@ -21,16 +21,17 @@ class Mean(Reduction):
         return "Mean()"
 
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        return 1.0 if self._divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
+        return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        op: ReduceOp = "average" if self._divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
         wire, piece = bucket.wire, bucket.plan.piece
         if wire.numel() <= piece:
             return communicator.all_reduce(wire, op)
         return Together([communicator.all_reduce(part, op) for part in wire.split(piece)])
 
-    @staticmethod
-    def _divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
-        # Not in a world of one: NCCL would run over the whole bucket to divide it by one.
-        return divisor == communicator.world_size > 1 and communicator.averages(bucket.plan.device)
+
+def divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
+    """Whether the collective divides, and gradients land as they are."""
+    # Not in a world of one: NCCL would run over the whole bucket to divide it by one.
+    return divisor == communicator.world_size > 1 and communicator.averages(bucket.plan.device)

@@ -1,0 +1,91 @@
+"""Buckets that are shared out: between two backwards each rank has the mean of its own share of them only.
+
+An optimizer of shares lives in the buckets' memory meanwhile: it reads the gradients of its share, and has the new
+parameters gathered into the bucket. When gradients are to land there again it must have left::
+
+    backward ──▶ means of shares ──▶ step: new shares ──▶ gathered into the bucket ──▶ parameters ──▶ backward
+                 └───────────────────────── hand_out ── take_back ─────────────────────────────────┘
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.bucket.shared_gradient import Circle, is_zeroed, unshare_views
+from gradsync.communicator import Communicator
+from gradsync.errors import MisuseError
+
+__all__ = ["Sharing", "Tenant"]
+
+
+class Tenant(Protocol):
+    """Who lives in the buckets between two backwards."""
+
+    def leave(self) -> None:
+        """They are wanted for gradients: finish what is under way in them."""
+
+    def moved(self, buckets: Sequence[Bucket]) -> None:
+        """Buckets were laid out anew. All ranks are here, and may meet."""
+
+
+class Sharing:
+    """Who has the buckets of one engine at the moment."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.tenant: Tenant | None = None
+        self._is_out = False
+        # The gradients are gone: something else has been put into their memory.
+        self._are_used_up = False
+
+    def hand_out(self, buckets: Sequence[Bucket]) -> None:
+        """Every rank has the means of its share now."""
+        self._is_out, self._are_used_up = True, False
+        circle = Circle(self._communicator)
+        for bucket in buckets:
+            circle.take_in(bucket)
+
+    def use_up(self) -> None:
+        """The tenant takes the memory of the gradients, which have served."""
+        self._are_used_up = True
+
+    @torch.no_grad()
+    def take_back(self, buckets: Sequence[Bucket], *, worthless: bool = False) -> None:
+        """Gradients are about to land, or buckets to go. May be called any number of times.
+
+        ``worthless``: the gradients of a window that failed, of which nothing is expected.
+        """
+        if self.tenant is not None:
+            self.tenant.leave()
+        if not self._is_out:
+            return
+        kept = [any(map(_is_kept, bucket.parameters, bucket.views)) for bucket in buckets]
+        if self._are_used_up and any(kept) and not worthless:
+            raise MisuseError(
+                "a backward begins, and gradients of the window before were not zeroed. A sharded optimizer uses their "
+                "memory for new parameters, so nothing can be added to them. Call zero_grad() after optimizer.step()"
+            )
+        self._is_out = self._are_used_up = False
+        for bucket, has_means in zip(buckets, kept, strict=True):
+            zeroed = [view for view in bucket.views if is_zeroed(view)]
+            unshare_views(bucket)
+            if zeroed:
+                # Not before: the memory was another's.
+                torch._foreach_zero_(zeroed)
+            if has_means:
+                self._make_addend(bucket)
+
+    def _make_addend(self, bucket: Bucket) -> None:
+        """Turn shares of a mean into something whose mean over ranks is that: more gradients may be added to it."""
+        rank, share = self._communicator.rank, bucket.plan.share
+        payload = bucket.wire[: bucket.plan.payload]
+        payload[: rank * share].zero_()
+        payload[(rank + 1) * share :].zero_()
+        payload[rank * share : (rank + 1) * share].mul_(self._communicator.world_size)
+
+
+def _is_kept(parameter: torch.nn.Parameter, view: torch.Tensor) -> bool:
+    """Whether its gradient is still there: neither gone nor zeroed."""
+    return parameter.grad is view and not is_zeroed(view)

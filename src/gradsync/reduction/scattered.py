@@ -1,0 +1,42 @@
+"""The mean, each rank's share of it: one reduce-scatter a bucket, which is half of an all-reduce.
+
+The other half is an all-gather. It carries gradients in an all-reduce; where an optimizer updates every rank's share,
+it carries new parameters, later.
+"""
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Communicator, Finishing, Handle, ReduceOp
+from gradsync.reduction.base import Reduction
+from gradsync.reduction.mean import divides_on_the_wire
+
+__all__ = ["ScatteredMean"]
+
+
+class ScatteredMean(Reduction):
+    """The sum over the ranks divided by the divisor, in this rank's share of the bucket.
+
+    Gradients cross the wire, and are summed, in ``dtype``; by default in their own.
+    """
+
+    carries_tail = False
+    scatters = True
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return "ScatteredMean()" if self.dtype is None else f"ScatteredMean({self.dtype})"
+
+    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
+
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        payload = bucket.wire[: bucket.plan.payload]
+        own = slice(communicator.rank * bucket.plan.share, (communicator.rank + 1) * bucket.plan.share)
+        if self.dtype is None or self.dtype == payload.dtype:
+            return communicator.reduce_scatter(payload[own], payload, op)
+        cast = payload.to(self.dtype)
+        return Finishing(communicator.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))

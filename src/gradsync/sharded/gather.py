@@ -1,0 +1,87 @@
+"""New parameters on their way: who wants to read one waits for it, and for no other bucket.
+
+While the parameters of a bucket are being gathered they are of class :class:`AwaitedParameter`. torch hands whatever is
+done with such a parameter to it first, so it can wait: a layer's forward, in whatever order layers run,
+``state_dict()``, ``copy.deepcopy``, a norm that somebody logs. Nobody can read half of a parameter, or an old one.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Handle
+
+__all__ = ["AwaitedParameter", "Gather"]
+
+# What says nothing of values, and need not wait for them.
+_HARMLESS = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "grad_fn", "is_sparse")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "requires_grad", "is_cuda", "is_cpu", "ndim")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_mkldnn", "is_nested", "is_quantized", "grad")),
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
+    *(torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.nelement),
+    *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.requires_grad_, torch.Tensor.__len__),
+    *(torch.Tensor.element_size, torch.Tensor.is_contiguous, torch.Tensor.__hash__),
+    *(torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
+}
+
+
+class AwaitedParameter(nn.Parameter):
+    """A parameter whose new values are on their way."""
+
+    _gather: "Gather"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            # Another thread may be ahead of this one, and several parameters may be of one bucket.
+            gathers = {getattr(each, "_gather", None): None for each in _awaited_in((*args, *kwargs.values()))}
+            for gather in gathers:
+                if gather is not None:
+                    gather.finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class Gather:
+    """The new parameters of one bucket, which are gathered in its memory."""
+
+    def __init__(self, bucket: Bucket, views: Sequence[torch.Tensor], handle: Handle) -> None:
+        self._bucket, self._views, self._handle = bucket, views, handle
+        self._lock = threading.Lock()
+        self._is_finished = False
+        for parameter in bucket.parameters:
+            parameter._gather = self  # type: ignore[attr-defined]
+            parameter.__class__ = AwaitedParameter
+
+    def finish(self) -> None:
+        """Wait until they are there, and hand them over. Raises what has become of the wire, each time."""
+        with self._lock:
+            if self._is_finished:
+                return
+            self._handle.wait()
+            # Whoever reads a parameter may be in inference mode, or recording gradients; this is neither's business.
+            with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                torch._foreach_copy_(list(self._bucket.parameters), list(self._views))
+            for parameter in self._bucket.parameters:
+                parameter.__class__ = nn.Parameter
+                del parameter._gather  # type: ignore[attr-defined]
+            self._is_finished = True
+
+
+def _awaited_in(values: Iterable[Any]) -> Iterator[AwaitedParameter]:
+    for value in values:
+        if isinstance(value, AwaitedParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _awaited_in(value)
+        elif isinstance(value, dict):
+            yield from _awaited_in(value.values())

@@ -1,0 +1,290 @@
+"""``ShardedOptimizer``: each rank updates its share of every bucket, and new parameters are gathered behind the next
+forward.
+
+::
+
+    backward          every bucket is reduce-scattered                       reduction/scattered.py
+    step()            this rank's share of each is updated                   sharded/share.py
+                      new parameters are gathered, first those that the
+                      next forward needs first                               sharded/gather.py
+    the next forward  a layer waits for its own parameters, if they are
+                      not there yet
+
+An all-reduce is a reduce-scatter and an all-gather: the same bytes cross the wire. But the second half of them no
+longer stands between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol, overload
+
+import torch
+from torch import nn
+
+from gradsync.bucket import Bucket
+from gradsync.engine.synchronizer import Synchronizer
+from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
+from gradsync.sharded.element_wise import require_element_wise
+from gradsync.sharded.gather import Gather
+from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
+from gradsync.sharded.share import Share, SlotState
+from gradsync.sharded.states import gather_states
+
+__all__ = ["ShardedOptimizer"]
+
+
+class Synchronized(Protocol):
+    """A model whose gradients are synchronized: a DistributedDataParallel, or what synchronize_gradients returns."""
+
+    @property
+    def synchronizer(self) -> Synchronizer: ...
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer of ``optimizer_class`` that is shared out over the ranks of ``model``.
+
+    ``params`` are parameters or parameter groups of the model, by default all that are trained; everything else is
+    passed on to the optimizer. It must be element-wise: torch's SGD, Adam, AdamW, Adagrad and their like are, and a
+    class of your own says so with an attribute ``element_wise = True``.
+
+    After :meth:`step` new parameters are on their way. Whatever reads one waits for it; :meth:`flush` waits for all.
+    """
+
+    _is_ready = False
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        model: Synchronized,
+        params: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        require_element_wise(optimizer_class, options)
+        self._synchronizer = _synchronizer_of(model)
+        self._class, self._options = optimizer_class, options
+        given = [p for p in self._synchronizer.parameters if p.requires_grad] if params is None else list(params)
+        # It knows what the groups of its class look like, and updates what has no place in a bucket.
+        self._outside = optimizer_class(given, **options)
+        groups = [{**group, "params": list(group["params"])} for group in self._outside.param_groups]
+        super().__init__(groups, self._outside.defaults)
+        self._check_parameters(self.param_groups)
+        self._shares: list[Share] = []
+        self._gathers: list[Gather] = []
+        self._steps = 0
+        # The state in the form of a plain optimizer's, and when it was brought together.
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._consolidated_at = -1
+        self._move_in()
+        self._is_ready = True
+
+    def _check_parameters(self, groups: Sequence[dict[str, Any]]) -> None:
+        known = {id(parameter) for parameter in self._synchronizer.parameters}
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ConfigurationError(
+                        f"a parameter of shape {tuple(parameter.shape)} in group {number} does not belong to the "
+                        "model, so its gradient is not averaged. Pass parameters of the model that was wrapped"
+                    )
+                if type(parameter) is not nn.Parameter:
+                    raise ConfigurationError(
+                        f"a sharded optimizer needs plain parameters, got one of type {type(parameter).__name__}"
+                    )
+
+    # -- in the buckets of the engine ------------------------------------------------------------------------------
+
+    def _move_in(self) -> None:
+        synchronizer = self._synchronizer
+        if synchronizer.engine.sharing.tenant is not None:
+            raise ConfigurationError(
+                "another sharded optimizer has this model's parameters. One optimizer takes several parameter groups: "
+                "pass them as params"
+            )
+        synchronizer.engine.sharing.tenant = self
+        try:
+            synchronizer.reduce_with(_scattered(synchronizer.reduction))
+        except BaseException:
+            synchronizer.engine.sharing.tenant = None
+            raise
+
+    def leave(self) -> None:
+        """The buckets are wanted for gradients: :class:`~gradsync.engine.sharing.Tenant`."""
+        self.flush()
+
+    def moved(self, buckets: Sequence[Bucket]) -> None:
+        """Buckets were laid out anew: the state follows its parameters. Collective."""
+        communicator = self._synchronizer.engine.communicator
+        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        shares = [
+            Share(bucket, [group_of.get(id(p)) for p in bucket.parameters], communicator.rank, self._make)
+            for bucket in buckets
+        ]
+        places = {
+            slot.parameter: (share, number) for share in shares for number, slot in enumerate(share.bucket.plan.slots)
+        }
+        mine: dict[int, dict[int, SlotState]] = {id(share): {} for share in shares}
+        for index, state in self._all_states():
+            if index not in places:
+                self._rest(index, state)
+                continue
+            share, number = places[index]
+            part = share.own_part(number, state)
+            if part is not None:
+                mine[id(share)][number] = part
+        for share in shares:
+            if mine[id(share)]:
+                share.cut(mine[id(share)], apart=())
+        self._shares = shares
+        self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
+
+    def _all_states(self) -> Iterator[tuple[int, SlotState]]:
+        """The state of every parameter that has any. Collective."""
+        synchronizer = self._synchronizer
+        yield from gather_states(self._shares, synchronizer.engine.communicator)
+        for index, parameter in enumerate(synchronizer.parameters):
+            if self._outside.state.get(parameter):
+                yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
+
+    def _rest(self, index: int, state: SlotState) -> None:
+        """Keep the state of a parameter that has no place in a bucket, whole, on every rank."""
+        parameter = self._synchronizer.parameters[index]
+        kept = to_parameter(state, self._synchronizer.specs[index], parameter.device)
+        self._outside.state[parameter] = kept
+
+    def _update_outside(self, inside: Collection[int]) -> None:
+        """From now on what is not ``inside`` buckets is updated on every rank."""
+        for group, ours in zip(self._outside.param_groups, self.param_groups, strict=True):
+            group["params"] = [parameter for parameter in ours["params"] if id(parameter) not in inside]
+        for parameter in [parameter for parameter in self._outside.state if id(parameter) in inside]:
+            del self._outside.state[parameter]
+
+    def _make(self, members: Sequence[tuple[int, list[nn.Parameter]]]) -> torch.optim.Optimizer:
+        """An optimizer over segments: for each group its number, and flat parameters."""
+        groups = [{**self._group_options(number), "params": parameters} for number, parameters in members]
+        return self._class(groups, **self._options)
+
+    def _group_options(self, number: int) -> dict[str, Any]:
+        return {key: value for key, value in self.param_groups[number].items() if key != "params"}
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update this rank's shares and send them on their way. Collective, as every step of a sharded model is."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.flush()
+        options = [self._group_options(number) for number in range(len(self.param_groups))]
+        communicator, sharing = self._synchronizer.engine.communicator, self._synchronizer.engine.sharing
+        sharing.use_up()
+        self._step_outside(options)
+        # The bucket that started last holds what the next forward needs first.
+        for share in reversed(self._shares):
+            share.step(options)
+            share.put_down()
+            handle = communicator.all_gather(share.gathered, share.gathered_own)
+            self._gathers.append(Gather(share.bucket, share.gathered_views, handle))
+        self._steps += 1
+        return loss
+
+    def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
+        """Update what has no place in a bucket: its gradient is the mean on every rank."""
+        for group, current in zip(self._outside.param_groups, options, strict=True):
+            group.update(current)
+        if any(parameter.grad is not None for parameter in indexed(self._outside.param_groups)):
+            # This step has been looked at already.
+            with self._synchronizer.switched(steps_locally=True):
+                self._outside.step()
+
+    def flush(self) -> None:
+        """Wait until all parameters are the new ones."""
+        while self._gathers:
+            self._gathers[0].finish()
+            self._gathers.pop(0)
+
+    # -- groups and state ------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take further parameters of the model. All ranks must do so alike."""
+        super().add_param_group(param_group)
+        if self._is_ready:
+            self._check_parameters(self.param_groups[-1:])
+            self._outside.add_param_group({**self.param_groups[-1], "params": list(self.param_groups[-1]["params"])})
+            self.flush()
+            self.moved(self._synchronizer.buckets)
+
+    def consolidate(self, to: int | None = None) -> None:
+        """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
+        self.flush()
+        communicator = self._synchronizer.engine.communicator
+        keeps = to is None or to == communicator.rank
+        state: dict[int, dict[str, Any]] = {}
+        places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
+        for index, slot_state in self._all_states():
+            place = places.get(id(self._synchronizer.parameters[index]))
+            if keeps and place is not None:
+                state[place] = to_parameter(slot_state, self._synchronizer.specs[index], torch.device("cpu"))
+        self._consolidated = dict(sorted(state.items())) if keeps else None
+        self._consolidated_at = self._steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a plain optimizer of the same class would have it, after :meth:`consolidate`."""
+        if self._consolidated is None or self._consolidated_at != self._steps:
+            raise MisuseError(
+                "every rank has only its share of this optimizer's state. Call optimizer.consolidate(to=0) on all "
+                "ranks first, since the last step, and state_dict() on rank 0 then; consolidate() brings it to all"
+            )
+        packed = super().state_dict()
+        packed["state"] = dict(self._consolidated)
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
+        check_groups(state_dict["param_groups"], self.param_groups)
+        self.flush()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
+        for share in self._shares:
+            states = {}
+            for number, (parameter, spec) in enumerate(zip(share.bucket.parameters, share.bucket.specs, strict=True)):
+                saved_state = state_dict["state"].get(places.get(id(parameter)))
+                if saved_state is not None:
+                    states[number] = from_parameter(saved_state, parameter, spec)
+            share.take(states)
+        inside = {id(parameter) for share in self._shares for parameter in share.bucket.parameters}
+        for index, parameter in enumerate(self._synchronizer.parameters):
+            saved_state = state_dict["state"].get(places.get(id(parameter)))
+            if saved_state is not None and id(parameter) not in inside:
+                self._rest(index, from_parameter(saved_state, parameter, self._synchronizer.specs[index]))
+        self._consolidated = None
+
+
+def _synchronizer_of(model: Any) -> Synchronizer:
+    synchronizer = getattr(model, "synchronizer", None)
+    if not isinstance(synchronizer, Synchronizer):
+        raise ConfigurationError(
+            "ShardedOptimizer needs a model whose gradients gradsync averages: a DistributedDataParallel, or what "
+            f"synchronize_gradients(model) returned; got {type(model).__name__}"
+        )
+    return synchronizer
+
+
+def _scattered(reduction: Reduction) -> ScatteredMean:
+    if isinstance(reduction, Mean | ScatteredMean):
+        return ScatteredMean()
+    if isinstance(reduction, Cast):
+        return ScatteredMean(reduction.dtype)
+    raise ConfigurationError(
+        f"a sharded optimizer needs means, or shares of them, and {reduction!r} sends something else. Wrap the model "
+        "without it"
+    )

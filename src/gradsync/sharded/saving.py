@@ -1,0 +1,69 @@
+"""The state of a sharded optimizer in the form of a plain one: the same file, whatever number of ranks wrote it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.bucket.layout import ParameterSpec
+from gradsync.sharded.share import SlotState
+
+__all__ = ["check_groups", "from_parameter", "indexed", "to_parameter"]
+
+# By these names torch's optimizers keep numbers that hold for a whole parameter.
+SCALARS = ("step", "mu_product", "eta", "mu")
+
+
+def to_parameter(state: SlotState, spec: ParameterSpec, device: torch.device) -> dict[str, Any]:
+    """What a plain optimizer would keep for the parameter: tensors of its shape, and scalars."""
+    shaped = {key: _shaped(value, spec, device) for key, value in state.tensors.items()}
+    return {**{key: _copied(value) for key, value in state.scalars.items()}, **shaped}
+
+
+def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: ParameterSpec) -> SlotState:
+    """The reverse of it."""
+    state = SlotState()
+    for key, value in saved.items():
+        # A parameter without dimensions has tensors that look like scalars; those of an element are kept with one.
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in SCALARS:
+            state.tensors[key] = _flattened(value, spec)
+        else:
+            state.scalars[key] = _copied(value)
+    return state
+
+
+def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Raise, as torch does, unless the saved groups are like these."""
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"the saved optimizer has {len(saved)} parameter groups and this one {len(groups)}: it belongs to another "
+            "model, or to other settings"
+        )
+    for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise ValueError(
+                f"group {number} of the saved optimizer has {len(theirs['params'])} parameters, and this one's "
+                f"{len(ours['params'])}: it belongs to another model, or to other settings"
+            )
+
+
+def indexed(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
+    """The parameters of all groups, in the order in which a saved state numbers them."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _shaped(flat: torch.Tensor, spec: ParameterSpec, device: torch.device) -> torch.Tensor:
+    values = torch.view_as_complex(flat.view(-1, 2)) if spec.dtype.is_complex else flat
+    shaped = values.as_strided(spec.shape, spec.stride)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=shaped.dtype, device=device).copy_(shaped)
+
+
+def _flattened(value: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    dense = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,89 @@
+"""The optimizer's state, which lies scattered over the ranks, parameter by parameter: to save it, or to move it when
+buckets are laid out anew.
+
+What ranks must agree on first (which numbers there are, and of what type) crosses the wire as JSON. Then the state of
+one bucket after the other is gathered, so that no rank ever holds more than one whole bucket of it beside its shares.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import gather_bytes
+from gradsync.errors import ConfigurationError
+from gradsync.sharded.share import Share, SlotState
+
+__all__ = ["gather_states"]
+
+
+def gather_states(shares: Sequence[Share], communicator: Communicator) -> Iterator[tuple[int, SlotState]]:
+    """The index and the whole state of every parameter that has any, in the order in which they lie. Collective."""
+    for share in shares:
+        yield from _of_bucket(share, communicator)
+
+
+def _of_bucket(share: Share, communicator: Communicator) -> Iterator[tuple[int, SlotState]]:
+    mine, plan = share.states(), share.bucket.plan
+    known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_described(mine)).encode())]
+    # A parameter may lie in the shares of several ranks, which have then updated it equally often.
+    scalars = {int(number): entry["scalars"] for of_rank in known for number, entry in of_rank.items()}
+    tensors = {int(number): entry["tensors"] for of_rank in known for number, entry in of_rank.items()}
+    wholes = {
+        key: _gather(share, key, dtype, mine, communicator)
+        for key, dtype in sorted({(key, dtype) for each in tensors.values() for key, dtype in each.items()})
+    }
+    for number in sorted(scalars):
+        slot = plan.slots[number]
+        yield (
+            slot.parameter,
+            SlotState(
+                tensors={key: wholes[key][slot.offset : slot.offset + slot.numel] for key in tensors[number]},
+                scalars={key: _scalar(value, plan.device) for key, value in scalars[number].items()},
+            ),
+        )
+
+
+def _gather(share: Share, key: str, dtype: str, mine: dict[int, SlotState], communicator: Communicator) -> torch.Tensor:
+    plan = share.bucket.plan
+    own = torch.zeros(plan.share, dtype=getattr(torch, dtype), device=plan.device)
+    for number, state in mine.items():
+        part = share.part_of(number)
+        if key in state.tensors and part is not None:
+            own[part[0] : part[1]] = state.tensors[key]
+    whole = torch.empty(plan.payload, dtype=own.dtype, device=own.device)
+    communicator.all_gather(whole, own).wait()
+    return whole
+
+
+def _described(states: dict[int, SlotState]) -> dict[int, Any]:
+    return {
+        number: {
+            "tensors": {key: str(value.dtype).removeprefix("torch.") for key, value in state.tensors.items()},
+            "scalars": {key: _plain(key, value) for key, value in state.scalars.items()},
+        }
+        for number, state in states.items()
+    }
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        where = "host" if value.device.type == "cpu" else "device"
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), where: value.item()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigurationError(
+        f"the state {key!r} of a sharded optimizer is neither a number nor a tensor with a number for each element: "
+        f"got {value!r}. It cannot be taken apart"
+    )
+
+
+def _scalar(plain: Any, device: torch.device) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    on_host = "host" in plain
+    value = plain["host"] if on_host else plain["device"]
+    dtype = getattr(torch, plain["dtype"])
+    return torch.full(plain["shape"], value, dtype=dtype, device="cpu" if on_host else device)

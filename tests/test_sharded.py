@@ -1,0 +1,467 @@
+"""The sharded optimizer trains to the parameters of a plain one, on all ranks to the same bits."""
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradsync
+from gradsync import DistributedDataParallel
+from gradsync.communicator import choose_communicator
+from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.sharded import ShardedOptimizer
+from tests.ranks import Ranks, ThreadRanks
+
+pytestmark = pytest.mark.timeout(120)
+
+in_threads_and_processes = pytest.mark.parametrize(
+    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
+)
+
+# Some 2000 bytes: a bucket has a layer or two, and shares end in the middle of parameters.
+TINY = 2e-3
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """With numbers that do not hang on torch's generator, which ranks that are threads would share."""
+    for number, parameter in enumerate(module.parameters()):
+        values = torch.arange(parameter.numel(), dtype=torch.float64).add(number).mul(1.7).sin().mul(0.5)
+        parameter.data.copy_(values.view(parameter.shape))
+    return module
+
+
+def net() -> nn.Module:
+    layers = nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 11), nn.Tanh(), nn.Linear(11, 3)
+    return filled(nn.Sequential(*layers).double())
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-2},
+    ]
+
+
+def batch(rank: int, step: int, micro: int = 0, width: int = 7) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(97 * step + 10 * micro + rank)
+    return torch.randn(4, width, dtype=torch.float64, generator=generator)
+
+
+def make(kind: str, optimizer_class: Any, model: DistributedDataParallel, params: Any = None, **options: Any) -> Any:
+    if kind == "sharded":
+        return ShardedOptimizer(optimizer_class, model, params, **options)
+    return optimizer_class(list(model.parameters()) if params is None else params, **options)
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_same(ours: Sequence[list[torch.Tensor]], theirs: list[torch.Tensor]) -> None:
+    for mine in ours:
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+        assert all(map(torch.equal, mine, ours[0]))
+
+
+# -- as a plain one ---------------------------------------------------------------------------------------------------
+
+
+def train(kind: str, steps: int, bucket_cap_mb: Any = TINY) -> list[torch.Tensor]:
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=bucket_cap_mb)
+    optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        for micro in model.accumulate(range(3)):
+            model(batch(rank, step, micro)).square().mean().backward()
+        model.clip_grad_norm_(0.05)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "bucket_cap_mb"),
+    [(("threads", 3), 30, TINY), (("processes", 2), 200, TINY), (("processes", 3), 20, "auto")],
+    indirect=["ranks"],
+    ids=["threads-3", "processes-2", "processes-3"],
+)
+def test_it_trains_to_the_parameters_of_a_plain_optimizer(ranks: Ranks, steps: int, bucket_cap_mb: Any) -> None:
+    """With parameter groups, a schedule, clipping and windows of three micro-batches."""
+    theirs = ranks.run(train, "plain", steps, bucket_cap_mb)[0]
+    assert_same(ranks.run(train, "sharded", steps, bucket_cap_mb), theirs)
+
+
+class Lion(torch.optim.Optimizer):
+    """As a user may have it: a class of its own, with a state that it keeps by element."""
+
+    element_wise = True
+
+    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                update = momentum.mul(group["beta"]).add(parameter.grad, alpha=1 - group["beta"])
+                parameter.add_(update.sign(), alpha=-group["lr"])
+                momentum.mul_(0.99).add_(parameter.grad, alpha=0.01)
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.ASGD, {"lr": 0.1}),
+    (Lion, {}),
+]
+
+
+class Branches(nn.Module):
+    """A trunk, and two branches of which a forward runs some; the second has its weight from the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(5, 5) for _ in range(3))
+        self.right.weight = self.trunk.weight
+
+    def forward(self, x: torch.Tensor, branches: str) -> torch.Tensor:
+        x = self.trunk(x).tanh()
+        for name in branches.split():
+            x = x + getattr(self, name)(x).tanh()
+        return x.square().mean()
+
+
+# Used by all, by one rank (the last), by nobody, and again: the left branch is skipped where nobody has a gradient.
+COURSE = ["left right", "right", "left right", "", "left", "right", "left right", "left right", "right", "left right"]
+
+
+def train_branches(kind: str, optimizer_class: Any, options: dict[str, Any], *, alone: bool = False) -> Any:
+    wire = choose_communicator()
+    model = DistributedDataParallel(filled(Branches().double()), bucket_cap_mb=1e-3)
+    optimizer = make(kind, optimizer_class, model, **options)
+    for step, branches in enumerate(COURSE):
+        ours = "left right" if alone and wire.rank == wire.world_size - 1 else branches
+        model(batch(wire.rank, step, width=5), ours).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize("alone", [False, True], ids=["unused by all", "used by one"])
+def test_optimizers_that_know_elements_only(optimizer_class: Any, options: dict[str, Any], alone: bool) -> None:
+    """What nobody uses is left alone: neither decayed nor counted. Weights may be tied."""
+    ranks = ThreadRanks(3)
+    theirs = ranks.run(train_branches, "plain", optimizer_class, options, alone=alone)
+    assert_same(ranks.run(train_branches, "sharded", optimizer_class, options, alone=alone), theirs[0])
+
+
+def train_frozen(kind: str) -> list[torch.Tensor]:
+    """A layer is frozen for some windows, and goes on with its state then; another is trained only later."""
+    rank = choose_communicator().rank
+    module = net()
+    module[4].requires_grad_(False)
+    model = DistributedDataParallel(module, bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.AdamW, model, list(module.parameters()), lr=1e-2)
+    for step in range(20):
+        module[0].requires_grad_(not 5 <= step < 11)
+        module[4].requires_grad_(step >= 7)
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@in_threads_and_processes
+def test_parameters_may_be_frozen_and_trained_again(ranks: Ranks) -> None:
+    assert_same(ranks.run(train_frozen, "sharded"), ranks.run(train_frozen, "plain")[0])
+
+
+def train_words(kind: str) -> list[torch.Tensor]:
+    """A table with sparse gradients beside layers with dense ones."""
+    rank = choose_communicator().rank
+    module = nn.ModuleList([nn.Embedding(6, 5, sparse=True), nn.Linear(5, 5)])
+    model = DistributedDataParallel(filled(Reading(module).double()))
+    optimizer = make(kind, torch.optim.SGD, model, lr=0.3)
+    for step in range(6):
+        model(torch.tensor([step % 6, (step + rank) % 6])).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+class Reading(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](words))
+
+
+@in_threads_and_processes
+def test_sparse_gradients_are_everybodys(ranks: Ranks) -> None:
+    assert_same(ranks.run(train_words, "sharded"), ranks.run(train_words, "plain")[0])
+
+
+# -- torch's own tools on gradients -----------------------------------------------------------------------------------
+
+
+def train_with_tools(kind: str, tool: str) -> tuple[list[torch.Tensor], list[float]]:
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.SGD, model, lr=0.2, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    told = []
+    for step in range(8):
+        loss = model(batch(rank, step)).square().mean()
+        # Too large on one rank in one step: all must skip it.
+        loss = loss * (float("inf") if tool == "scaler" and step == 4 and rank == 1 else 1.0)
+        (scaler.scale(loss) if "scaler" in tool else loss).backward()
+        if "scaler" in tool:
+            scaler.unscale_(optimizer)
+        if "norm" in tool:
+            order = float("inf") if "largest" in tool else 2.0
+            told.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1, order)))
+        if "value" in tool:
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        if "scaler" in tool:
+            scaler.step(optimizer)
+            scaler.update()
+            told.append(scaler.get_scale())
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model), told
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("tool", ["norm", "largest norm", "value", "scaler", "scaler and norm"])
+def test_tools_of_torch_work_on_shares(ranks: Ranks, tool: str) -> None:
+    theirs = ranks.run(train_with_tools, "plain", tool)
+    ours = ranks.run(train_with_tools, "sharded", tool)
+    assert_same([parameters for parameters, _ in ours], theirs[0][0])
+    for _, told in ours:
+        assert told == pytest.approx(theirs[0][1], rel=1e-12)
+
+
+# -- the state --------------------------------------------------------------------------------------------------------
+
+
+def train_and_save(kind: str, steps: int) -> tuple[list[torch.Tensor], Any]:
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
+    for step in range(steps):
+        model(batch(0, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind == "sharded":
+        optimizer.consolidate(to=0)
+    return parameters_of(model), optimizer.state_dict() if rank == 0 else None
+
+
+@in_threads_and_processes
+def test_its_state_is_that_of_a_plain_one(ranks: Ranks) -> None:
+    _, theirs = ranks.run(train_and_save, "plain", 5)[0]
+    _, ours = ranks.run(train_and_save, "sharded", 5)[0]
+    assert ours["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-12, atol=1e-14)
+
+
+def go_on(kind: str, parameters: list[torch.Tensor], state: Any, first: int) -> list[torch.Tensor]:
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    for parameter, saved in zip(model.parameters(), parameters, strict=True):
+        parameter.data.copy_(saved)
+    optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    for step in range(first, 10):
+        model(batch(0, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("after", ["plain", "sharded"])
+@pytest.mark.parametrize("before", ["plain", "sharded"])
+@pytest.mark.parametrize("world_sizes", [(1, 3), (3, 1), (2, 3), (3, 3)])
+def test_a_state_goes_on_in_the_other_kind_and_on_other_ranks(
+    before: str, after: str, world_sizes: tuple[int, int]
+) -> None:
+    parameters, state = ThreadRanks(world_sizes[0]).run(train_and_save, before, 5)[0]
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    whole, _ = ThreadRanks(1).run(train_and_save, "plain", 10)[0]
+    assert_same(ThreadRanks(world_sizes[1]).run(go_on, after, parameters, torch.load(buffer), 5), whole)
+
+
+def save_too_early() -> str:
+    model = DistributedDataParallel(net())
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model)
+    optimizer.consolidate()
+    optimizer.state_dict()
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    with pytest.raises(MisuseError, match=r"consolidate\(to=0\)") as raised:
+        optimizer.state_dict()
+    return str(raised.value)
+
+
+def test_a_state_that_was_not_brought_together_is_refused() -> None:
+    assert len(ThreadRanks(2).run(save_too_early)) == 2
+
+
+def measure_state() -> tuple[int, int]:
+    model = DistributedDataParallel(filled(nn.Linear(64, 64)), bucket_cap_mb=TINY)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    kept = sum(
+        value.numel()
+        for share in optimizer._shares
+        if share.optimizer is not None
+        for state in share.optimizer.state.values()
+        for value in state.values()
+        if value.dim()
+    )
+    return kept, 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_every_rank_keeps_its_share_of_the_state() -> None:
+    counts = ThreadRanks(4).run(measure_state)
+    assert sum(kept for kept, _ in counts) == counts[0][1]
+    assert max(kept for kept, _ in counts) <= counts[0][1] / 4 + 32
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+def refuse(build: Callable[[DistributedDataParallel], Any], error: type[Exception], match: str) -> None:
+    def work() -> None:
+        model = DistributedDataParallel(net())
+        with pytest.raises(error, match=match):
+            build(model)
+        # Nothing is half done: a plain optimizer trains as ever.
+        model(batch(0, 0)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    ThreadRanks(2).run(work)
+
+
+class Norming(torch.optim.SGD):
+    """Who knows what it does?"""
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.LBFGS, torch.optim.Adafactor, Norming])
+def test_an_optimizer_that_may_need_whole_parameters_is_refused(optimizer_class: Any) -> None:
+    refuse(lambda model: ShardedOptimizer(optimizer_class, model), ConfigurationError, "element_wise = True")
+
+
+def test_what_is_no_class_of_an_optimizer_is_refused() -> None:
+    refuse(
+        lambda model: ShardedOptimizer(torch.optim.SGD(model.parameters()), model),  # type: ignore[arg-type]
+        ConfigurationError,
+        "the class of an optimizer",
+    )
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    refuse(
+        lambda model: ShardedOptimizer(torch.optim.SGD, model, list(net().parameters())),
+        ConfigurationError,
+        "does not belong to the model",
+    )
+
+
+def test_a_model_that_is_not_synchronized_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="DistributedDataParallel"):
+        ShardedOptimizer(torch.optim.SGD, net())  # type: ignore[arg-type]
+
+
+def test_a_second_one_over_the_same_model_is_refused() -> None:
+    def work() -> None:
+        model = DistributedDataParallel(net())
+        optimizer = ShardedOptimizer(torch.optim.SGD, model)
+        with pytest.raises(ConfigurationError, match="another sharded optimizer"):
+            ShardedOptimizer(torch.optim.SGD, model)
+        model(batch(0, 0)).sum().backward()
+        optimizer.step()
+
+    ThreadRanks(2).run(work)
+
+
+def test_a_reduction_that_makes_no_means_is_refused() -> None:
+    def work() -> None:
+        model = DistributedDataParallel(net())
+        model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+        with pytest.raises(ConfigurationError, match="sends something else"):
+            ShardedOptimizer(torch.optim.SGD, model)
+
+    ThreadRanks(2).run(work)
+
+
+def look_at_gradients() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    model(batch(0, 0)).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    for look in (torch.Tensor.norm, torch.Tensor.clone, repr, torch.Tensor.tolist):
+        with pytest.raises(MisuseError, match="shared out"):
+            look(gradient)
+    optimizer.step()
+    # Without zero_grad(): there is nothing left to add to.
+    with pytest.raises(MisuseError, match="zero_grad"):
+        model(batch(0, 0)).sum().backward()
+    optimizer.zero_grad()
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+
+
+def test_gradients_that_are_shared_out_cannot_be_looked_at() -> None:
+    ThreadRanks(2).run(look_at_gradients)
+
+
+def accumulate_on_means(kind: str) -> list[torch.Tensor]:
+    """Without zero_grad(), but without a step either: as in a loop that skips one."""
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.SGD, model, lr=0.2)
+    for step in range(8):
+        model(batch(rank, step)).square().mean().backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@in_threads_and_processes
+def test_backwards_may_add_to_means(ranks: Ranks) -> None:
+    assert_same(ranks.run(accumulate_on_means, "sharded"), ranks.run(accumulate_on_means, "plain")[0])
+
+
+def test_it_has_the_public_name() -> None:
+    assert gradsync.ShardedOptimizer is ShardedOptimizer
