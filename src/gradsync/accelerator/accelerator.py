@@ -34,6 +34,7 @@ from gradsync.accelerator.tracking import Tracking, acquaint
 from gradsync.accelerator.world import World, connect
 from gradsync.communicator import Communicator
 from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.sharded import ShardedOptimizer
 from gradsync.wrap.accumulation import backward_through
 
 __all__ = ["Accelerator"]
@@ -57,7 +58,8 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
                 optimizer.zero_grad()
 
     Started by torchrun, mpirun or srun it finds the other processes; otherwise it is a world of one, without a process
-    group. ``communicator`` replaces all that.
+    group. ``communicator`` replaces all that. With ``shard_optimizer=True`` every process updates its share of the
+    parameters, as :class:`~gradsync.ShardedOptimizer` does.
 
     Different from Accelerate: a short last window is divided by its real length, several models have a window each,
     ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md has all of it, with the switches.
@@ -90,6 +92,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         even_batches: bool = True,
         dispatch_batches: bool | None = None,
         communicator: Communicator | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if not name.startswith("_") and name != "self"}
         refuse_absent(arguments)
@@ -108,6 +111,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         self.dataloader_config = chosen_loaders(dataloader_config, split_batches, even_batches, dispatch_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.shard_optimizer = shard_optimizer
         world = connect(
             read_environment(), cpu=cpu or launched.cpu, communicator=communicator, **settings["InitProcessGroupKwargs"]
         )
@@ -204,10 +208,26 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         """One optimizer, which will step at the end of a window. Its state is wherever its parameters are."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        _refuse_again(optimizer, [prepared.optimizer for prepared in self.prepared.optimizers])
-        prepared = PreparedOptimizer(optimizer, self.windows, self.precision.scaler)
+        _refuse_again(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
+        prepared = PreparedOptimizer(self._shared_out(optimizer), self.windows, self.precision.scaler)
+        prepared.originals.append(optimizer)
         self.prepared.optimizers.append(prepared)
         return prepared
+
+    def _shared_out(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer, shared out over the processes if that was asked for."""
+        if not self.shard_optimizer or isinstance(optimizer, ShardedOptimizer):
+            return optimizer
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = [
+            each for each in self.models.attachments if not trained.isdisjoint(map(id, each.synchronizer.parameters))
+        ]
+        if len(owners) != 1:
+            raise ConfigurationError(
+                f"shard_optimizer=True needs an optimizer of one prepared model, and this one has parameters of "
+                f"{len(owners)}. Prepare model and optimizer together, and give every model its own optimizer"
+            )
+        return ShardedOptimizer.of(optimizer, owners[0])
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One scheduler, which will move when its optimizer has stepped; how far, says the plugin."""
@@ -215,7 +235,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
             return scheduler
         _refuse_again(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
         every = self.prepared.optimizers
-        followed = [each for each in every if getattr(scheduler, "optimizer", None) in (each, each.optimizer)]
+        followed = [each for each in every if getattr(scheduler, "optimizer", None) in (each, *each.originals)]
         per_process = self.windows.plugin.scheduler_steps == "per_process" and not self.dataloader_config.split_batches
         prepared = PreparedScheduler(
             scheduler,

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.precision import LossScaler
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
+from gradsync.sharded import ShardedOptimizer
 
 __all__ = ["PreparedOptimizer"]
 
@@ -30,6 +31,8 @@ class PreparedOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, windows: ModelWindows, scaler: LossScaler | None = None) -> None:
         # Not Optimizer.__init__: groups and state are those of the inner optimizer, and so are its hooks.
         self.optimizer = optimizer
+        # What others may know it by.
+        self.originals: list[Optimizer] = [optimizer]
         self.scaler = scaler
         self.step_was_skipped = False
         self._windows: ModelWindows | None = windows
@@ -51,6 +54,7 @@ class PreparedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer = state["optimizer"]
+        self.originals = [self.optimizer]
         self.scaler = self._windows = None
         self.step_was_skipped = self._stepped_inside = False
 
@@ -65,6 +69,13 @@ class PreparedOptimizer(Optimizer):
     def window_ends(self) -> bool:
         """Whether the optimizer may step in this micro-batch."""
         return self._windows is None or self._windows.end_for(self.synchronizers)
+
+    def shared_state(self) -> Any:
+        """:meth:`state_dict`, on rank 0; elsewhere None where the state is shared out. Collective."""
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            return self.optimizer.state_dict()
+        self.optimizer.consolidate(to=0)
+        return self.optimizer.state_dict() if self.optimizer.has_state else None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, if the window ends with this micro-batch."""

@@ -58,7 +58,7 @@ def save_prepared(
     scaler = prepared.precision.scaler
     engines = [each.synchronizer for each in prepared.models.attachments]
     shared = {
-        **{name: [each.state_dict() for each in objects] for name, objects in prepared.replicated.items()},
+        **{name: [_shared_state(each) for each in objects] for name, objects in prepared.replicated.items()},
         "engines": [engine.state_dict() for engine in engines],
         "scaler": None if scaler is None else scaler.state_dict(),
         **({} if weights is None else {"models": list(weights)}),
@@ -72,6 +72,10 @@ def save_prepared(
     if step is None:
         step = max(checkpoints.steps(), default=-1) + 1
     return checkpoints.save(step, shared=shared, own=own, facts=facts or {})
+
+
+def _shared_state(each: Any) -> Any:
+    return each.shared_state() if isinstance(each, PreparedOptimizer) else each.state_dict()
 
 
 def has_checkpoint(communicator: Communicator, folder: str | Path) -> bool:

@@ -45,6 +45,9 @@ def train(
     cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
     bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
     reduction: Annotated[str, WIRE(help="What is sent: mean, bf16 or fp16.")] = "mean",
+    shard_optimizer: Annotated[
+        bool, WIRE("--shard-optimizer", help="Every rank updates its share; gathered behind the next forward.")
+    ] = False,
     run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
     resume: Annotated[bool, RUN("--resume", help="Go on from the newest checkpoint in --run-folder.")] = False,
     checkpoint_every: Annotated[int, RUN(help="Steps between checkpoints.")] = 100,

@@ -46,6 +46,7 @@ class TrainSettings:
     seed: int = 0
     bucket_mb: float | None = None
     reduction: WireReduction = "mean"
+    shard_optimizer: bool = False
     run_folder: Path = Path("runs/train")
     checkpoint_every: int = 100
     keep: int = 2

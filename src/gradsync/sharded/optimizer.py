@@ -14,8 +14,9 @@ An all-reduce is a reduce-scatter and an all-gather: the same bytes cross the wi
 longer stands between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, Self, overload
 
 import torch
 from torch import nn
@@ -74,8 +75,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The state in the form of a plain optimizer's, and when it was brought together.
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._consolidated_at = -1
+        # The optimizer that others may still hold in the place of this one.
+        self._stands_for: torch.optim.Optimizer | None = None
         self._move_in()
         self._is_ready = True
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: Synchronized) -> Self:
+        """An optimizer as ``optimizer`` is, with its groups, options and state, shared out over the ranks of ``model``.
+
+        The groups are the very same objects: a scheduler that was made with the other one moves this one.
+        """
+        accepted = inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        state = optimizer.state_dict()
+        made = cls(type(optimizer), model, [dict(group) for group in optimizer.param_groups], **options)
+        if state["state"]:
+            made.load_state_dict(state)
+        for group, original in zip(made.param_groups, optimizer.param_groups, strict=True):
+            original.update(group)
+        made.param_groups = optimizer.param_groups
+        made._stands_for = optimizer
+        return made
 
     def _check_parameters(self, groups: Sequence[dict[str, Any]]) -> None:
         known = {id(parameter) for parameter in self._synchronizer.parameters}
@@ -193,6 +214,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             handle = communicator.all_gather(share.gathered, share.gathered_own)
             self._gathers.append(Gather(share.bucket, share.gathered_views, handle))
         self._steps += 1
+        if self._stands_for is not None:
+            # Which schedulers look for.
+            self._stands_for._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
@@ -235,15 +259,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._consolidated = dict(sorted(state.items())) if keeps else None
         self._consolidated_at = self._steps
 
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank has the whole state, as it is now: see :meth:`consolidate`."""
+        return self._consolidated is not None and self._consolidated_at == self._steps
+
     def state_dict(self) -> dict[str, Any]:
         """The state as a plain optimizer of the same class would have it, after :meth:`consolidate`."""
-        if self._consolidated is None or self._consolidated_at != self._steps:
+        if not self.has_state:
             raise MisuseError(
                 "every rank has only its share of this optimizer's state. Call optimizer.consolidate(to=0) on all "
                 "ranks first, since the last step, and state_dict() on rank 0 then; consolidate() brings it to all"
             )
         packed = super().state_dict()
-        packed["state"] = dict(self._consolidated)
+        packed["state"] = dict(self._consolidated or {})
         return packed
 
     @torch.no_grad()
