@@ -341,9 +341,7 @@ def measure_state() -> tuple[int, int]:
     optimizer.step()
     kept = sum(
         value.numel()
-        for share in optimizer._shares
-        if share.optimizer is not None
-        for state in share.optimizer.state.values()
+        for state in optimizer._segments.optimizer.state.values()
         for value in state.values()
         if value.dim()
     )

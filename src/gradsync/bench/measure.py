@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch.distributed as dist
@@ -21,11 +21,29 @@ from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupComm
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Meter", "Parts", "Progress", "Rounds", "Step"]
+__all__ = ["Meter", "Parts", "Progress", "Rounds", "Steady", "Step"]
 
 Parts = Mapping[str, float]
 # Runs one step, and may return the seconds of parts of it.
 Step = Callable[[], Parts | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """Several steps in a row as one :data:`Step`, for what goes on from one into the next.
+
+    ``step`` is run once before the clock starts, and ``flush`` after it has stopped; the time is that of one step.
+    """
+
+    step: Step
+    flush: Callable[[], object]
+    times: int
+
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            self.step()
+
+
 # Reads how many bytes have left the interface.
 Meter = Callable[[], int]
 
@@ -109,13 +127,19 @@ class Rounds:
 
     def _time(self, step: Step) -> Sample:
         self._meet()
+        steady = step if isinstance(step, Steady) else None
+        if steady is not None:
+            steady.step()
         before = self._meter()
         began = time.perf_counter()
         parts = step()
         seconds = time.perf_counter() - began
+        if steady is not None:
+            steady.flush()
         # A rank that is done first would otherwise miss what still passes through its interface.
         self._meet()
-        return Sample(seconds=seconds, sent=self._meter() - before, parts=parts or {})
+        times = 1 if steady is None else steady.times
+        return Sample(seconds=seconds / times, sent=(self._meter() - before) // times, parts=parts or {})
 
     def _meet(self) -> None:
         if isinstance(self._control, ProcessGroupCommunicator):

@@ -24,26 +24,33 @@ from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine.observer import Observer
 from gradsync.engine.policy import Schedule
+from gradsync.sharded import ShardedOptimizer
 
 __all__ = [
     "ALONE",
     "DDP",
+    "FSDP2",
     "OURS",
     "PEERS",
+    "SHARDED",
     "TUNED",
+    "ZERO",
     "Accelerate",
     "FSDP2Replicate",
     "Fabric",
     "Gradsync",
+    "GradsyncSharded",
     "NoWrapper",
     "Peer",
     "TorchDDP",
     "Wrapped",
+    "ZeroRedundancy",
     "blocks_of",
     "tuned_options",
 ]
 
 ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
+SHARDED, ZERO = "gradsync sharded", "DDP tuned + ZeRO"
 TorchDDP = nn.parallel.DistributedDataParallel
 # Made after wrapping: some peers put other parameters into the model.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -61,6 +68,8 @@ class Wrapped:
     accumulate: Callable[[bool], AbstractContextManager[Any]] | None = None
     # In there, where it divides by the length of the window itself; None: as outside.
     framed_backward: Callable[[torch.Tensor], Any] | None = None
+    # Waits for what a step has left under way.
+    flush: Callable[[], object] = lambda: None
 
 
 class Peer(ABC):
@@ -112,6 +121,59 @@ class Gradsync(Peer):
         wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
         wrapped.framed_backward = wrapper.backward
         return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradsyncSharded(Peer):
+    """gradsync's wrapper with its sharded optimizer, of the class and the options of the one that others get."""
+
+    name: str = SHARDED
+    observer: Observer | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapper = DistributedDataParallel(model, observer=self.observer)
+        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper)
+        wrapped.flush = wrapped.optimizer.flush
+        wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
+        wrapped.framed_backward = wrapper.backward
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRedundancy(Peer):
+    """torch's DDP, tuned, with its ZeroRedundancyOptimizer: the state is shared out, gradients and wire are DDP's."""
+
+    name: str = ZERO
+    bucket_mb: float | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
+        options = {key: wrapped.optimizer.defaults[key] for key in ("lr", "foreach")}
+        wrapped.optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), type(wrapped.optimizer), parameters_as_bucket_view=True, **options
+        )
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(Peer):
+    """torch's ``fully_shard``, every block by itself, that keeps parameters whole between forward and backward."""
+
+    name: str = "FSDP2"
+    needs = "torch.distributed.fsdp"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for group in blocks_of(model):
+            fully_shard(group, mesh=mesh, reshard_after_forward=False)
+        sharded: Any = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        return _summing(sharded, optimizer, window, no_sync=nullcontext)
 
 
 @dataclass(frozen=True, kw_only=True)

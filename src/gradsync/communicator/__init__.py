@@ -3,7 +3,7 @@
 from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.choose import ambient_communicator, choose_communicator
 from gradsync.communicator.collective import Collective, Finishing, Together
-from gradsync.communicator.fitting import Choice, fit_communicator
+from gradsync.communicator.fitting import Choice, fit_communicator, scattering_over
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.in_process import InProcessCommunicator, InProcessWorld
 from gradsync.communicator.logs import configure_logging
@@ -40,6 +40,7 @@ __all__ = [
     "choose_communicator",
     "find_topology",
     "fit_communicator",
+    "scattering_over",
 ]
 
 configure_logging()

@@ -32,7 +32,7 @@ from gradsync.communicator.subgroups import CommunicatorFactory
 from gradsync.communicator.topology import Topology, find_topology
 from gradsync.errors import ConfigurationError
 
-__all__ = ["WIRES", "Choice", "fit_communicator"]
+__all__ = ["WIRES", "Choice", "fit_communicator", "scattering_over"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -91,6 +91,15 @@ def fit_communicator(communicator: Communicator, device: torch.device) -> Choice
         LOGGER.info("gradients travel over %s", choice)
         _chosen[key] = (communicator.group, choice)
     return _chosen[key][1]
+
+
+def scattering_over(communicator: Communicator, device: torch.device) -> Communicator:
+    """A wire over the same ranks for halves of all-reduces: Gloo's own reduce-scatter sends as much as a whole one."""
+    if not isinstance(communicator, ProcessGroupCommunicator) or communicator.world_size == 1:
+        return communicator
+    if device.type != "cpu" or "gloo" not in communicator.backend:
+        return communicator
+    return PeerExchangeCommunicator(communicator.group)
 
 
 def _agreed_name(communicator: ProcessGroupCommunicator, device: torch.device) -> str:

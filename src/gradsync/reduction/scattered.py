@@ -17,14 +17,16 @@ __all__ = ["ScatteredMean"]
 class ScatteredMean(Reduction):
     """The sum over the ranks divided by the divisor, in this rank's share of the bucket.
 
-    Gradients cross the wire, and are summed, in ``dtype``; by default in their own.
+    Gradients cross the wire, and are summed, in ``dtype``; by default in their own. They take ``wire``, over the same
+    ranks, if there is one for this.
     """
 
     carries_tail = False
     scatters = True
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, wire: Communicator | None = None) -> None:
         self.dtype = dtype
+        self._wire = wire
 
     def __repr__(self) -> str:
         return "ScatteredMean()" if self.dtype is None else f"ScatteredMean({self.dtype})"
@@ -34,9 +36,10 @@ class ScatteredMean(Reduction):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        wire = communicator if self._wire is None else self._wire
         payload = bucket.wire[: bucket.plan.payload]
         own = slice(communicator.rank * bucket.plan.share, (communicator.rank + 1) * bucket.plan.share)
         if self.dtype is None or self.dtype == payload.dtype:
-            return communicator.reduce_scatter(payload[own], payload, op)
+            return wire.reduce_scatter(payload[own], payload, op)
         cast = payload.to(self.dtype)
-        return Finishing(communicator.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))
+        return Finishing(wire.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))

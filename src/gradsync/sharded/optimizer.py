@@ -22,13 +22,15 @@ import torch
 from torch import nn
 
 from gradsync.bucket import Bucket
+from gradsync.communicator import Communicator, scattering_over
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.sharded.element_wise import require_element_wise
 from gradsync.sharded.gather import Gather
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
-from gradsync.sharded.share import Share, SlotState
+from gradsync.sharded.segments import ParameterState, Segments
+from gradsync.sharded.share import Part, Share
 from gradsync.sharded.states import gather_states
 
 __all__ = ["ShardedOptimizer"]
@@ -69,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": list(group["params"])} for group in self._outside.param_groups]
         super().__init__(groups, self._outside.defaults)
         self._check_parameters(self.param_groups)
-        self._shares: list[Share] = []
+        self._segments: Segments | None = None
         self._gathers: list[Gather] = []
         self._steps = 0
         # The state in the form of a plain optimizer's, and when it was brought together.
@@ -121,9 +123,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "another sharded optimizer has this model's parameters. One optimizer takes several parameter groups: "
                 "pass them as params"
             )
+        communicator = synchronizer.engine.communicator
+        self._wire = scattering_over(communicator, synchronizer.parameters[0].device)
         synchronizer.engine.sharing.tenant = self
         try:
-            synchronizer.reduce_with(_scattered(synchronizer.reduction))
+            synchronizer.reduce_with(_scattered(synchronizer.reduction, self._wire))
         except BaseException:
             synchronizer.engine.sharing.tenant = None
             raise
@@ -134,39 +138,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were laid out anew: the state follows its parameters. Collective."""
-        communicator = self._synchronizer.engine.communicator
-        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        shares = [
-            Share(bucket, [group_of.get(id(p)) for p in bucket.parameters], communicator.rank, self._make)
-            for bucket in buckets
-        ]
-        places = {
-            slot.parameter: (share, number) for share in shares for number, slot in enumerate(share.bucket.plan.slots)
-        }
-        mine: dict[int, dict[int, SlotState]] = {id(share): {} for share in shares}
+        shares = [Share(bucket, self._synchronizer.engine.communicator.rank) for bucket in buckets]
+        parts = {part.index: part for share in shares for part in share.parts}
+        inside = {slot.parameter for bucket in buckets for slot in bucket.plan.slots}
+        states: dict[int, ParameterState] = {}
         for index, state in self._all_states():
-            if index not in places:
+            if index in parts:
+                states[index] = _part_of(state, parts[index])
+            elif index not in inside:
                 self._rest(index, state)
-                continue
-            share, number = places[index]
-            part = share.own_part(number, state)
-            if part is not None:
-                mine[id(share)][number] = part
-        for share in shares:
-            if mine[id(share)]:
-                share.cut(mine[id(share)], apart=())
-        self._shares = shares
+        numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
+        self._segments = Segments(shares, group_of, self._make, states)
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
 
-    def _all_states(self) -> Iterator[tuple[int, SlotState]]:
+    def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
         """The state of every parameter that has any. Collective."""
         synchronizer = self._synchronizer
-        yield from gather_states(self._shares, synchronizer.engine.communicator)
+        if self._segments is not None:
+            yield from gather_states(self._segments, synchronizer.engine.communicator)
         for index, parameter in enumerate(synchronizer.parameters):
             if self._outside.state.get(parameter):
                 yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
 
-    def _rest(self, index: int, state: SlotState) -> None:
+    def _rest(self, index: int, state: ParameterState) -> None:
         """Keep the state of a parameter that has no place in a bucket, whole, on every rank."""
         parameter = self._synchronizer.parameters[index]
         kept = to_parameter(state, self._synchronizer.specs[index], parameter.device)
@@ -204,20 +199,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.flush()
         options = [self._group_options(number) for number in range(len(self.param_groups))]
-        communicator, sharing = self._synchronizer.engine.communicator, self._synchronizer.engine.sharing
-        sharing.use_up()
+        self._synchronizer.engine.sharing.use_up()
         self._step_outside(options)
+        assert self._segments is not None
+        self._segments.step(options)
+        self._segments.put_down()
         # The bucket that started last holds what the next forward needs first.
-        for share in reversed(self._shares):
-            share.step(options)
-            share.put_down()
-            handle = communicator.all_gather(share.gathered, share.gathered_own)
+        for share in reversed(self._segments.shares):
+            handle = self._wire.all_gather(share.gathered, share.gathered_own)
             self._gathers.append(Gather(share.bucket, share.gathered_views, handle))
         self._steps += 1
         if self._stands_for is not None:
             # Which schedulers look for.
             self._stands_for._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        # Parameters that are awaited would be asked about every look at their gradient.
+        with torch._C.DisableTorchFunctionSubclass():
+            if set_to_none:
+                super().zero_grad()
+                return
+        super().zero_grad(set_to_none=False)
 
     def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
         """Update what has no place in a bucket: its gradient is the mean on every rank."""
@@ -282,20 +286,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.flush()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        assert self._segments is not None
+        parts = {part.index: part for share in self._segments.shares for part in share.parts}
+        inside = {slot.parameter for share in self._segments.shares for slot in share.bucket.plan.slots}
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
-        for share in self._shares:
-            states = {}
-            for number, (parameter, spec) in enumerate(zip(share.bucket.parameters, share.bucket.specs, strict=True)):
-                saved_state = state_dict["state"].get(places.get(id(parameter)))
-                if saved_state is not None:
-                    states[number] = from_parameter(saved_state, parameter, spec)
-            share.take(states)
-        inside = {id(parameter) for share in self._shares for parameter in share.bucket.parameters}
+        states: dict[int, ParameterState] = {}
         for index, parameter in enumerate(self._synchronizer.parameters):
             saved_state = state_dict["state"].get(places.get(id(parameter)))
-            if saved_state is not None and id(parameter) not in inside:
-                self._rest(index, from_parameter(saved_state, parameter, self._synchronizer.specs[index]))
+            if saved_state is None:
+                continue
+            whole = from_parameter(saved_state, parameter, self._synchronizer.specs[index])
+            if index in parts:
+                states[index] = _part_of(whole, parts[index])
+            elif index not in inside:
+                self._rest(index, whole)
+        self._segments.cut(states)
         self._consolidated = None
+
+
+def _part_of(whole: ParameterState, part: Part) -> ParameterState:
+    """What a rank with this part keeps of the state of a parameter."""
+    place = slice(part.offset, part.offset + part.stop - part.start)
+    tensors = {key: value[place].to(part.parameter.device, copy=True) for key, value in whole.tensors.items()}
+    return ParameterState(tensors=tensors, scalars=whole.scalars)
 
 
 def _synchronizer_of(model: Any) -> Synchronizer:
@@ -308,11 +321,11 @@ def _synchronizer_of(model: Any) -> Synchronizer:
     return synchronizer
 
 
-def _scattered(reduction: Reduction) -> ScatteredMean:
-    if isinstance(reduction, Mean | ScatteredMean):
-        return ScatteredMean()
-    if isinstance(reduction, Cast):
-        return ScatteredMean(reduction.dtype)
+def _scattered(reduction: Reduction, wire: Communicator) -> ScatteredMean:
+    if isinstance(reduction, Mean):
+        return ScatteredMean(wire=wire)
+    if isinstance(reduction, Cast | ScatteredMean):
+        return ScatteredMean(reduction.dtype, wire)
     raise ConfigurationError(
         f"a sharded optimizer needs means, or shares of them, and {reduction!r} sends something else. Wrap the model "
         "without it"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradsync.bucket.layout import ParameterSpec
-from gradsync.sharded.share import SlotState
+from gradsync.sharded.segments import ParameterState
 
 __all__ = ["check_groups", "from_parameter", "indexed", "to_parameter"]
 
@@ -15,15 +15,15 @@ __all__ = ["check_groups", "from_parameter", "indexed", "to_parameter"]
 SCALARS = ("step", "mu_product", "eta", "mu")
 
 
-def to_parameter(state: SlotState, spec: ParameterSpec, device: torch.device) -> dict[str, Any]:
+def to_parameter(state: ParameterState, spec: ParameterSpec, device: torch.device) -> dict[str, Any]:
     """What a plain optimizer would keep for the parameter: tensors of its shape, and scalars."""
     shaped = {key: _shaped(value, spec, device) for key, value in state.tensors.items()}
     return {**{key: _copied(value) for key, value in state.scalars.items()}, **shaped}
 
 
-def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: ParameterSpec) -> SlotState:
+def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: ParameterSpec) -> ParameterState:
     """The reverse of it."""
-    state = SlotState()
+    state = ParameterState()
     for key, value in saved.items():
         # A parameter without dimensions has tensors that look like scalars; those of an element are kept with one.
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in SCALARS:

@@ -6,7 +6,7 @@ one bucket after the other is gathered, so that no rank ever holds more than one
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,57 +14,63 @@ import torch
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError
-from gradsync.sharded.share import Share, SlotState
+from gradsync.sharded.segments import ParameterState, Segments
+from gradsync.sharded.share import Share
 
 __all__ = ["gather_states"]
 
 
-def gather_states(shares: Sequence[Share], communicator: Communicator) -> Iterator[tuple[int, SlotState]]:
+def gather_states(segments: Segments, communicator: Communicator) -> Iterator[tuple[int, ParameterState]]:
     """The index and the whole state of every parameter that has any, in the order in which they lie. Collective."""
-    for share in shares:
-        yield from _of_bucket(share, communicator)
+    for share in segments.shares:
+        yield from _of_bucket(share, segments.states(share), communicator)
 
 
-def _of_bucket(share: Share, communicator: Communicator) -> Iterator[tuple[int, SlotState]]:
-    mine, plan = share.states(), share.bucket.plan
+def _of_bucket(
+    share: Share, mine: dict[int, ParameterState], communicator: Communicator
+) -> Iterator[tuple[int, ParameterState]]:
+    plan = share.bucket.plan
     known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_described(mine)).encode())]
     # A parameter may lie in the shares of several ranks, which have then updated it equally often.
-    scalars = {int(number): entry["scalars"] for of_rank in known for number, entry in of_rank.items()}
-    tensors = {int(number): entry["tensors"] for of_rank in known for number, entry in of_rank.items()}
+    scalars = {int(index): entry["scalars"] for of_rank in known for index, entry in of_rank.items()}
+    tensors = {int(index): entry["tensors"] for of_rank in known for index, entry in of_rank.items()}
     wholes = {
         key: _gather(share, key, dtype, mine, communicator)
         for key, dtype in sorted({(key, dtype) for each in tensors.values() for key, dtype in each.items()})
     }
-    for number in sorted(scalars):
-        slot = plan.slots[number]
-        yield (
-            slot.parameter,
-            SlotState(
-                tensors={key: wholes[key][slot.offset : slot.offset + slot.numel] for key in tensors[number]},
-                scalars={key: _scalar(value, plan.device) for key, value in scalars[number].items()},
-            ),
-        )
+    for slot in plan.slots:
+        if slot.parameter in scalars:
+            yield (
+                slot.parameter,
+                ParameterState(
+                    tensors={
+                        key: wholes[key][slot.offset : slot.offset + slot.numel] for key in tensors[slot.parameter]
+                    },
+                    scalars={key: _scalar(value, plan.device) for key, value in scalars[slot.parameter].items()},
+                ),
+            )
 
 
-def _gather(share: Share, key: str, dtype: str, mine: dict[int, SlotState], communicator: Communicator) -> torch.Tensor:
+def _gather(
+    share: Share, key: str, dtype: str, mine: dict[int, ParameterState], communicator: Communicator
+) -> torch.Tensor:
     plan = share.bucket.plan
     own = torch.zeros(plan.share, dtype=getattr(torch, dtype), device=plan.device)
-    for number, state in mine.items():
-        part = share.part_of(number)
-        if key in state.tensors and part is not None:
-            own[part[0] : part[1]] = state.tensors[key]
+    for part in share.parts:
+        if part.index in mine and key in mine[part.index].tensors:
+            own[part.start : part.stop] = mine[part.index].tensors[key]
     whole = torch.empty(plan.payload, dtype=own.dtype, device=own.device)
     communicator.all_gather(whole, own).wait()
     return whole
 
 
-def _described(states: dict[int, SlotState]) -> dict[int, Any]:
+def _described(states: dict[int, ParameterState]) -> dict[int, Any]:
     return {
-        number: {
+        index: {
             "tensors": {key: str(value.dtype).removeprefix("torch.") for key, value in state.tensors.items()},
             "scalars": {key: _plain(key, value) for key, value in state.scalars.items()},
         }
-        for number, state in states.items()
+        for index, state in states.items()
     }
 
 

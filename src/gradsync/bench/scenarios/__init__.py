@@ -4,6 +4,7 @@ from gradsync.bench.scenario import Scenario
 from gradsync.bench.scenarios.accumulation import Accumulation
 from gradsync.bench.scenarios.bucket_size import BucketSize
 from gradsync.bench.scenarios.convergence import Convergence
+from gradsync.bench.scenarios.next_forward import NextForward
 from gradsync.bench.scenarios.overlap import Overlap
 from gradsync.bench.scenarios.peers import Peers
 from gradsync.bench.scenarios.round_robin import RoundRobin
@@ -17,6 +18,7 @@ __all__ = ["SCENARIOS", "find_scenarios"]
 SCENARIOS: tuple[Scenario, ...] = (
     Accumulation(),
     Overlap(),
+    NextForward(),
     BucketSize(),
     SkipSync(),
     Scaling(),

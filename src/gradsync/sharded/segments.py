@@ -1,0 +1,175 @@
+"""The optimizer of all shares of this rank, and the flat parameters that it sees.
+
+Shares are cut into *segments*: runs of neighbouring parameters that belong to one parameter group and have been updated
+equally often. The optimizer has a flat parameter for each segment, which are few and large. A parameter that nobody has
+used in a window is not updated, as a plain optimizer would not either, and from then on it is a segment by itself.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.sharded.share import Part, Share
+
+__all__ = ["MASTER", "OptimizerFactory", "ParameterState", "Segments"]
+
+# Makes an optimizer over flat parameters, for each group its number and those in it.
+OptimizerFactory = Callable[[Sequence[tuple[int, list[nn.Parameter]]]], torch.optim.Optimizer]
+
+# By this name the state has parameters in the type in which they are updated, where that is wider than their own.
+MASTER = "master"
+
+
+@dataclass(kw_only=True)
+class ParameterState:
+    """The optimizer's state of one parameter, or of this rank's part of it: ``tensors`` with a number for each element,
+    flat, and ``scalars`` that hold for all of them."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+States = Mapping[int, ParameterState]
+
+
+class _Segment:
+    """Neighbouring ``parts`` of a ``share``, all of one ``group``."""
+
+    def __init__(self, share: Share, group: int, parts: list[Part]) -> None:
+        self.share, self.group, self.parts = share, group, parts
+        place = slice(parts[0].start, parts[-1].stop)
+        self.flat = nn.Parameter(share.flat[place])
+        self.gradient = share.gradient[place]
+
+    @property
+    def used(self) -> list[bool]:
+        """Of which parameters any rank has a gradient."""
+        return [part.parameter.grad is not None for part in self.parts]
+
+    def cut_out(self, part: Part, flat: torch.Tensor) -> torch.Tensor:
+        first = self.parts[0].start
+        return flat[part.start - first : part.stop - first]
+
+
+class Segments:
+    """What this rank updates. ``group_of`` has the parameter group of each parameter, by its number in the model."""
+
+    def __init__(
+        self, shares: Sequence[Share], group_of: Mapping[int, int], make_optimizer: OptimizerFactory, states: States
+    ) -> None:
+        self.shares = list(shares)
+        self._group_of = group_of
+        self._make_optimizer = make_optimizer
+        self._are_loaded = False
+        self.cut(states)
+
+    # -- segments ------------------------------------------------------------------------------------------------
+
+    def cut(self, states: States, *, apart: Collection[int] = ()) -> None:
+        """Cut the shares into segments, parameters that are ``apart`` by themselves, and go on with ``states``."""
+        self._segments = [each for share in self.shares for each in self._runs(share, states, apart)]
+        groups = sorted({segment.group for segment in self._segments})
+        self._places = {group: place for place, group in enumerate(groups)}
+        members = [(group, [each.flat for each in self._segments if each.group == group]) for group in groups]
+        self.optimizer = self._make_optimizer(members) if members else None
+        for segment in self._segments:
+            self._restore(segment, states)
+
+    def _runs(self, share: Share, states: States, apart: Collection[int]) -> Iterator[_Segment]:
+        run: list[Part] = []
+        for part in share.parts:
+            if part.index not in self._group_of:
+                continue
+            if run and not self._joins(run[-1], part, states, apart):
+                yield _Segment(share, self._group_of[run[0].index], run)
+                run = []
+            run.append(part)
+        if run:
+            yield _Segment(share, self._group_of[run[0].index], run)
+
+    def _joins(self, last: Part, part: Part, states: States, apart: Collection[int]) -> bool:
+        return (
+            last.stop == part.start
+            and self._group_of[last.index] == self._group_of[part.index]
+            and last.index not in apart
+            and part.index not in apart
+            and _alike(states.get(last.index), states.get(part.index))
+        )
+
+    def _restore(self, segment: _Segment, states: States) -> None:
+        known = [states[part.index] for part in segment.parts if part.index in states]
+        if not known:
+            return
+        if MASTER in known[0].tensors:
+            segment.flat.data.copy_(torch.cat([each.tensors[MASTER] for each in known]))
+        by_element = known[0].tensors.keys() - {MASTER}
+        if self.optimizer is None or not (known[0].scalars or by_element):
+            return
+        state = self.optimizer.state[segment.flat]
+        state.clear()
+        for key, value in known[0].scalars.items():
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        for key in by_element:
+            state[key] = torch.cat([each.tensors[key] for each in known])
+
+    def states(self, share: Share | None = None) -> dict[int, ParameterState]:
+        """The optimizer's state, taken apart by parameters, of all shares or one. Tensors are views."""
+        found: dict[int, ParameterState] = {}
+        for segment in self._segments:
+            if share is not None and segment.share is not share:
+                continue
+            state = self.optimizer.state.get(segment.flat, {}) if self.optimizer is not None else {}
+            tensors = {key: value for key, value in state.items() if _is_by_element(value, segment.flat)}
+            scalars = {key: value for key, value in state.items() if key not in tensors}
+            if segment.share.has_masters and self._are_loaded:
+                tensors[MASTER] = segment.flat.detach()
+            for part in segment.parts if tensors or scalars else ():
+                cut = {key: segment.cut_out(part, value) for key, value in tensors.items()}
+                found[part.index] = ParameterState(tensors=cut, scalars=dict(scalars))
+        return found
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def step(self, options: Sequence[dict[str, Any]]) -> None:
+        """Update the shares by their gradients. ``options`` are those of the parameter groups."""
+        self._load()
+        if any(0 < sum(segment.used) < len(segment.parts) for segment in self._segments):
+            unused = {part.index for segment in self._segments for part in segment.parts if part.parameter.grad is None}
+            self.cut(self.states(), apart=unused)
+        if self.optimizer is None:
+            return
+        for group, place in self._places.items():
+            self.optimizer.param_groups[place].update(options[group])
+        for segment in self._segments:
+            segment.flat.grad = segment.gradient if segment.used[0] else None
+        self.optimizer.step()
+        for segment in self._segments:
+            segment.flat.grad = None
+
+    def _load(self) -> None:
+        """Take the parameters as they are: whoever has changed one since the last step meant to."""
+        pairs = [pair for share in self.shares for pair in share.current()]
+        if pairs:
+            held, current = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(held), list(current))
+        self._are_loaded = True
+
+    def put_down(self) -> None:
+        """Lay new shares into the buckets, from where all ranks gather them. Gradients are gone then."""
+        torch._foreach_copy_([share.gathered_own for share in self.shares], [share.flat for share in self.shares])
+
+
+def _alike(first: ParameterState | None, second: ParameterState | None) -> bool:
+    """Whether two parameters can be updated as one."""
+    if first is None or second is None:
+        return first is second
+    if first.scalars.keys() != second.scalars.keys() or first.tensors.keys() != second.tensors.keys():
+        return False
+    return all(bool(value == second.scalars[key]) for key, value in first.scalars.items())
+
+
+def _is_by_element(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
