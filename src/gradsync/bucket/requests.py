@@ -4,8 +4,9 @@ A rank alone may know that a parameter is trained again, or that it counts micro
 before. It must not start a collective for that: the others would not. So each such thing has a place in the ballot, a
 rank that needs it puts a mark there, and all ranks read the same sum and do the same after the buckets.
 
-On an accelerator reading would stop the host, so only those read at once that have asked. That is enough where all
-have: beside the requests there is a place that every rank marks, and what has the same sum was asked for by all.
+On an accelerator reading would stop the host, so only those read at once that have asked, or have nothing else to do.
+They mark that, too, and every rank marks one place more: where both have the same sum, all ranks know what was asked
+for, and can do it.
 """
 
 from collections.abc import Sequence
@@ -17,27 +18,29 @@ __all__ = ["Requests"]
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What must follow the buckets. ``weights``: sums of weights; ``trained``: which parameters are trained.
-    ``unanimous``: what any rank has asked for was asked for by all."""
+    """What must follow the buckets. ``weights``: sums of weights; ``trained``: which parameters are trained. ``known``:
+    this rank reads the ballot at once, or, of one that was read, all ranks do."""
 
     weights: bool = False
     trained: bool = False
-    unanimous: bool = True
+    known: bool = True
 
     # How many places they take in the ballot.
-    PLACES: ClassVar[int] = 3
+    PLACES: ClassVar[int] = 4
 
     @classmethod
     def read(cls, ballot: Sequence[float]) -> Self:
-        """What any rank has asked for."""
-        weights, trained, everybody = ballot[-cls.PLACES :]
-        unanimous = {weights, trained} <= {0.0, everybody}
-        return cls(weights=weights > 0, trained=trained > 0, unanimous=unanimous)
+        """What any rank has asked for, and whether all know of it."""
+        weights, trained, reading, everybody = ballot[-cls.PLACES :]
+        return cls(weights=weights > 0, trained=trained > 0, known=reading == everybody)
 
-    def __bool__(self) -> bool:
-        return self.weights or self.trained
+    @property
+    def unheard(self) -> bool:
+        """Whether something was asked for of which not all ranks know."""
+        return (self.weights or self.trained) and not self.known
 
     @property
     def marked(self) -> list[int]:
-        """The places of what is asked for, counted from the end of the ballot, and the one that everybody marks."""
-        return [-1, *(place for place, asked in ((-3, self.weights), (-2, self.trained)) if asked)]
+        """The places that this rank marks, counted from the end of the ballot: the last is everybody's."""
+        asked = ((-4, self.weights), (-3, self.trained), (-2, self.known), (-1, True))
+        return [place for place, is_marked in asked if is_marked]

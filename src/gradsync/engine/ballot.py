@@ -7,7 +7,7 @@ import torch
 from gradsync.bucket.requests import Requests
 from gradsync.errors import PeerFailedError
 
-__all__ = ["mark_ballot", "raise_for", "raise_for_some"]
+__all__ = ["mark_ballot", "raise_for", "raise_for_unheard"]
 
 STEPPED = (
     " An optimizer step since then has used them, and parameters may differ over ranks by now: go on from the last "
@@ -19,10 +19,10 @@ STEPPED = (
 def mark_ballot(ballot: torch.Tensor, failed_rank: int | None, requests: Requests) -> None:
     """Write down whether this rank's backward has failed, and what it asks for."""
     ballot.zero_()
-    if failed_rank is not None:
-        ballot[failed_rank] = 1
-    for place in requests.marked:
-        ballot[place] = 1
+    marked = [*([] if failed_rank is None else [failed_rank]), *(ballot.numel() + place for place in requests.marked)]
+    for place in marked:
+        # To assign a number would stop the host of an accelerator.
+        ballot[place : place + 1].fill_(1)
 
 
 def raise_for(ballot: Sequence[float], *, late: bool = False) -> None:
@@ -36,9 +36,9 @@ def raise_for(ballot: Sequence[float], *, late: bool = False) -> None:
         )
 
 
-def raise_for_some(requests: Requests, *, late: bool = False) -> None:
-    """Where ranks read requests only if they have some: raise unless all have asked for the same."""
-    if requests.unanimous:
+def raise_for_unheard(requests: Requests, *, late: bool = False) -> None:
+    """Where not all ranks read requests at once: raise if there are some of which others have not heard."""
+    if not requests.unheard:
         return
     what = "train a parameter that was frozen before" if requests.trained else "count the micro-batches of a window"
     raise PeerFailedError(

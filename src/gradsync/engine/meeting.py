@@ -93,15 +93,16 @@ class Meeting:
     def exchange(self, *, contributes: bool, norms: BucketNorms | None) -> None:
         """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot."""
         pipeline, weights = self._pipeline, self._weights
-        pipeline.requests = Requests(weights=weights.unannounced, trained=self._arrangement.trains_more)
+        counts, trains_more = weights.unannounced, self._arrangement.trains_more
+        # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
+        waits = bool(self._arrangement.layout.sparse) or counts or trains_more or not contributes
+        pipeline.requests = Requests(weights=counts, trained=trains_more, known=waits)
         weights.require_told()
         pipeline.flush()
         correction = weights.finish(self.divisor)
         pipeline.finish(correction=correction, norms=norms)
-        sparse = bool(self._arrangement.layout.sparse)
-        if sparse or pipeline.requests or not contributes:
-            # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
-            pipeline.await_requests(by_all=sparse)
+        if waits:
+            pipeline.await_requests()
         if pipeline.requests.weights:
             uncounted = contributes and not weights.counting
             correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted)

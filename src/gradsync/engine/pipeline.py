@@ -22,7 +22,7 @@ from gradsync.bucket.host_copy import HostCopy, reads_at_once
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator, Handle
-from gradsync.engine.ballot import mark_ballot, raise_for, raise_for_some
+from gradsync.engine.ballot import mark_ballot, raise_for, raise_for_unheard
 from gradsync.engine.observer import Observers
 from gradsync.errors import LateGradientError, PeerFailedError
 from gradsync.reduction import Reduction
@@ -326,17 +326,16 @@ class Pipeline:
         else:
             self._unread_ballot = HostCopy(ballot)
 
-    def await_requests(self, *, by_all: bool) -> None:
+    def await_requests(self) -> None:
         """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did.
 
-        Unless this is done ``by_all``, others may not know, and no more is possible than what all have asked for.
+        Those may include ranks that do not wait. Nothing can be done then that all must do together.
         """
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
             raise_for(ballot)
             self.requests = Requests.read(ballot)
-            if not by_all:
-                raise_for_some(self.requests)
+            raise_for_unheard(self.requests)
 
     def late_failure(self) -> PeerFailedError | None:
         """What the last ballot said, if nobody has read it. Called where all ranks come by, before there is another:
@@ -345,7 +344,7 @@ class Pipeline:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
             try:
                 raise_for(ballot, late=True)
-                raise_for_some(Requests.read(ballot), late=True)
+                raise_for_unheard(Requests.read(ballot), late=True)
             except PeerFailedError as error:
                 return error
         return None

@@ -126,6 +126,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         communicator = synchronizer.engine.communicator
         self._wire = scattering_over(communicator, synchronizer.parameters[0].device)
         synchronizer.engine.sharing.tenant = self
+        if communicator.world_size == 1:
+            # There is nobody to share with: all is outside, and updated where it lies.
+            return
         try:
             synchronizer.reduce_with(_scattered(synchronizer.reduction, self._wire))
         except BaseException:
@@ -138,7 +141,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were laid out anew: the state follows its parameters. Collective."""
-        shares = [Share(bucket, self._synchronizer.engine.communicator.rank) for bucket in buckets]
+        communicator = self._synchronizer.engine.communicator
+        if communicator.world_size == 1:
+            return
+        shares = [Share(bucket, communicator.rank) for bucket in buckets]
         parts = {part.index: part for share in shares for part in share.parts}
         inside = {slot.parameter for bucket in buckets for slot in bucket.plan.slots}
         states: dict[int, ParameterState] = {}
@@ -199,20 +205,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.flush()
         options = [self._group_options(number) for number in range(len(self.param_groups))]
-        self._synchronizer.engine.sharing.use_up()
         self._step_outside(options)
-        assert self._segments is not None
-        self._segments.step(options)
-        self._segments.put_down()
-        # The bucket that started last holds what the next forward needs first.
-        for share in reversed(self._segments.shares):
-            handle = self._wire.all_gather(share.gathered, share.gathered_own)
-            self._gathers.append(Gather(share.bucket, share.gathered_views, handle))
+        if self._segments is not None:
+            self._step_inside(self._segments, options)
         self._steps += 1
         if self._stands_for is not None:
             # Which schedulers look for.
             self._stands_for._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    def _step_inside(self, segments: Segments, options: Sequence[dict[str, Any]]) -> None:
+        """Update this rank's shares, and have all ranks gather them."""
+        self._synchronizer.engine.sharing.use_up()
+        segments.step(options)
+        segments.put_down()
+        # The bucket that started last holds what the next forward needs first.
+        for share in reversed(segments.shares):
+            handle = self._wire.all_gather(share.gathered, share.gathered_own)
+            self._gathers.append(Gather(share.bucket, share.gathered_views, handle))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -286,9 +296,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.flush()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        assert self._segments is not None
-        parts = {part.index: part for share in self._segments.shares for part in share.parts}
-        inside = {slot.parameter for share in self._segments.shares for slot in share.bucket.plan.slots}
+        shares = [] if self._segments is None else self._segments.shares
+        parts = {part.index: part for share in shares for part in share.parts}
+        inside = {slot.parameter for share in shares for slot in share.bucket.plan.slots}
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
         states: dict[int, ParameterState] = {}
         for index, parameter in enumerate(self._synchronizer.parameters):
@@ -300,7 +310,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 states[index] = _part_of(whole, parts[index])
             elif index not in inside:
                 self._rest(index, whole)
-        self._segments.cut(states)
+        if self._segments is not None:
+            self._segments.cut(states)
         self._consolidated = None
 
 

@@ -1,0 +1,73 @@
+"""The sharded optimizer on a GPU: alone over NCCL, and two ranks of one GPU over Gloo."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from gradsync import DistributedDataParallel, ShardedOptimizer
+from gradsync.sharded.gather import AwaitedParameter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 65), nn.Tanh(), nn.Linear(65, 3)
+    return nn.Sequential(*layers).to("cuda", dtype)
+
+
+def train(kind: str, dtype: torch.dtype, *, scaled: bool) -> tuple[list[torch.Tensor], int]:
+    wide: Any = {"accumulation_dtype": torch.float32} if dtype is torch.bfloat16 else {}
+    model = DistributedDataParallel(make_model(dtype), bucket_cap_mb=0.02, **wide)
+    optimizer: torch.optim.Optimizer
+    if kind == "sharded":
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2, foreach=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+    awaited = 0
+    for step in range(12):
+        seed = step * dist.get_world_size() + dist.get_rank()
+        x = torch.randn(8, 33, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+        scaler.scale(model(x).float().square().mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        awaited += sum(type(parameter) is AwaitedParameter for parameter in model.parameters())
+        optimizer.zero_grad()
+    return [parameter.detach().double() for parameter in model.parameters()], awaited
+
+
+def compare(rank: int, world_size: int, backend: str, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.cuda.set_device(0)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    for scaled in (False, True):
+        theirs, _ = train("plain", torch.float64, scaled=scaled)
+        ours, awaited = train("sharded", torch.float64, scaled=scaled)
+        assert awaited > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    narrow, _ = train("sharded", torch.bfloat16, scaled=False)
+    torch.testing.assert_close(narrow, theirs, rtol=0.05, atol=0.05)
+    if rank == 0:
+        dist.broadcast(torch.cat([each.view(-1) for each in narrow]), 0)
+    else:
+        others = torch.empty(sum(each.numel() for each in narrow), dtype=torch.float64, device="cuda")
+        dist.broadcast(others, 0)
+        assert torch.equal(others, torch.cat([each.view(-1) for each in narrow]))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_it_trains_to_the_parameters_of_a_plain_optimizer(tmp_path: object, world_size: int, backend: str) -> None:
+    mp.spawn(compare, args=(world_size, backend, str(tmp_path)), nprocs=world_size)
