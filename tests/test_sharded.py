@@ -443,6 +443,53 @@ def test_gradients_that_are_shared_out_cannot_be_looked_at() -> None:
     ThreadRanks(2).run(look_at_gradients)
 
 
+def step_on_zeros(kind: str) -> list[torch.Tensor]:
+    """Gradients that were zeroed in place are still there: momentum goes on, also in a second step."""
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.SGD, model, lr=0.2, momentum=0.9)
+    for step in range(4):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        for _ in range(step):
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return parameters_of(model)
+
+
+def test_steps_on_zeros_are_steps() -> None:
+    ranks = ThreadRanks(3)
+    assert_same(ranks.run(step_on_zeros, "sharded"), ranks.run(step_on_zeros, "plain")[0])
+
+
+@pytest.mark.parametrize("misuse", ["step twice", "local steps", "join", "hook", "detached"])
+def test_misuse_is_refused(misuse: str) -> None:
+    def work() -> None:
+        model = DistributedDataParallel(net())
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        model(batch(0, 0)).sum().backward()
+        if misuse == "step twice":
+            optimizer.step()
+            with pytest.raises(MisuseError, match=r"zero_grad\(\)"):
+                optimizer.step()
+        elif misuse == "local steps":
+            with model.local_steps(), pytest.raises(MisuseError, match="local steps"):
+                optimizer.step()
+        elif misuse == "join":
+            with pytest.raises(MisuseError, match=r"join\(\)"):
+                model.join_hook()
+        elif misuse == "hook":
+            with pytest.raises(MisuseError, match="before you make the optimizer"):
+                model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+        else:
+            model.synchronizer.detach()
+            with pytest.raises(MisuseError, match="Make the optimizer anew"):
+                optimizer.step()
+
+    ThreadRanks(2).run(work)
+
+
 def accumulate_on_means(kind: str) -> list[torch.Tensor]:
     """Without zero_grad(), but without a step either: as in a loop that skips one."""
     rank = choose_communicator().rank

@@ -16,7 +16,7 @@ from gradsync.communicator import Choice, Communicator, choose_communicator, fit
 from gradsync.engine.compiling import compiler_here
 from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.reduction import Cast, Mean, Reduction
+from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.wrap.accumulation import Accumulation
 from gradsync.wrap.after_backward import InBackwardOptimizers, call_after_backward
 from gradsync.wrap.buffer_sync import BufferSync, choose_buffer_sync
@@ -283,6 +283,11 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         )
 
     def join_hook(self, **kwargs: Any) -> GradientJoinHook:
+        if self.synchronizer.engine.sharing.has_tenant:
+            raise MisuseError(
+                "join() lets ranks without data leave the loop, and a sharded optimizer needs all of them in every "
+                "step. Give every rank as many steps, and leave out the backward where there is nothing to learn from"
+            )
         self.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return GradientJoinHook(self)
 
@@ -336,7 +341,10 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self.synchronizer.enabled = enabled
 
     def _current_policy(self) -> SyncPolicy:
-        return dataclasses.replace(self._policy, reduction=self.synchronizer.reduction)
+        reduction = self.synchronizer.reduction
+        # An optimizer of shares stays with the engine it was made for.
+        whole = reduction.whole if isinstance(reduction, ScatteredMean) else reduction
+        return dataclasses.replace(self._policy, reduction=whole)
 
     def _connect_to(self, process_group: Any) -> None:
         """Without a word to the other ranks, so there is nothing to choose by."""

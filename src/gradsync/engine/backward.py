@@ -139,6 +139,7 @@ class BackwardEngine:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows."""
+        self.sharing.require_tenant_served(scatters=reduction.scatters)
         self.pipeline.reduce_with(reduction)
         self._norms = None
         self.build()

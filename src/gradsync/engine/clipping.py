@@ -8,6 +8,7 @@ import torch
 from gradsync.bucket.chunk import gradients_of
 from gradsync.bucket.norm import clip_gradients, combine_norms, is_whole, norm_of, own_parts, require_means
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
+from gradsync.errors import ConfigurationError
 
 __all__ = ["clip_norm", "require_means_of", "synchronizers_of"]
 
@@ -68,6 +69,11 @@ def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer
 def _shares(meant: set[int], synchronizer: Synchronizer, norm_type: float) -> Whole:
     """What this rank has of the gradients, with the norm of what all have. Collective."""
     communicator = synchronizer.engine.communicator
+    if norm_type != 2.0 and any(spec.dtype.is_complex for spec in synchronizer.specs):
+        raise ConfigurationError(
+            "a sharded optimizer keeps complex gradients as pairs of numbers, whose norm is that of the gradients for "
+            f"norm_type=2 only, got {norm_type:g}"
+        )
     mine = [part for bucket in synchronizer.buckets for part in own_parts(bucket, meant, communicator.rank)]
     local = combine_norms([norm_of(part, norm_type) for part in mine], norm_type).to(communicator.device, torch.float64)
     if math.isinf(norm_type):

@@ -47,9 +47,29 @@ class Sharing:
         for bucket in buckets:
             circle.take_in(bucket)
 
-    def use_up(self) -> None:
-        """The tenant takes the memory of the gradients, which have served."""
-        self._are_used_up = True
+    def use_up(self, buckets: Sequence[Bucket]) -> None:
+        """The tenant takes the memory of the gradients, for the step that is about to read them."""
+        if self._are_used_up:
+            # A second step: on zeros, if somebody has zeroed them, and else on nothing that is a gradient.
+            zeroed = [view for bucket in buckets for view in bucket.views if is_zeroed(view)]
+            self.take_back(buckets)
+            self.hand_out(buckets)
+            for view in zeroed:
+                view.zeroed = True  # type: ignore[attr-defined]
+        self._is_out = self._are_used_up = True
+
+    @property
+    def has_tenant(self) -> bool:
+        """Whether an optimizer lives on shares, of which all ranks must take care in every step."""
+        return self.tenant is not None and self._communicator.world_size > 1
+
+    def require_tenant_served(self, *, scatters: bool) -> None:
+        """Refuse another reduction where an optimizer lives on shares."""
+        if self.has_tenant and not scatters:
+            raise MisuseError(
+                "a sharded optimizer has the buckets of this model, and needs its share of their means. Choose what is "
+                "put on the wire before you make the optimizer"
+            )
 
     @torch.no_grad()
     def take_back(self, buckets: Sequence[Bucket], *, worthless: bool = False) -> None:
@@ -64,8 +84,9 @@ class Sharing:
         kept = [any(map(_is_kept, bucket.parameters, bucket.views)) for bucket in buckets]
         if self._are_used_up and any(kept) and not worthless:
             raise MisuseError(
-                "a backward begins, and gradients of the window before were not zeroed. A sharded optimizer uses their "
-                "memory for new parameters, so nothing can be added to them. Call zero_grad() after optimizer.step()"
+                "gradients of the window before were not zeroed. The sharded optimizer has used their memory for new "
+                "parameters, so nothing can be added to them, and no step can use them again. Call zero_grad() after "
+                "optimizer.step()"
             )
         self._is_out = self._are_used_up = False
         for bucket, has_means in zip(buckets, kept, strict=True):

@@ -329,6 +329,8 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
+        if self.engine.sharing.tenant is not None:
+            self.engine.sharing.tenant.leave()
         self.engine.detach()
         unguard_steps(self)
         release(self, self.parameters)

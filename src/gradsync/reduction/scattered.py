@@ -9,7 +9,8 @@ import torch
 from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Finishing, Handle, ReduceOp
 from gradsync.reduction.base import Reduction
-from gradsync.reduction.mean import divides_on_the_wire
+from gradsync.reduction.cast import Cast
+from gradsync.reduction.mean import Mean, divides_on_the_wire
 
 __all__ = ["ScatteredMean"]
 
@@ -30,6 +31,11 @@ class ScatteredMean(Reduction):
 
     def __repr__(self) -> str:
         return "ScatteredMean()" if self.dtype is None else f"ScatteredMean({self.dtype})"
+
+    @property
+    def whole(self) -> Reduction:
+        """The same, but of everything on every rank: what a wrapper without this optimizer takes."""
+        return Mean() if self.dtype is None else Cast(self.dtype)
 
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor

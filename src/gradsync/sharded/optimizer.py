@@ -23,6 +23,7 @@ from torch import nn
 
 from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, scattering_over
+from gradsync.engine.phase import Phase
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
@@ -203,6 +204,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._synchronizer.engine.phase is Phase.DETACHED:
+            raise MisuseError(
+                "the engine that this optimizer shares out was detached from the model, or the model was given another "
+                "process group. Make the optimizer anew, and load the state of this one"
+            )
+        if self._synchronizer.engine.switches.steps_locally and self._segments is not None:
+            raise MisuseError(
+                "a sharded optimizer cannot take local steps: every rank has the state of its own share only. Use a "
+                "plain optimizer for them"
+            )
         self.flush()
         options = [self._group_options(number) for number in range(len(self.param_groups))]
         self._step_outside(options)
@@ -216,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_inside(self, segments: Segments, options: Sequence[dict[str, Any]]) -> None:
         """Update this rank's shares, and have all ranks gather them."""
-        self._synchronizer.engine.sharing.use_up()
+        self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
         segments.step(options)
         segments.put_down()
         # The bucket that started last holds what the next forward needs first.
