@@ -102,6 +102,48 @@ def test_whoever_reads_a_parameter_gets_the_new_one(how: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
+class Foreign(torch.autograd.Function):
+    """As an extension in C++ that gets tensors: it does not ask their class."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] * weight, grads[0] * x
+
+
+class ForeignLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Foreign.apply(x, self.weight)
+
+
+def train_foreign(kind: str) -> list[torch.Tensor]:
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(nn.Sequential(ForeignLayer(), ForeignLayer()), bucket_cap_mb=1e-5)
+    optimizer = make(kind, torch.optim.SGD, model, lr=0.1)
+    for step in range(4):
+        model(batch(rank, step, width=5)).square().mean().backward()
+        if rank == 1:
+            time.sleep(LATE_SECONDS)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+def test_code_that_does_not_ask_gets_the_new_one_in_a_forward() -> None:
+    ranks = ThreadRanks(2)
+    assert_same(ranks.run(train_foreign, "sharded"), ranks.run(train_foreign, "plain")[0])
+
+
 def look_without_waiting() -> list[bool]:
     """What says nothing of values waits for nobody."""
     rank = choose_communicator().rank

@@ -3,6 +3,9 @@
 While the parameters of a bucket are being gathered they are of class :class:`AwaitedParameter`. torch hands whatever is
 done with such a parameter to it first, so it can wait: a layer's forward, in whatever order layers run,
 ``state_dict()``, ``copy.deepcopy``, a norm that somebody logs. Nobody can read half of a parameter, or an old one.
+
+Code outside of Python does not ask: an extension of torch that gets a parameter as a tensor. Mostly it gets it in the
+forward of the module that has it, so before that the parameters of the module are waited for, too.
 """
 
 import threading
@@ -15,7 +18,7 @@ from torch import nn
 from gradsync.bucket import Bucket
 from gradsync.communicator import Handle
 
-__all__ = ["AwaitedParameter", "Gather"]
+__all__ = ["AwaitedParameter", "Gather", "await_before_forward"]
 
 # What says nothing of values, and need not wait for them.
 _HARMLESS = {
@@ -75,6 +78,21 @@ class Gather:
                 parameter.__class__ = nn.Parameter
                 del parameter._gather  # type: ignore[attr-defined]
             self._is_finished = True
+
+
+def await_before_forward(module: nn.Module) -> None:
+    """Have every part of ``module`` wait for the parameters of its own before its forward."""
+    for part in module.modules():
+        if part._parameters and _await_own not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(_await_own)
+
+
+def _await_own(module: nn.Module, args: Any) -> None:
+    for parameter in module._parameters.values():
+        if type(parameter) is AwaitedParameter:
+            gather = getattr(parameter, "_gather", None)
+            if gather is not None:
+                gather.finish()
 
 
 def _awaited_in(values: Iterable[Any]) -> Iterator[AwaitedParameter]:

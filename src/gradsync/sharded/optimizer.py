@@ -28,11 +28,12 @@ from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.sharded.element_wise import require_element_wise
-from gradsync.sharded.gather import Gather
+from gradsync.sharded.gather import Gather, await_before_forward
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
 from gradsync.sharded.segments import ParameterState, Segments
 from gradsync.sharded.share import Part, Share
 from gradsync.sharded.states import gather_states
+from gradsync.wrap.replica import Replica
 
 __all__ = ["ShardedOptimizer"]
 
@@ -42,6 +43,9 @@ class Synchronized(Protocol):
 
     @property
     def synchronizer(self) -> Synchronizer: ...
+
+    @property
+    def replica(self) -> Replica: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -81,6 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The optimizer that others may still hold in the place of this one.
         self._stands_for: torch.optim.Optimizer | None = None
         self._move_in()
+        await_before_forward(model.replica.module)
         self._is_ready = True
 
     @classmethod

@@ -13,6 +13,7 @@ from gradsync.engine.clipping import clip_norm
 from gradsync.engine.synchronizer import Block, Synchronizer
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.window.weights import checked_weight
+from gradsync.wrap.replica import Replica
 
 __all__ = ["Accumulation", "MicroBatches", "backward_through", "framed"]
 
@@ -127,6 +128,7 @@ class Accumulation:
     """What :class:`DistributedDataParallel` and the attachment of ``synchronize_gradients`` have in common."""
 
     synchronizer: Synchronizer
+    replica: Replica
     # What carries the gradients, and why that.
     wire: Choice
 
