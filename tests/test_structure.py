@@ -26,6 +26,7 @@ PUBLIC = {
     "MismatchError",
     "MisuseError",
     "PeerFailedError",
+    "ShardedOptimizer",
     "SyncPolicy",
     "Timeline",
     "WireLostError",
