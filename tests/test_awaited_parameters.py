@@ -350,3 +350,50 @@ def test_shares_of_narrow_parameters_are_wide() -> None:
         # 64 steps of 2⁻¹² make 2⁻⁶; in bfloat16 alone not one of them would have moved the weight.
         assert torch.equal(parameters[0], torch.full((8, 8), 1 - 2.0**-6, dtype=torch.bfloat16))
         assert torch.equal(state[0]["master"], torch.full((8, 8), 1 - 2.0**-6))
+
+
+def train_mixed(steps: int, reload: bool) -> list[torch.Tensor]:
+    """A narrow parameter and a wide one, in one bucket: updates of 2⁻¹² each."""
+    module = nn.ParameterList([torch.ones(8, dtype=torch.bfloat16), torch.ones(8)])
+    model = DistributedDataParallel(Sum(module), accumulation_dtype=torch.float32)
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=2.0**-12)
+    for step in range(steps):
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if reload and step == steps // 2:
+            optimizer.consolidate()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            # Buckets are made anew before the next step.
+            model.synchronizer.load_state_dict(model.synchronizer.state_dict())
+    return parameters_of(model)
+
+
+class Sum(nn.Module):
+    def __init__(self, numbers: nn.ParameterList) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([each.float().sum() for each in self.numbers]).sum()
+
+
+@pytest.mark.parametrize("reload", [False, True], ids=["in one go", "loaded on the way"])
+def test_narrow_parameters_beside_wide_ones_have_masters(reload: bool) -> None:
+    for narrow, wide in ThreadRanks(2).run(train_mixed, 64, reload):
+        assert torch.equal(narrow, torch.full((8,), 1 - 2.0**-6, dtype=torch.bfloat16))
+        assert torch.equal(wide, torch.full((8,), 1 - 2.0**-6))
+
+
+def copy_awaited() -> list[str]:
+    model = DistributedDataParallel(net())
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.3)
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    copied_module = copy.deepcopy(model.module)
+    optimizer.flush()
+    return [type(parameter).__name__ for parameter in (*copied_module.parameters(), *model.parameters())]
+
+
+def test_copies_are_ordinary_parameters() -> None:
+    assert ThreadRanks(2).run(copy_awaited) == [["Parameter"] * 12] * 2

@@ -12,7 +12,7 @@ from torch import nn
 import gradsync
 from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
-from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.errors import ConfigurationError, MisuseError, PeerFailedError
 from gradsync.sharded import ShardedOptimizer
 from tests.ranks import Ranks, ThreadRanks
 
@@ -488,6 +488,177 @@ def test_misuse_is_refused(misuse: str) -> None:
                 optimizer.step()
 
     ThreadRanks(2).run(work)
+
+
+TOUCHES: dict[str, Callable[[DistributedDataParallel], Any]] = {
+    "torch's clipping": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.001),
+    "gradsync's clipping": lambda model: model.clip_grad_norm_(0.001),
+    "values": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.001),
+    "scaling": lambda model: model.module[0].weight.grad.mul_(0.0),
+    "norm": lambda model: torch.linalg.vector_norm(model.module[0].weight.grad),
+}
+
+
+@pytest.mark.parametrize("how", TOUCHES)
+def test_gradients_are_not_touched_after_the_step(how: str) -> None:
+    """New parameters lie there."""
+
+    def work() -> list[torch.Tensor]:
+        model = DistributedDataParallel(net())
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        model(batch(0, 0)).sum().backward()
+        optimizer.step()
+        with pytest.raises(MisuseError, match="before the step"):
+            TOUCHES[how](model)
+        optimizer.zero_grad()
+        return parameters_of(model)
+
+    def plain() -> list[torch.Tensor]:
+        model = DistributedDataParallel(net())
+        model(batch(0, 0)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return parameters_of(model)
+
+    assert_same(ThreadRanks(2).run(work), ThreadRanks(2).run(plain)[0])
+
+
+def zero_before_the_step(kind: str, every: bool) -> tuple[list[torch.Tensor], float]:
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.SGD, model, lr=0.2, momentum=0.9)
+    for step in range(4):
+        model(batch(rank, step)).square().mean().backward()
+        if step % 2 and every:
+            optimizer.zero_grad(set_to_none=False)
+        elif step % 2:
+            model.module[0].weight.grad.zero_()
+        norm = float(model.clip_grad_norm_(0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model), norm
+
+
+@pytest.mark.parametrize("every", [True, False], ids=["all", "one"])
+def test_gradients_may_be_zeroed_before_the_step(every: bool) -> None:
+    ranks = ThreadRanks(3)
+    theirs = ranks.run(zero_before_the_step, "plain", every)[0]
+    ours = ranks.run(zero_before_the_step, "sharded", every)
+    assert_same([parameters for parameters, _ in ours], theirs[0])
+    assert [norm for _, norm in ours] == [pytest.approx(theirs[1])] * 3
+
+
+def replace_a_gradient(kind: str) -> tuple[list[torch.Tensor], float]:
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.SGD, model, lr=0.2)
+    model(batch(0, 0)).square().mean().backward()
+    weight = model.module[0].weight
+    weight.grad = torch.full_like(weight, 0.1)
+    norm = float(model.clip_grad_norm_(0.02))
+    optimizer.step()
+    return parameters_of(model), norm
+
+
+def test_a_gradient_that_was_replaced_is_clipped() -> None:
+    ranks = ThreadRanks(2)
+    theirs = ranks.run(replace_a_gradient, "plain")[0]
+    for parameters, norm in ranks.run(replace_a_gradient, "sharded"):
+        assert norm == pytest.approx(theirs[1])
+        torch.testing.assert_close(parameters, theirs[0], rtol=1e-10, atol=1e-12)
+
+
+def go_back(kind: str, frozen: bool) -> list[torch.Tensor]:
+    """The state of the beginning, which is none, is loaded after some steps."""
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.AdamW, model, list(model.parameters()), lr=0.05)
+    if kind == "sharded":
+        optimizer.consolidate()
+    state = copy.deepcopy(optimizer.state_dict())
+    for step in range(8):
+        model.module[4].requires_grad_(not (frozen and 2 <= step < 5))
+        if step == 4:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen meanwhile"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_that_is_loaded_takes_the_place_of_all(world_size: int, frozen: bool) -> None:
+    ranks = ThreadRanks(world_size)
+    assert_same(ranks.run(go_back, "sharded", frozen), ranks.run(go_back, "plain", frozen)[0])
+
+
+def load_another_shape() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model)
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    optimizer.consolidate()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ConfigurationError, match="belongs to another model"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(MisuseError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_state_of_another_shape_is_refused_on_all_ranks() -> None:
+    ThreadRanks(2).run(load_another_shape)
+
+
+def take_more_parameters(kind: str) -> list[torch.Tensor]:
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    parameters = list(model.parameters())
+    optimizer = make(kind, torch.optim.AdamW, model, parameters[:3], lr=0.05)
+    for step in range(6):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        if step == 2:
+            # One rank has looked at a parameter, the others have not.
+            _ = float(parameters[0].detach().sum()) if rank == 0 else 0.0
+            optimizer.add_param_group({"params": parameters[3:], "lr": 0.01})
+    return parameters_of(model)
+
+
+def test_parameters_may_be_added_in_a_group_of_their_own() -> None:
+    ranks = ThreadRanks(3)
+    assert_same(ranks.run(take_more_parameters, "sharded"), ranks.run(take_more_parameters, "plain")[0])
+
+
+class Sensitive(torch.optim.SGD):
+    """Raises where it sees something that is no number."""
+
+    element_wise = True
+
+    def step(self, closure: Any = None) -> Any:
+        if any(p.grad is not None and p.grad.isnan().any() for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError("no number")
+        return super().step(closure)
+
+
+def raise_in_a_share() -> str:
+    wire = choose_communicator()
+    model = DistributedDataParallel(filled(nn.Linear(8, 8).double()), communicator=wire)
+    optimizer = ShardedOptimizer(Sensitive, model, lr=0.1)
+    x = torch.ones(1, 8, dtype=torch.float64)
+    (model(x) * torch.tensor([float("nan"), *[1.0] * 7])).sum().backward()
+    try:
+        optimizer.step()
+        optimizer.flush()
+    except (ArithmeticError, PeerFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_optimizer_that_raises_on_one_rank_is_told_to_the_others() -> None:
+    first, other = ThreadRanks(2).run(raise_in_a_share)
+    assert first == "ArithmeticError: no number"
+    assert "its optimizer raised ArithmeticError: no number" in other
 
 
 def accumulate_on_means(kind: str) -> list[torch.Tensor]:

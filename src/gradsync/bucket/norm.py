@@ -68,7 +68,10 @@ def own_parts(bucket: Bucket, meant: Collection[int], rank: int) -> list[torch.T
     """What ``rank`` has, in its share, of the gradients of those parameters whose identities are ``meant``."""
     first, end = rank * bucket.plan.share, (rank + 1) * bucket.plan.share
     payload = bucket.wire[: bucket.plan.payload]
-    present = [id(parameter) in meant and parameter.grad is not None for parameter in bucket.parameters]
+    present = [
+        id(parameter) in meant and parameter.grad is view
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+    ]
     if all(present):
         return [payload[first:end]]
     ranges = [

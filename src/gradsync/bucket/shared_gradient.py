@@ -37,11 +37,14 @@ class SharedGradient(torch.Tensor):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        gradients = list(_shared_in(args))
         if func in _ZEROING:
-            for gradient in _shared_in(args):
-                gradient.zeroed = True
-                gradient.circle.forget()
-            return args[0]
+            return _zero(gradients, args[0])
+        if any(gradient.circle.are_used_up for gradient in gradients):
+            raise MisuseError(
+                f"{getattr(func, '__name__', func)} was called on a gradient after optimizer.step(), which has used "
+                "its memory for new parameters. Look at gradients and clip them before the step"
+            )
         if func in _BY_ELEMENT and not any(_shared_in(args[1:])):
             return _on_parts(func, args, kwargs)
         if func is torch.linalg.vector_norm and kwargs.keys() <= {"dtype"} and len(args) <= 2:
@@ -62,6 +65,8 @@ class Circle:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        # Something else lies in their memory by now.
+        self.are_used_up = False
         self._gradients: list[SharedGradient] = []
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
 
@@ -89,6 +94,11 @@ class Circle:
         return self._norms[order][id(gradient)]
 
     def _all_norms(self, order: float) -> dict[int, torch.Tensor]:
+        if order != 2.0 and any(gradient.is_complex() for gradient in self._gradients):
+            raise MisuseError(
+                "a sharded optimizer keeps complex gradients as pairs of numbers, whose norm is that of the gradients "
+                f"for norm_type=2 only, got {order:g}"
+            )
         local = torch.stack([_norm(each.part, order).to(self.communicator.device) for each in self._gradients])
         powers = local if math.isinf(order) else local**order
         self.communicator.all_reduce(powers, "max" if math.isinf(order) else "sum").wait()
@@ -131,6 +141,18 @@ def _shared_in(values: Iterable[Any]) -> Iterator[SharedGradient]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _shared_in(value)
+
+
+def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
+    for gradient in gradients:
+        gradient.circle.forget()
+        if gradient.circle.are_used_up:
+            # The memory is another's: it is zeroed when it comes back.
+            gradient.zeroed = True
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient.zero_()
+    return result
 
 
 def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

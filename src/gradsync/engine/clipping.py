@@ -30,6 +30,7 @@ def require_means_of(synchronizers: Iterable[Synchronizer]) -> None:
     for synchronizer in synchronizers:
         synchronizer.finish_last()
         require_means(finished=synchronizer.window.finished)
+        synchronizer.engine.sharing.require_means()
 
 
 def synchronizers_of(parameters: Iterable[torch.Tensor]) -> list[Synchronizer]:
@@ -47,7 +48,12 @@ def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer
     covered: set[int] = set()
     for synchronizer in synchronizers:
         if synchronizer.reduction.scatters:
-            covered.update(id(parameter) for bucket in synchronizer.buckets for parameter in bucket.parameters)
+            covered.update(
+                id(parameter)
+                for bucket in synchronizer.buckets
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+                if parameter.grad is view
+            )
             yield _shares(meant, synchronizer, norm_type)
             continue
         norms = synchronizer.engine.norms(norm_type)

@@ -37,15 +37,16 @@ class Sharing:
         self._communicator = communicator
         self.tenant: Tenant | None = None
         self._is_out = False
+        self._circle = Circle(communicator)
         # The gradients are gone: something else has been put into their memory.
         self._are_used_up = False
 
     def hand_out(self, buckets: Sequence[Bucket]) -> None:
         """Every rank has the means of its share now."""
         self._is_out, self._are_used_up = True, False
-        circle = Circle(self._communicator)
+        self._circle = Circle(self._communicator)
         for bucket in buckets:
-            circle.take_in(bucket)
+            self._circle.take_in(bucket)
 
     def use_up(self, buckets: Sequence[Bucket]) -> None:
         """The tenant takes the memory of the gradients, for the step that is about to read them."""
@@ -56,7 +57,15 @@ class Sharing:
             self.hand_out(buckets)
             for view in zeroed:
                 view.zeroed = True  # type: ignore[attr-defined]
-        self._is_out = self._are_used_up = True
+        self._is_out = self._are_used_up = self._circle.are_used_up = True
+
+    def require_means(self) -> None:
+        """Refuse to clip what is no gradient any more."""
+        if self._are_used_up:
+            raise MisuseError(
+                "gradients were to be clipped after optimizer.step(), which has used their memory for new parameters. "
+                "Clip before the step"
+            )
 
     @property
     def has_tenant(self) -> bool:

@@ -8,6 +8,7 @@ Code outside of Python does not ask: an extension of torch that gets a parameter
 forward of the module that has it, so before that the parameters of the module are waited for, too.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -52,6 +53,16 @@ class AwaitedParameter(nn.Parameter):
                     gather.finish()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    # torch's own methods look at the class before they look at values.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._gather.finish()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._gather.finish()
+        return self.__reduce_ex__(protocol)
 
 
 class Gather:

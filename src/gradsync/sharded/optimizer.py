@@ -233,7 +233,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_inside(self, segments: Segments, options: Sequence[dict[str, Any]]) -> None:
         """Update this rank's shares, and have all ranks gather them."""
         self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
-        segments.step(options)
+        try:
+            segments.step(options)
+        except BaseException as error:
+            # The others have updated their shares, and wait for this one.
+            self._wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
+            raise
         segments.put_down()
         # The bucket that started last holds what the next forward needs first.
         for share in reversed(segments.shares):
@@ -268,12 +273,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take further parameters of the model. All ranks must do so alike."""
+        if self._is_ready:
+            self.flush()
+            given = param_group["params"]
+            param_group = {**param_group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
+            self._check_parameters([param_group])
         super().add_param_group(param_group)
         if self._is_ready:
-            self._check_parameters(self.param_groups[-1:])
             self._outside.add_param_group({**self.param_groups[-1], "params": list(self.param_groups[-1]["params"])})
-            self.flush()
             self.moved(self._synchronizer.buckets)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise MisuseError(
+            "a sharded optimizer cannot be copied or pickled: it belongs to the ranks of its model. Save its "
+            "state_dict() after consolidate(), and load that into another"
+        )
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
@@ -317,11 +331,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inside = {slot.parameter for share in shares for slot in share.bucket.plan.slots}
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
         states: dict[int, ParameterState] = {}
-        for index, parameter in enumerate(self._synchronizer.parameters):
-            saved_state = state_dict["state"].get(places.get(id(parameter)))
-            if saved_state is None:
-                continue
-            whole = from_parameter(saved_state, parameter, self._synchronizer.specs[index])
+        wholes = {
+            index: from_parameter(saved, parameter, self._synchronizer.specs[index])
+            for index, parameter in enumerate(self._synchronizer.parameters)
+            if (saved := state_dict["state"].get(places.get(id(parameter)))) is not None
+        }
+        self._outside.state.clear()
+        for index, whole in wholes.items():
             if index in parts:
                 states[index] = _part_of(whole, parts[index])
             elif index not in inside:

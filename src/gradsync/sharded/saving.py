@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gradsync.bucket.layout import ParameterSpec
+from gradsync.errors import ConfigurationError
 from gradsync.sharded.segments import ParameterState
 
 __all__ = ["check_groups", "from_parameter", "indexed", "to_parameter"]
@@ -25,9 +26,15 @@ def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: Paramet
     """The reverse of it."""
     state = ParameterState()
     for key, value in saved.items():
-        # A parameter without dimensions has tensors that look like scalars; those of an element are kept with one.
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in SCALARS:
+        is_tensor = isinstance(value, torch.Tensor)
+        # Of a parameter without dimensions both kinds look the same.
+        if is_tensor and value.shape == parameter.shape and (parameter.dim() or key not in SCALARS):
             state.tensors[key] = _flattened(value, spec)
+        elif is_tensor and value.numel() != 1:
+            raise ConfigurationError(
+                f"the saved state {key!r} of parameter {spec.name!r} has the shape {tuple(value.shape)}, and the "
+                f"parameter {tuple(parameter.shape)}: it belongs to another model"
+            )
         else:
             state.scalars[key] = _copied(value)
     return state

@@ -63,7 +63,8 @@ class Segments:
         self.shares = list(shares)
         self._group_of = group_of
         self._make_optimizer = make_optimizer
-        self._are_loaded = False
+        # Parameters of which the shares hold the current values.
+        self._loaded: set[int] = set()
         self.cut(states)
 
     # -- segments ------------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ class Segments:
             return
         if MASTER in known[0].tensors:
             segment.flat.data.copy_(torch.cat([each.tensors[MASTER] for each in known]))
+            self._loaded.update(part.index for part in segment.parts)
         by_element = known[0].tensors.keys() - {MASTER}
         if self.optimizer is None or not (known[0].scalars or by_element):
             return
@@ -124,11 +126,12 @@ class Segments:
             state = self.optimizer.state.get(segment.flat, {}) if self.optimizer is not None else {}
             tensors = {key: value for key, value in state.items() if _is_by_element(value, segment.flat)}
             scalars = {key: value for key, value in state.items() if key not in tensors}
-            if segment.share.has_masters and self._are_loaded:
-                tensors[MASTER] = segment.flat.detach()
-            for part in segment.parts if tensors or scalars else ():
+            for part in segment.parts:
                 cut = {key: segment.cut_out(part, value) for key, value in tensors.items()}
-                found[part.index] = ParameterState(tensors=cut, scalars=dict(scalars))
+                if part.is_narrow and part.index in self._loaded:
+                    cut[MASTER] = segment.cut_out(part, segment.flat.detach())
+                if cut or scalars:
+                    found[part.index] = ParameterState(tensors=cut, scalars=dict(scalars))
         return found
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -136,6 +139,8 @@ class Segments:
     def step(self, options: Sequence[dict[str, Any]]) -> None:
         """Update the shares by their gradients. ``options`` are those of the parameter groups."""
         self._load()
+        for share in self.shares:
+            share.take_replaced()
         if any(0 < sum(segment.used) < len(segment.parts) for segment in self._segments):
             unused = {part.index for segment in self._segments for part in segment.parts if part.parameter.grad is None}
             self.cut(self.states(), apart=unused)
@@ -155,7 +160,7 @@ class Segments:
         if pairs:
             held, current = zip(*pairs, strict=True)
             torch._foreach_copy_(list(held), list(current))
-        self._are_loaded = True
+        self._loaded.update(part.index for share in self.shares for part in share.parts)
 
     def put_down(self) -> None:
         """Lay new shares into the buckets, from where all ranks gather them. Gradients are gone then."""

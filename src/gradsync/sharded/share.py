@@ -8,6 +8,7 @@ from torch import nn
 
 from gradsync.bucket import Bucket
 from gradsync.bucket.layout import ParameterSpec, Slot
+from gradsync.bucket.shared_gradient import SharedGradient
 
 __all__ = ["Part", "Share"]
 
@@ -22,6 +23,8 @@ class Part:
     start: int
     stop: int
     offset: int
+    # The share holds it in a wider type than its own.
+    is_narrow: bool
 
 
 class Share:
@@ -40,19 +43,14 @@ class Share:
         self.gathered_own = self.gathered[first : first + plan.share]
         self.gathered_views = bucket.views_of(self.gathered)
         self.parts = list(_parts(bucket, first, first + plan.share))
-        self._pointers: list[int] = []
+        self._pointers: list[tuple[int, tuple[int, ...]]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_views = False
         self._specs = {slot.parameter: (slot, spec) for slot, spec in zip(plan.slots, bucket.specs, strict=True)}
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether the share holds parameters in a wider type than their own."""
-        return self.gathered.dtype != self.flat.dtype
-
     def current(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of what the share holds of each parameter, and what the parameter is."""
-        pointers = [part.parameter.data_ptr() for part in self.parts]
+        pointers = [(part.parameter.data_ptr(), part.parameter.stride()) for part in self.parts]
         if pointers != self._pointers:
             # Somebody has given parameters other memory; or they have not been looked at before.
             self._pointers = pointers
@@ -61,13 +59,18 @@ class Share:
                 _shares_memory(part.parameter, pair[1]) for part, pair in zip(self.parts, self._pairs, strict=True)
             )
         pairs = self._pairs if self._are_views else [self._pair(part) for part in self.parts]
-        if not self.has_masters:
-            return pairs
-        # What is held is more precise than the parameter, as long as it rounds to it.
         return [
-            (held, torch.where(held.to(current.dtype) == current, held, current.to(held.dtype)))
-            for held, current in pairs
+            (held, _more_precise(held, current) if part.is_narrow else current)
+            for part, (held, current) in zip(self.parts, pairs, strict=True)
         ]
+
+    def take_replaced(self) -> None:
+        """Gradients that somebody has put in the place of means, the same on all ranks, are what the step is to use."""
+        for part in self.parts:
+            gradient = part.parameter.grad
+            if gradient is not None and not isinstance(gradient, SharedGradient):
+                flat = _flat(gradient, *self._specs[part.index])
+                self.gradient[part.start : part.stop] = flat[part.offset : part.offset + part.stop - part.start]
 
     def _pair(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         held = self.flat[part.start : part.stop]
@@ -84,7 +87,13 @@ def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
                 start=start - first,
                 stop=stop - first,
                 offset=start - slot.offset,
+                is_narrow=_wire_dtype(parameter.dtype) != bucket.plan.dtype,
             )
+
+
+def _more_precise(held: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """What is held is, as long as it rounds to the parameter."""
+    return torch.where(held.to(current.dtype) == current, held, current.to(held.dtype))
 
 
 def _shares_memory(parameter: nn.Parameter, flat: torch.Tensor) -> bool:
@@ -96,8 +105,8 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _flat(parameter: nn.Parameter, slot: Slot, spec: ParameterSpec) -> torch.Tensor:
-    """The parameter's elements in the order in which its gradient lies in the bucket."""
+def _flat(parameter: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:
+    """The elements of a parameter, or of a gradient, in the order in which they lie in the bucket."""
     values = parameter.detach()
     if spec.dtype.is_complex:
         values = torch.view_as_real(values)

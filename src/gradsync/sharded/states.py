@@ -30,7 +30,11 @@ def _of_bucket(
     share: Share, mine: dict[int, ParameterState], communicator: Communicator
 ) -> Iterator[tuple[int, ParameterState]]:
     plan = share.bucket.plan
-    known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_described(mine)).encode())]
+    known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_told(mine)).encode())]
+    for told in known:
+        # What one rank cannot send is said on all.
+        if isinstance(told, str):
+            raise ConfigurationError(told)
     # A parameter may lie in the shares of several ranks, which have then updated it equally often.
     scalars = {int(index): entry["scalars"] for of_rank in known for index, entry in of_rank.items()}
     tensors = {int(index): entry["tensors"] for of_rank in known for index, entry in of_rank.items()}
@@ -62,6 +66,13 @@ def _gather(
     whole = torch.empty(plan.payload, dtype=own.dtype, device=own.device)
     communicator.all_gather(whole, own).wait()
     return whole
+
+
+def _told(states: dict[int, ParameterState]) -> dict[int, Any] | str:
+    try:
+        return _described(states)
+    except ConfigurationError as error:
+        return str(error)
 
 
 def _described(states: dict[int, ParameterState]) -> dict[int, Any]:
