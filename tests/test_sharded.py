@@ -73,9 +73,10 @@ def assert_same(ours: Sequence[list[torch.Tensor]], theirs: list[torch.Tensor]) 
 # -- as a plain one ---------------------------------------------------------------------------------------------------
 
 
-def train(kind: str, steps: int, bucket_cap_mb: Any = TINY) -> list[torch.Tensor]:
+def train(kind: str, steps: int, bucket_cap_mb: Any = TINY, wire: str = "auto") -> list[torch.Tensor]:
     rank = choose_communicator().rank
-    model = DistributedDataParallel(net(), bucket_cap_mb=bucket_cap_mb)
+    given = choose_communicator() if wire == "group" else None
+    model = DistributedDataParallel(net(), bucket_cap_mb=bucket_cap_mb, communicator=given)
     optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
@@ -89,15 +90,22 @@ def train(kind: str, steps: int, bucket_cap_mb: Any = TINY) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("ranks", "steps", "bucket_cap_mb"),
-    [(("threads", 3), 30, TINY), (("processes", 2), 200, TINY), (("processes", 3), 20, "auto")],
+    ("ranks", "steps", "bucket_cap_mb", "wire"),
+    [
+        (("threads", 3), 30, TINY, "auto"),
+        (("processes", 2), 200, TINY, "auto"),
+        (("processes", 3), 20, "auto", "auto"),
+        (("processes", 3), 20, TINY, "group"),
+    ],
     indirect=["ranks"],
-    ids=["threads-3", "processes-2", "processes-3"],
+    ids=["threads-3", "processes-2", "processes-3", "processes-3-group"],
 )
-def test_it_trains_to_the_parameters_of_a_plain_optimizer(ranks: Ranks, steps: int, bucket_cap_mb: Any) -> None:
+def test_it_trains_to_the_parameters_of_a_plain_optimizer(
+    ranks: Ranks, steps: int, bucket_cap_mb: Any, wire: str
+) -> None:
     """With parameter groups, a schedule, clipping and windows of three micro-batches."""
-    theirs = ranks.run(train, "plain", steps, bucket_cap_mb)[0]
-    assert_same(ranks.run(train, "sharded", steps, bucket_cap_mb), theirs)
+    theirs = ranks.run(train, "plain", steps, bucket_cap_mb, wire)[0]
+    assert_same(ranks.run(train, "sharded", steps, bucket_cap_mb, wire), theirs)
 
 
 class Lion(torch.optim.Optimizer):
