@@ -17,6 +17,7 @@ from torch.func import functional_call
 from gradsync import DistributedDataParallel, PeerFailedError, ShardedOptimizer, synchronize_gradients
 from gradsync.communicator import choose_communicator
 from gradsync.sharded.gather import AwaitedParameter
+from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
 from tests.test_sharded import assert_same, batch, filled, make, net, parameters_of
 
@@ -264,19 +265,6 @@ def test_without_a_wrapper() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-class Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, lit: bool) -> torch.Tensor:
-        ctx.lit = lit
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.lit:
-            raise ArithmeticError("in backward")
-        return grads[0], None
-
-
 def fail_and_go_on(kind: str) -> tuple[list[torch.Tensor], int]:
     """The backward of rank 0 fails in two steps, which everybody skips."""
     rank = choose_communicator().rank
@@ -288,7 +276,7 @@ def fail_and_go_on(kind: str) -> tuple[list[torch.Tensor], int]:
             hidden = model(batch(rank, step))
             Fuse.apply(hidden, rank == 0 and step in (0, 6)).square().mean().backward()
             optimizer.step()
-        except (ArithmeticError, PeerFailedError):
+        except (Explosion, PeerFailedError):
             failed += 1
         optimizer.zero_grad()
     return parameters_of(model), failed

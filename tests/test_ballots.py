@@ -4,7 +4,6 @@ On an accelerator the host does not wait for what it could read. Here ballots of
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
+from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
@@ -19,25 +19,6 @@ pytestmark = pytest.mark.timeout(60)
 in_threads_and_processes = pytest.mark.parametrize(
     "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
 )
-
-
-class Explosion(Exception):  # noqa: N818 (it is thrown by a test)
-    pass
-
-
-class Fuse(torch.autograd.Function):
-    """Raises in its backward, where it is lit."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, lit: bool) -> torch.Tensor:
-        ctx.lit = lit
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.lit:
-            raise Explosion("in backward")
-        return grads[0], None
 
 
 class Words(nn.Module):

@@ -211,7 +211,7 @@ def fail_unseen(rank: int, folder: str) -> None:
     wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
     told = []
     order = wrapped.synchronizer.engine.arrangement.order
-    # Ranks hear of a failure in a forward or in a backward, so they may run different numbers of them: not of windows.
+    # A rank that fails runs a backward more or less than the others: windows are what all count.
     while (window := order.windows_before + 1) < 12:
         x = torch.full((4, 64), rank + 1.0, dtype=torch.float64, device="cuda")
         try:

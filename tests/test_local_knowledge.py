@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 from gradsync import DistributedDataParallel, LayerDrop, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
 from gradsync.engine.phase import Phase
+from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
@@ -362,25 +363,6 @@ def test_a_rank_that_ran_out_has_clean_gradients(process_ranks: RankPool) -> Non
 
 
 # -- a backward that fails -----------------------------------------------------------------------------------------
-
-
-class Explosion(Exception):  # noqa: N818 (it is thrown by a test)
-    pass
-
-
-class Fuse(torch.autograd.Function):
-    """Raises in its backward, where it is lit."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, lit: bool) -> torch.Tensor:
-        ctx.lit = lit
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.lit:
-            raise Explosion("in backward")
-        return grads[0], None
 
 
 class Fused(nn.Module):
