@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import leaving
+from gradsync.communicator import SharedMemoryCommunicator, leaving
+from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.leaving import MOST_KEPT, UnderWay
 from tests.ranks import RankPool
 from tests.scripts import free_port
@@ -55,7 +56,47 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
-def leave_with_something_under_way() -> tuple[list[str], bool, list[str]]:
+def test_a_wire_over_others_leaves_before_them() -> None:
+    """Or its thread would begin theirs anew, after they have left."""
+    left = []
+
+    class Wire:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            leaving.keep_track(self)
+
+        def forsake(self) -> None:
+            raise NotImplementedError
+
+        def leave(self, seconds: float) -> None:
+            left.append(self.name)
+
+    wires = [Wire(f"wire {number}") for number in range(20)]
+    leaving.leave_all()
+    assert left == [wire.name for wire in reversed(wires)]
+
+
+def give_up_unwatched() -> list[str]:
+    """The thread that watches sees nothing of it: it comes when the sockets are closed, and their numbers others'."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostPeers, "watch", lambda *_: None)
+        wire = fresh_wire("shared-memory", 60.0)
+    assert isinstance(wire, SharedMemoryCommunicator)
+    if wire.rank == 0:
+        wire.all_reduce(torch.ones(100_000))
+        time.sleep(0.3)
+    # Not as long as the wire itself would wait.
+    wire.leave(20.0)
+    left = [thread.name for thread in threading.enumerate() if thread.name == "gradsync-shared-memory"]
+    dist.barrier()
+    return left
+
+
+def test_giving_up_does_not_depend_on_who_watches(pool: RankPool) -> None:
+    assert pool.run(give_up_unwatched) == [[], []]
+
+
+def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, list[str]]:
     """On rank 0 a collective that nobody else comes to, on every wire with a thread of its own, and on the group."""
     wires = [fresh_wire(name, 30.0) for name in ("peer-exchange", "shared-memory", "hosts-1+1")]
     group = fresh_wire("group", 30.0)
@@ -66,8 +107,7 @@ def leave_with_something_under_way() -> tuple[list[str], bool, list[str]]:
             wire.all_reduce(torch.ones(100_000))
         group.all_reduce(tensor)
         references = sys.getrefcount(tensor)
-        # Until their threads are in the middle of it.
-        time.sleep(1.0)
+        time.sleep(seconds)
     # These ranks are this test's own, and a busy machine takes its time.
     leaving.PATIENCE_SECONDS = 10.0
     leaving.leave_all()
@@ -80,8 +120,9 @@ def leave_with_something_under_way() -> tuple[list[str], bool, list[str]]:
     return left, is_kept, failures
 
 
-def test_nothing_is_at_work_when_the_interpreter_ends(pool: RankPool) -> None:
-    (left, is_kept, failures), (others_left, _, _) = pool.run(leave_with_something_under_way)
+@pytest.mark.parametrize("seconds", [0.0, 0.0003, 1.0], ids=["at once", "as they begin", "in the middle"])
+def test_nothing_is_at_work_when_the_interpreter_ends(pool: RankPool, seconds: float) -> None:
+    (left, is_kept, failures), (others_left, _, _) = pool.run(leave_with_something_under_way, seconds)
     assert left == others_left == []
     assert is_kept, "a thread of Gloo may be the last to hold it"
     assert len(failures) == 3

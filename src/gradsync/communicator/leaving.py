@@ -46,12 +46,13 @@ class Leaver(Protocol):
         """Called at the end: have no thread at work any more, within ``seconds``."""
 
 
-_wires: "weakref.WeakSet[Leaver]" = weakref.WeakSet()
+# In the order in which they were made.
+_wires: "weakref.WeakKeyDictionary[Leaver, None]" = weakref.WeakKeyDictionary()
 
 
 def keep_track(wire: Leaver) -> None:
     """Have ``wire`` told when this process forks, and when it ends."""
-    _wires.add(wire)
+    _wires[wire] = None
 
 
 class UnderWay:
@@ -95,7 +96,8 @@ def keep_for_good(under_way: UnderWay) -> UnderWay:
 def leave_all() -> None:
     """See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    for wire in list(_wires):
+    # A wire over others was made after them. It goes first: as long as its thread is at work, it begins theirs anew.
+    for wire in reversed(list(_wires)):
         # One that cannot must not keep the others from it.
         with contextlib.suppress(Exception):
             wire.leave(max(0.0, deadline - time.monotonic()))

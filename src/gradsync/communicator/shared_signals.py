@@ -111,11 +111,17 @@ class Signals:
             semaphore.post()
 
     def give_up(self, reason: str) -> None:
-        """Leave ``reason`` to those who will notice; what was heard before, if this rank only passes that on."""
+        """Leave ``reason`` to those who will notice; what was heard before, if this rank only passes that on.
+
+        Whoever waits on this rank need not any more. That is told here and now: the thread that watches may see a
+        socket that was closed on this side, but if it comes too late for that, the number is another file's by then.
+        """
         mine = self._reasons[self._peers.rank]
         if not mine.value:
             heard = next((each.value for each in self._reasons if each.value), b"")
             mine.value = heard or reason.encode()[: REASON_BYTES - 1]
+        for peer in self._others:
+            self._note_end(peer)
 
     def _ended_because(self, peer: int, describe: Callable[[], str]) -> WireLostError:
         reason = self._reasons[peer].value.decode(errors="ignore")
