@@ -1,6 +1,7 @@
 """The sharded optimizer trains to the parameters of a plain one, on all ranks to the same bits."""
 
 import copy
+import gc
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradsync
 from gradsync import DistributedDataParallel
@@ -360,6 +362,53 @@ def test_every_rank_keeps_its_share_of_the_state() -> None:
     counts = ThreadRanks(4).run(measure_state)
     assert sum(kept for kept, _ in counts) == counts[0][1]
     assert max(kept for kept, _ in counts) <= counts[0][1] / 4 + 32
+
+
+class Backwards(nn.Sequential):
+    """Gradients come in another order than parameters were registered in, so buckets are laid out anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(list(self)):
+            x = layer(x)
+        return x
+
+
+def lay_buckets_anew() -> list[int]:
+    """How many buckets had memory whenever another one got its own."""
+    communicator = choose_communicator()
+    memory: list[StorageWeakRef] = []
+    alive: list[int] = []
+    allocate = communicator.allocate
+
+    def watched(*args: Any) -> torch.Tensor:
+        alive.append(sum(not reference.expired() for reference in memory))
+        buffer = allocate(*args)
+        memory.append(StorageWeakRef(buffer.untyped_storage()))
+        return buffer
+
+    communicator.allocate = watched  # type: ignore[method-assign]
+    layers = filled(Backwards(*(nn.Linear(9, 9) for _ in range(6))).double())
+    model = DistributedDataParallel(layers, bucket_cap_mb=TINY, communicator=communicator)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+    for step in range(4):
+        model(batch(communicator.rank, step, width=9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return alive
+
+
+def test_memory_of_buckets_goes_with_them() -> None:
+    """And not when somebody collects garbage: Python does not know how little memory a GPU has left."""
+    gc.collect()
+    gc.disable()
+    try:
+        outcomes = ThreadRanks(2).run(lay_buckets_anew)
+    finally:
+        gc.enable()
+    for alive in outcomes:
+        # Wrapped, shared out, and laid out anew: each time none is left of those before.
+        assert alive == 3 * list(range(len(alive) // 3))
+        assert len(alive) >= 6
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ def unshare_views(bucket: Bucket) -> None:
     """From now on they are ordinary tensors."""
     for view in bucket.views:
         view.__class__ = torch.Tensor
+        # The circle holds them: in a ring the memory of a bucket would outlive it until somebody collects garbage.
+        vars(view).pop("circle", None)
 
 
 def is_zeroed(view: torch.Tensor) -> bool:

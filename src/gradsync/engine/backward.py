@@ -121,6 +121,8 @@ class BackwardEngine:
         # The old buckets go before new ones come: what holds them lets go first.
         self._hooks.remove()
         self.sharing.take_back(self.buckets)
+        if self.sharing.tenant is not None:
+            self.sharing.tenant.move_out()
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()

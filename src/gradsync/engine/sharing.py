@@ -26,6 +26,9 @@ class Tenant(Protocol):
     def leave(self) -> None:
         """They are wanted for gradients: finish what is under way in them."""
 
+    def move_out(self) -> None:
+        """Buckets are about to go: hold nothing of them. Called after :meth:`leave`."""
+
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were laid out anew. All ranks are here, and may meet."""
 
@@ -98,6 +101,7 @@ class Sharing:
                 "optimizer.step()"
             )
         self._is_out = self._are_used_up = False
+        self._circle = Circle(self._communicator)
         for bucket, has_means in zip(buckets, kept, strict=True):
             zeroed = [view for view in bucket.views if is_zeroed(view)]
             unshare_views(bucket)

@@ -145,6 +145,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The buckets are wanted for gradients: :class:`~gradsync.engine.sharing.Tenant`."""
         self.flush()
 
+    def move_out(self) -> None:
+        """Buckets are about to go: :class:`~gradsync.engine.sharing.Tenant`."""
+        if self._segments is not None:
+            self._segments.let_go()
+
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were laid out anew: the state follows its parameters. Collective."""
         communicator = self._synchronizer.engine.communicator
@@ -330,7 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         shares = [] if self._segments is None else self._segments.shares
         parts = {part.index: part for share in shares for part in share.parts}
-        inside = {slot.parameter for share in shares for slot in share.bucket.plan.slots}
+        inside = {slot.parameter for share in shares for slot in share.plan.slots}
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
         states: dict[int, ParameterState] = {}
         wholes = {

@@ -162,6 +162,13 @@ class Segments:
             torch._foreach_copy_(list(held), list(current))
         self._loaded.update(part.index for share in self.shares for part in share.parts)
 
+    def let_go(self) -> None:
+        """Hold nothing of the buckets any more, which go. States stay, until they have moved into other segments."""
+        for share in self.shares:
+            share.let_go()
+        for segment in self._segments:
+            segment.gradient = segment.share.gradient
+
     def put_down(self) -> None:
         """Lay new shares into the buckets, from where all ranks gather them. Gradients are gone then."""
         torch._foreach_copy_([share.gathered_own for share in self.shares], [share.flat for share in self.shares])

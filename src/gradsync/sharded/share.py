@@ -34,7 +34,7 @@ class Share:
         plan = bucket.plan
         first = rank * plan.share
         payload = bucket.wire[: plan.payload]
-        self.bucket = bucket
+        self.plan, self.bucket = plan, bucket
         self.flat = torch.zeros(plan.share, dtype=plan.dtype, device=plan.device)
         self.gradient = payload[first : first + plan.share]
         # New parameters travel in their own dtype, where they have one in common.
@@ -47,6 +47,11 @@ class Share:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_views = False
         self._specs = {slot.parameter: (slot, spec) for slot, spec in zip(plan.slots, bucket.specs, strict=True)}
+
+    def let_go(self) -> None:
+        """The bucket goes. What this rank has of its parameters stays."""
+        del self.bucket, self.gathered_views
+        self.gradient = self.gathered = self.gathered_own = self.flat[:0]
 
     def current(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of what the share holds of each parameter, and what the parameter is."""

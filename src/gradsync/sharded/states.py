@@ -29,7 +29,7 @@ def gather_states(segments: Segments, communicator: Communicator) -> Iterator[tu
 def _of_bucket(
     share: Share, mine: dict[int, ParameterState], communicator: Communicator
 ) -> Iterator[tuple[int, ParameterState]]:
-    plan = share.bucket.plan
+    plan = share.plan
     known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_told(mine)).encode())]
     for told in known:
         # What one rank cannot send is said on all.
@@ -58,7 +58,7 @@ def _of_bucket(
 def _gather(
     share: Share, key: str, dtype: str, mine: dict[int, ParameterState], communicator: Communicator
 ) -> torch.Tensor:
-    plan = share.bucket.plan
+    plan = share.plan
     own = torch.zeros(plan.share, dtype=getattr(torch, dtype), device=plan.device)
     for part in share.parts:
         if part.index in mine and key in mine[part.index].tensors:
