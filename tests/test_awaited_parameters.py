@@ -332,8 +332,10 @@ def train_narrow(steps: int) -> tuple[list[torch.Tensor], Any]:
     return parameters_of(model), optimizer.state_dict()["state"] if rank >= 0 else None
 
 
-def test_shares_of_narrow_parameters_are_wide() -> None:
-    for parameters, state in ThreadRanks(3).run(train_narrow, 64):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_shares_of_narrow_parameters_are_wide(world_size: int) -> None:
+    """Also alone, where there is nobody to share with."""
+    for parameters, state in ThreadRanks(world_size).run(train_narrow, 64):
         assert parameters[0].dtype == torch.bfloat16
         # 64 steps of 2⁻¹² make 2⁻⁶; in bfloat16 alone not one of them would have moved the weight.
         assert torch.equal(parameters[0], torch.full((8, 8), 1 - 2.0**-6, dtype=torch.bfloat16))
@@ -366,9 +368,10 @@ class Sum(nn.Module):
         return torch.stack([each.float().sum() for each in self.numbers]).sum()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("reload", [False, True], ids=["in one go", "loaded on the way"])
-def test_narrow_parameters_beside_wide_ones_have_masters(reload: bool) -> None:
-    for narrow, wide in ThreadRanks(2).run(train_mixed, 64, reload):
+def test_narrow_parameters_beside_wide_ones_have_masters(reload: bool, world_size: int) -> None:
+    for narrow, wide in ThreadRanks(world_size).run(train_mixed, 64, reload):
         assert torch.equal(narrow, torch.full((8,), 1 - 2.0**-6, dtype=torch.bfloat16))
         assert torch.equal(wide, torch.full((8,), 1 - 2.0**-6))
 

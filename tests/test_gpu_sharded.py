@@ -55,7 +55,8 @@ def compare(rank: int, world_size: int, backend: str, folder: str) -> None:
     for scaled in (False, True):
         theirs, _ = train("plain", torch.float64, scaled=scaled)
         ours, awaited = train("sharded", torch.float64, scaled=scaled)
-        assert awaited > 0
+        # Alone there is nobody to wait for.
+        assert (awaited > 0) == (world_size > 1)
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     narrow, _ = train("sharded", torch.bfloat16, scaled=False)
     torch.testing.assert_close(narrow, theirs, rtol=0.05, atol=0.05)

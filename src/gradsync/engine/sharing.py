@@ -23,6 +23,9 @@ __all__ = ["Sharing", "Tenant"]
 class Tenant(Protocol):
     """Who lives in the buckets between two backwards."""
 
+    # Or only would, if there were other ranks.
+    lives_in_buckets: bool
+
     def leave(self) -> None:
         """They are wanted for gradients: finish what is under way in them."""
 
@@ -73,7 +76,7 @@ class Sharing:
     @property
     def has_tenant(self) -> bool:
         """Whether an optimizer lives on shares, of which all ranks must take care in every step."""
-        return self.tenant is not None and self._communicator.world_size > 1
+        return self.tenant is not None and self.tenant.lives_in_buckets
 
     def require_tenant_served(self, *, scatters: bool) -> None:
         """Refuse another reduction where an optimizer lives on shares."""

@@ -31,7 +31,7 @@ from gradsync.sharded.element_wise import require_element_wise
 from gradsync.sharded.gather import Gather, await_before_forward
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
 from gradsync.sharded.segments import ParameterState, Segments
-from gradsync.sharded.share import Part, Share
+from gradsync.sharded.share import Part, Share, is_narrow
 from gradsync.sharded.states import gather_states
 from gradsync.wrap.replica import Replica
 
@@ -131,9 +131,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         communicator = synchronizer.engine.communicator
         self._wire = scattering_over(communicator, synchronizer.parameters[0].device)
+        narrow = any(is_narrow(p, bucket) for bucket in synchronizer.buckets for p in bucket.parameters)
+        # Alone there is nobody to share with: all is outside, and updated where it lies, if that is precise enough.
+        self.lives_in_buckets = communicator.world_size > 1 or narrow
         synchronizer.engine.sharing.tenant = self
-        if communicator.world_size == 1:
-            # There is nobody to share with: all is outside, and updated where it lies.
+        if not self.lives_in_buckets:
             return
         try:
             synchronizer.reduce_with(_scattered(synchronizer.reduction, self._wire))
@@ -153,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were laid out anew: the state follows its parameters. Collective."""
         communicator = self._synchronizer.engine.communicator
-        if communicator.world_size == 1:
+        if not self.lives_in_buckets:
             return
         shares = [Share(bucket, communicator.rank) for bucket in buckets]
         parts = {part.index: part for share in shares for part in share.parts}

@@ -10,7 +10,7 @@ from gradsync.bucket import Bucket
 from gradsync.bucket.layout import ParameterSpec, Slot
 from gradsync.bucket.shared_gradient import SharedGradient
 
-__all__ = ["Part", "Share"]
+__all__ = ["Part", "Share", "is_narrow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,13 @@ def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
                 start=start - first,
                 stop=stop - first,
                 offset=start - slot.offset,
-                is_narrow=_wire_dtype(parameter.dtype) != bucket.plan.dtype,
+                is_narrow=is_narrow(parameter, bucket),
             )
+
+
+def is_narrow(parameter: nn.Parameter, bucket: Bucket) -> bool:
+    """Whether its gradient has a wider type than itself."""
+    return _wire_dtype(parameter.dtype) != bucket.plan.dtype
 
 
 def _more_precise(held: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
