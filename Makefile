@@ -13,12 +13,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test soak laws peers-tests check dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test soak kills laws peers-tests check dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
 	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
 	@echo 'make soak      random trainings, compared with one process, for as long as asked (ARGS="--minutes 30")'
+	@echo 'make kills     trainings that are killed at random moments and go on elsewhere (minutes, ARGS="--seeds 20")'
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
 	@echo 'make peers-tests   the tests of torch and of Accelerate, with our classes in the place of theirs (minutes)'
 	@echo 'make check     lint, formatting, types'
@@ -44,6 +45,9 @@ test: .venv/.dev .venv/.apt
 
 soak: .venv/.dev
 	$(BIN)/python -m tests.soak $(ARGS)
+
+kills: .venv/.dev
+	$(BIN)/python -m tests.kills $(ARGS)
 
 laws: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m hypothesis --hypothesis-profile deep --timeout 3600 $(ARGS)

@@ -103,6 +103,31 @@ def test_two_ranks_with_four_micro_batches_are_one_with_eight(
     assert alone[-1][0] < alone[0][0]
 
 
+class Saves(Losses):
+    """Of how many steps it had heard when a checkpoint was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[int, int]] = []
+
+    def saved(self, step: int) -> None:
+        self.heard.append((step, len(self.steps)))
+
+
+def train_and_save(settings: TrainSettings) -> list[tuple[int, int]]:
+    accelerator, timeline = make_accelerator(settings, cpu=True)
+    trainer, saves = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data)), Saves()
+    trainer.run(saves)
+    accelerator.free_memory()
+    return saves.heard
+
+
+def test_a_step_is_told_of_before_it_is_saved(tmp_path: Path, text: Path) -> None:
+    """Or whoever goes on from there, after the run was killed, would never be told."""
+    heard, _ = pool_of(2).run(train_and_save, settings_for(tmp_path / "run", text, checkpoint_every=3))
+    assert heard == [(3, 3), (6, 6), (8, 8)]
+
+
 def test_ranks_with_unequal_shares_and_none(tmp_path: Path, text: Path) -> None:
     """A window of three sequences on four ranks: one of them has nothing to do."""
     alone, _, _ = train(settings_for(tmp_path / "1", text, precision="fp64", grad_accum=3, micro_batch=1))

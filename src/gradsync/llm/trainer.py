@@ -160,7 +160,7 @@ class Trainer:
                 records.learn(pulse)
                 signal = pulse.signal if pulse is not None else 0
                 if not signal and self.step < self.total_steps:
-                    self._now_and_then()
+                    signal = self._now_and_then(records)
             last = self._heartbeat.read()
             records.learn(last, everything=True)
         if last is not None and self.step < self.total_steps:
@@ -200,11 +200,18 @@ class Trainer:
         inputs, targets = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
         return inputs, targets
 
-    def _now_and_then(self) -> None:
+    def _now_and_then(self, records: "_Records") -> int:
+        """Save, validate. Returns the signal that somebody has got meanwhile, or 0."""
+        signal = 0
         if self.step % self.settings.checkpoint_every == 0:
+            # Before it is saved: a run that goes on from here does not do this step again, and would never tell of it.
+            pulse = self._heartbeat.read()
+            records.learn(pulse, everything=True)
+            signal = 0 if pulse is None else pulse.signal
             self._save()
         if self.step % self.settings.validate_every == 0:
             self.validate()
+        return signal
 
     def _save(self) -> None:
         self.saving.save(self.step, self.plan)

@@ -1,0 +1,34 @@
+"""Runs that are killed and go on lose nothing, and one that has lost something is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import kills
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("train")]
+
+
+def test_a_course_is_drawn_from_its_seed_alone() -> None:
+    assert kills.draw(7) == kills.draw(7)
+    drawn = [life for seed in range(20) for life in kills.draw(seed).lives]
+    assert {life.ranks for life in drawn} == {1, 2, 3}
+    assert {life.victim for life in drawn if life.after is not None} == {None, 0, 1, 2}
+
+
+def test_a_sharded_run_goes_on_elsewhere_and_what_is_lost_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed on two ranks, on to its end on three."""
+    monkeypatch.setattr(kills, "STEPS", 40)
+    expected = kills.train_undisturbed(tmp_path / "undisturbed")
+    lives = kills.Life(ranks=2, sharded=True, after=1.0), kills.Life(ranks=3, sharded=True)
+    kills.live_through(kills.Course(seed=0, lives=lives), tmp_path / "run", expected)
+    with pytest.raises(AssertionError):
+        kills.compare(kills.losses_of(tmp_path / "run"), {**expected, 17: expected[17] * (1 + 1e-7)})
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = [line for line in metrics.read_text().splitlines() if json.loads(line).get("step") != 23]
+    metrics.write_text("\n".join(lines) + "\n")
+    with pytest.raises(AssertionError):
+        kills.compare(kills.losses_of(tmp_path / "run"), expected)
