@@ -177,9 +177,11 @@ def live(life: Life, folder: Path, *, resume: bool) -> tuple[int, str]:
 
 
 def _await_ranks(process: "subprocess.Popen[bytes]", folder: Path, count: int) -> None:
-    """Until so many run."""
+    """Until so many run. A single one needs no launcher, and is the command itself."""
     deadline = time.monotonic() + LIFE_SECONDS
-    while len(_processes(folder).keys() - {None}) < count and process.poll() is None and time.monotonic() < deadline:
+    while (
+        len(_processes(folder).keys() - {None}) < count > 1 and process.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
 
 
@@ -197,7 +199,10 @@ def _processes(folder: Path) -> dict[int | None, int]:
 
 def _kill(folder: Path, victim: int | None) -> None:
     processes = _processes(folder)
-    for number in processes.values() if victim is None else [processes[victim]] if victim in processes else []:
+    if victim is not None:
+        alone = len(processes) == 1
+        processes = {rank: number for rank, number in processes.items() if alone or rank == victim}
+    for number in processes.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
 

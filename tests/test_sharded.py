@@ -468,6 +468,60 @@ def test_a_second_one_over_the_same_model_is_refused() -> None:
     ThreadRanks(2).run(work)
 
 
+def train_on(kinds: Sequence[str], steps: int = 3) -> list[torch.Tensor]:
+    """One optimizer after the other, each with the state of the one before."""
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    state: Any = None
+    for number, kind in enumerate(kinds):
+        optimizer = make(kind, torch.optim.AdamW, model, lr=1e-2)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in range(number * steps, (number + 1) * steps):
+            model(batch(choose_communicator().rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.consolidate()
+            state = optimizer.state_dict()
+            optimizer.close()
+            optimizer.close()
+        else:
+            state = optimizer.state_dict()
+    return parameters_of(model)
+
+
+@in_threads_and_processes
+def test_a_closed_one_leaves_the_model_to_others(ranks: Ranks) -> None:
+    expected = ranks.run(train_on, ["plain"] * 4)[0]
+    assert_same(ranks.run(train_on, ["sharded", "plain", "sharded", "sharded"]), expected)
+
+
+def test_alone_one_may_be_closed_too() -> None:
+    assert_same(
+        ThreadRanks(1).run(train_on, ["sharded", "plain", "sharded"]), ThreadRanks(1).run(train_on, ["plain"] * 3)[0]
+    )
+
+
+def use_after_closing() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = ShardedOptimizer(torch.optim.SGD, model)
+    model(batch(0, 0)).sum().backward()
+    with pytest.raises(MisuseError, match="Call step\\(\\) and zero_grad\\(\\) before close\\(\\)"):
+        optimizer.close()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.close()
+    for use in (optimizer.step, optimizer.consolidate, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(MisuseError, match="was closed"):
+            use()
+    model(batch(0, 1)).sum().backward()
+    assert torch.isfinite(model.module[0].weight.grad).all()
+
+
+def test_one_with_gradients_is_not_closed_and_a_closed_one_is_not_used() -> None:
+    ThreadRanks(2).run(use_after_closing)
+
+
 def test_a_reduction_that_makes_no_means_is_refused() -> None:
     def work() -> None:
         model = DistributedDataParallel(net())

@@ -59,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     _is_ready = False
+    _is_closed = False
 
     def __init__(
         self,
@@ -127,13 +128,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if synchronizer.engine.sharing.tenant is not None:
             raise ConfigurationError(
                 "another sharded optimizer has this model's parameters. One optimizer takes several parameter groups: "
-                "pass them as params"
+                "pass them as params; or close() the other one"
             )
         communicator = synchronizer.engine.communicator
         self._wire = scattering_over(communicator, synchronizer.parameters[0].device)
         narrow = any(is_narrow(p, bucket) for bucket in synchronizer.buckets for p in bucket.parameters)
         # Alone there is nobody to share with: all is outside, and updated where it lies, if that is precise enough.
         self.lives_in_buckets = communicator.world_size > 1 or narrow
+        self._reduction_before = synchronizer.reduction
         synchronizer.engine.sharing.tenant = self
         if not self.lives_in_buckets:
             return
@@ -216,6 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_open()
         if self._synchronizer.engine.phase is Phase.DETACHED:
             raise MisuseError(
                 "the engine that this optimizer shares out was detached from the model, or the model was given another "
@@ -278,11 +281,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gathers[0].finish()
             self._gathers.pop(0)
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise MisuseError("this optimizer was closed: its model's gradients are another's. Make an optimizer anew")
+
+    def close(self) -> None:
+        """Give the buckets back: gradients are whole means again, for an optimizer of any kind. On all ranks alike.
+
+        Save the state before, or :meth:`consolidate` it, if another optimizer is to go on with it.
+        """
+        if self._is_closed:
+            return
+        self.flush()
+        if self.lives_in_buckets and any(p.grad is not None for p in indexed(self.param_groups)):
+            raise MisuseError(
+                "a sharded optimizer was to be closed while gradients are there, of which every rank has its share "
+                "only. Call step() and zero_grad() before close()"
+            )
+        self._is_closed, self._segments = True, None
+        self._synchronizer.engine.sharing.tenant = None
+        if self.lives_in_buckets:
+            self._synchronizer.reduce_with(self._reduction_before)
+
     # -- groups and state ------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take further parameters of the model. All ranks must do so alike."""
         if self._is_ready:
+            self._require_open()
             self.flush()
             given = param_group["params"]
             param_group = {**param_group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
@@ -300,6 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
+        self._require_open()
         self.flush()
         communicator = self._synchronizer.engine.communicator
         keeps = to is None or to == communicator.rank
@@ -331,6 +358,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
+        self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
         self.flush()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
