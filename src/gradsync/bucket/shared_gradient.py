@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradsync.bucket.bucket import Bucket
+from gradsync.bucket.without_values import WITHOUT_VALUES
 from gradsync.communicator import Communicator
 from gradsync.errors import MisuseError
 
@@ -106,14 +107,9 @@ class Circle:
         return {id(each): whole for each, whole in zip(self._gradients, wholes.unbind(), strict=True)}
 
 
-# What says nothing of values: properties by their getters, and methods.
-_HARMLESS = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "grad_fn", "is_sparse")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "requires_grad", "is_cuda", "is_cpu", "ndim")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_mkldnn", "is_nested", "is_quantized", "_version", "grad")),
-    *(torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.nelement),
-    *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.detach_, torch.Tensor.requires_grad_),
-    *(torch.Tensor.element_size, torch.Tensor.is_contiguous, torch.Tensor.data_ptr, torch.Tensor.__len__),
+_HARMLESS = WITHOUT_VALUES | {
+    # A version is looked at to find late gradients, and the address to find the bucket.
+    *(torch.Tensor._version.__get__, torch.Tensor.detach_, torch.Tensor.data_ptr),  # type: ignore[attr-defined]
 }
 _ZEROING = {torch.Tensor.zero_, torch._foreach_zero_, torch.zero_}
 # In place, each element by itself.

@@ -17,21 +17,16 @@ import torch
 from torch import nn
 
 from gradsync.bucket import Bucket
+from gradsync.bucket.without_values import WITHOUT_VALUES
 from gradsync.communicator import Handle
 
 __all__ = ["AwaitedParameter", "Gather", "await_before_forward"]
 
 # What says nothing of values, and need not wait for them.
-_HARMLESS = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "grad_fn", "is_sparse")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "requires_grad", "is_cuda", "is_cpu", "ndim")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_mkldnn", "is_nested", "is_quantized", "grad")),
+_HARMLESS = WITHOUT_VALUES | {
     *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
     torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
-    *(torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.nelement),
-    *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.requires_grad_, torch.Tensor.__len__),
-    *(torch.Tensor.element_size, torch.Tensor.is_contiguous, torch.Tensor.__hash__),
-    *(torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
+    *(torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
 }
 
 
