@@ -33,10 +33,13 @@ def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
     }
 
 
-def make_step(wrap: Callable[[nn.Module], nn.Module], batch: int, length: int) -> Step:
+Make = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def make_training(make: Make, batch: int, length: int) -> tuple[Step, torch.optim.Optimizer]:
+    """A step of GPT-2, wrapped and with the optimizer that ``make`` makes; and that optimizer."""
     torch.manual_seed(0)
-    model = wrap(build_model("gpt2", vocab_size=VOCABULARY, sequence_length=length).cuda())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model, optimizer = make(build_model("gpt2", vocab_size=VOCABULARY, sequence_length=length).cuda())
     tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device="cuda")
 
     def step() -> None:
@@ -46,7 +49,15 @@ def make_step(wrap: Callable[[nn.Module], nn.Module], batch: int, length: int) -
         loss.backward()
         optimizer.step()
 
-    return on_gpu(step)
+    return on_gpu(step), optimizer
+
+
+def make_step(wrap: Callable[[nn.Module], nn.Module], batch: int, length: int) -> Step:
+    def make(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapped = wrap(model)
+        return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
+
+    return make_training(make, batch, length)[0]
 
 
 def connect(port: str) -> None:

@@ -11,22 +11,18 @@ on their way when a step has ended, so several steps in a row are timed.
 import argparse
 import gc
 import os
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from engine_gpu import VOCABULARY
-from interleave import interleave, on_gpu, table
+from engine_gpu import Make, make_training
+from interleave import interleave, table
 from torch import nn
 
 import gradsync
 from gradsync.bench.measure import Steady
 from gradsync.bench.peers import TorchDDP
-from gradsync.llm.model import build_model, loss_of
 
 IN_A_ROW = 5
-
-Make = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def variants() -> dict[str, Make]:
@@ -46,23 +42,14 @@ def variants() -> dict[str, Make]:
 
 
 def make_steps(make: Make, batch: int, length: int) -> Steady:
-    torch.manual_seed(0)
-    model, optimizer = make(build_model("gpt2", vocab_size=VOCABULARY, sequence_length=length).cuda())
-    tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device="cuda")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
+    step, optimizer = make_training(make, batch, length)
 
     def flush() -> None:
         if isinstance(optimizer, gradsync.ShardedOptimizer):
             optimizer.flush()
         torch.cuda.synchronize()
 
-    return Steady(step=on_gpu(step), flush=flush, times=IN_A_ROW)
+    return Steady(step=step, flush=flush, times=IN_A_ROW)
 
 
 def memory(make: Make, batch: int, length: int) -> tuple[float, float]:

@@ -411,6 +411,25 @@ def test_memory_of_buckets_goes_with_them() -> None:
         assert len(alive) >= 6
 
 
+def move_out_twice(kind: str) -> list[torch.Tensor]:
+    """As if memory for new buckets had been short the first time that they were to be laid out."""
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
+    optimizer = make(kind, torch.optim.AdamW, model, lr=1e-2)
+    for step in range(6):
+        model(batch(choose_communicator().rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(optimizer, ShardedOptimizer) and step == 3:
+            optimizer.flush()
+            optimizer.move_out()
+            model.synchronizer.engine.build()
+    return parameters_of(model)
+
+
+def test_buckets_may_be_laid_out_at_the_second_try() -> None:
+    assert_same(ThreadRanks(2).run(move_out_twice, "sharded"), ThreadRanks(2).run(move_out_twice, "plain")[0])
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -108,7 +108,7 @@ class Circle:
 
 
 _HARMLESS = WITHOUT_VALUES | {
-    # A version is looked at to find late gradients, and the address to find the bucket.
+    # Nor do these: a version, and where it lies.
     *(torch.Tensor._version.__get__, torch.Tensor.detach_, torch.Tensor.data_ptr),  # type: ignore[attr-defined]
 }
 _ZEROING = {torch.Tensor.zero_, torch._foreach_zero_, torch.zero_}

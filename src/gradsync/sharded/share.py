@@ -49,8 +49,9 @@ class Share:
         self._specs = {slot.parameter: (slot, spec) for slot, spec in zip(plan.slots, bucket.specs, strict=True)}
 
     def let_go(self) -> None:
-        """The bucket goes. What this rank has of its parameters stays."""
-        del self.bucket, self.gathered_views
+        """The bucket goes. What this rank has of its parameters stays. May be called again, if no other bucket came."""
+        for name in ("bucket", "gathered_views"):
+            vars(self).pop(name, None)
         self.gradient = self.gathered = self.gathered_own = self.flat[:0]
 
     def current(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
