@@ -13,11 +13,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test soak kills laws peers-tests check dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test programs soak kills laws peers-tests check dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
 	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
+	@echo 'make programs  run the tests of whole programs: launchers, browsers, mpirun (two minutes)'
 	@echo 'make soak      random trainings, compared with one process, for as long as asked (ARGS="--minutes 30")'
 	@echo 'make kills     trainings that are killed at random moments and go on elsewhere (minutes, ARGS="--seeds 20")'
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
@@ -41,7 +42,11 @@ doctor: .venv/.installed
 	$(BIN)/gradsync doctor $(ARGS)
 
 test: .venv/.dev .venv/.apt
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not program" $(ARGS)
+
+# Each of these takes seconds, whatever it finds: a launcher, its ranks and their imports. CI runs both.
+programs: .venv/.dev .venv/.apt
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m program $(ARGS)
 
 soak: .venv/.dev
 	$(BIN)/python -m tests.soak $(ARGS)

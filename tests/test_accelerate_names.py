@@ -114,6 +114,7 @@ def without_an_accelerator() -> list[Any]:
     ]
 
 
+@pytest.mark.program
 def test_helpers_need_no_accelerator() -> None:
     for world, results in ((1, [without_an_accelerator()]), (2, pool_of(2).run(without_an_accelerator))):
         for rank, seen in enumerate(results):
@@ -221,6 +222,7 @@ def track(folder: str) -> tuple[list[Any], bool]:
     return notes.tracker, hasattr(writer, "log_dir")
 
 
+@pytest.mark.program
 def test_trackers_of_accelerate_write_on_the_main_process(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     told = [{"lr": 0.1}, ({"loss": 1.0}, 3, {"tag": "a"}), ({"more": 2}, None, {}), "end"]

@@ -1113,6 +1113,7 @@ def test_only_what_is_trained_is_wrapped(thread_ranks: Ranks, again: bool) -> No
     assert thread_ranks.run(prepared_kinds, again) == [expected] * thread_ranks.world_size
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_script_of_accelerate_passes(processes: int, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

@@ -315,6 +315,7 @@ def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([getattr(each, "_local_tensor", each).flatten() for each in tensors])
 
 
+@pytest.mark.program
 def test_a_scenario_from_its_ranks_to_its_report(tmp_path: Path) -> None:
     outcome = run_tiny(tmp_path / "results", Tiny(work=all_peers))
     assert outcome.failed == []

@@ -150,6 +150,7 @@ def test_without_arguments_it_explains_itself(
 MISSING = "gradsync needs typer and rich for its command line: pip install 'gradsync[cli]'"
 
 
+@pytest.mark.program
 def test_without_typer_it_says_what_to_install() -> None:
     result = python("-c", "import sys; sys.modules['typer'] = None; from gradsync.cli.main import main; main()")
     assert (result.returncode, result.stderr) == (1, MISSING + "\n")
@@ -228,6 +229,7 @@ os.write(1, (line + "\\n").encode())
     assert [signal.getsignal(number) for number in PASSED_ON] == handlers
 
 
+@pytest.mark.program
 def test_ranks_meet_at_the_store_of_the_launcher(module: Callable[[str], str], tmp_path: Path) -> None:
     code = """
 from datetime import timedelta
@@ -367,6 +369,7 @@ signal.signal(signal.SIGTERM, finish)
 """
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("number", "own_code", "expected"),
     [(signal.SIGINT, "128 + number", 130), (signal.SIGTERM, "0", 0), (signal.SIGTERM, "4 * rank", 4)],
@@ -383,6 +386,7 @@ def test_a_signal_reaches_the_ranks_which_finish_by_themselves(
         assert none_is_left(tmp_path)
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_ranks_without_handlers_end_without_a_word(
     number: signal.Signals, code: int, launch: Launch, tmp_path: Path
@@ -396,6 +400,7 @@ def test_ranks_without_handlers_end_without_a_word(
 IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
+@pytest.mark.program
 def test_ranks_that_do_not_end_in_time_are_killed(launch: Launch, tmp_path: Path) -> None:
     with launch(IGNORE + WAIT, grace=1) as process:
         process.send_signal(signal.SIGINT)
@@ -404,6 +409,7 @@ def test_ranks_that_do_not_end_in_time_are_killed(launch: Launch, tmp_path: Path
         assert none_is_left(tmp_path)
 
 
+@pytest.mark.program
 def test_a_second_signal_does_not_wait(launch: Launch, tmp_path: Path) -> None:
     with launch(IGNORE + WAIT, grace=100) as process:
         process.send_signal(signal.SIGINT)
@@ -415,6 +421,7 @@ def test_a_second_signal_does_not_wait(launch: Launch, tmp_path: Path) -> None:
         assert none_is_left(tmp_path)
 
 
+@pytest.mark.program
 def test_one_signal_is_enough_once_a_rank_has_failed(launch: Launch, tmp_path: Path) -> None:
     """The others are being stopped then; one that does not heed it need not be waited for."""
     code = 'note("started")\nif rank == 1:\n    time.sleep(0.5)\n    sys.exit(3)\ntime.sleep(100)\n'
@@ -428,6 +435,7 @@ def test_one_signal_is_enough_once_a_rank_has_failed(launch: Launch, tmp_path: P
         assert none_is_left(tmp_path)
 
 
+@pytest.mark.program
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(launch: Launch, tmp_path: Path) -> None:
     with launch(IGNORE + WAIT) as process:
         process.send_signal(signal.SIGKILL)
@@ -435,6 +443,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(launch: Launch, tmp_path
         assert none_is_left(tmp_path)
 
 
+@pytest.mark.program
 def test_more_ranks_than_cores_are_warned_of(
     module: Callable[[str], str],
     tmp_path: Path,

@@ -19,6 +19,7 @@ def found() -> dict[str, str]:
     }
 
 
+@pytest.mark.program
 @pytest.mark.timeout(110)
 def test_every_script_runs_under_torchrun(tmp_path: Path) -> None:
     """All of them in one test: they share the processes that run them."""

@@ -411,6 +411,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.program
 @pytest.mark.usefixtures("clean_environment")
 def test_the_command_measures_the_wire() -> None:
     result = run_python("-m", "gradsync", "doctor", "--json", "--timeout", "60")
@@ -434,6 +435,7 @@ def test_the_command_measures_the_wire() -> None:
     assert " ".join(lines[5]) == "gradsync takes shared memory (all 2 ranks are on one host)"
 
 
+@pytest.mark.program
 @pytest.mark.usefixtures("clean_environment")
 def test_the_command_finds_what_is_wrong() -> None:
     """Gloo really fails where the check of its interface says it will, and a launcher's leftovers break nothing."""

@@ -69,6 +69,7 @@ def test_readme_shows_the_difference() -> None:
     assert shown == changed("accelerator_accumulate")
 
 
+@pytest.mark.program
 @pytest.mark.timeout(120)
 def test_two_ranks_train_one_model(tmp_path: Path) -> None:
     names = [name for name in DERIVED if name != "subgroup_averaging"]
@@ -81,6 +82,7 @@ def test_two_ranks_train_one_model(tmp_path: Path) -> None:
         assert len(set(sums(output))) == 1, name
 
 
+@pytest.mark.program
 @pytest.mark.timeout(120)
 def test_two_groups_train_two_models(tmp_path: Path) -> None:
     output = torchrun(["subgroup_averaging"], 4, tmp_path)["subgroup_averaging"]
@@ -88,6 +90,7 @@ def test_two_groups_train_two_models(tmp_path: Path) -> None:
     assert sorted(sums(output).count(each) for each in set(sums(output))) == [2, 2]
 
 
+@pytest.mark.program
 @pytest.mark.timeout(120)
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     outputs = torchrun(["single_process", "accelerator_accumulate", "accelerator_no_sync"], 0, tmp_path)
@@ -96,6 +99,7 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
         assert sums(output) == sums(outputs["single_process"]), name
 
 
+@pytest.mark.program
 @pytest.mark.timeout(120)
 def test_the_samples_train(tmp_path: Path) -> None:
     outputs = torchrun(list(SAMPLES), ranks=2, folder=tmp_path)
@@ -108,6 +112,7 @@ def test_the_samples_train(tmp_path: Path) -> None:
     assert all(ours == theirs for ours, theirs in pairs)
 
 
+@pytest.mark.program
 def test_the_recipe_trains_and_goes_on(tmp_path: Path) -> None:
     assert len((EXAMPLES / f"{RECIPE}.py").read_text().splitlines()) < 120
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 2000)

@@ -14,7 +14,7 @@ import pytest
 from tests.test_report import make_run
 
 # One worker runs them all.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("imports")]
+pytestmark = [pytest.mark.program, pytest.mark.timeout(120), pytest.mark.xdist_group("imports")]
 
 STAGES = """
 import json, sys

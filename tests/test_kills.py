@@ -17,6 +17,7 @@ def test_a_course_is_drawn_from_its_seed_alone() -> None:
     assert {life.victim for life in drawn if life.after is not None} == {None, 0, 1, 2}
 
 
+@pytest.mark.program
 def test_a_sharded_run_goes_on_elsewhere_and_what_is_lost_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

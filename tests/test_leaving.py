@@ -143,6 +143,7 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.program
 def test_a_process_may_end_with_collectives_under_way() -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [

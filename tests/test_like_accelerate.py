@@ -116,6 +116,7 @@ def compare_rates() -> dict[str, bool]:
     return same
 
 
+@pytest.mark.program
 def test_learning_rates_are_those_of_accelerate() -> None:
     for same in pool_of(2).run(compare_rates):
         assert len(same) == 7
@@ -239,6 +240,7 @@ def compare_local_sgd(*case: Any) -> tuple[bool, list[torch.Tensor], bool]:
     return numbers == list(expected[1:]), parameters, all(map(torch.allclose, parameters, expected[0]))
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("steps", "clip"), [(1, False), (2, True)])
 def test_local_sgd_of_accelerate_trains_as_there(steps: int, clip: bool) -> None:
     results = pool_of(2).run(compare_local_sgd, steps, clip)

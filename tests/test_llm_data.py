@@ -120,6 +120,7 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets_cache")
 
 
+@pytest.mark.program
 @pytest.mark.usefixtures("datasets_cache")
 def test_datasets_from_local_data(tmp_path: Path) -> None:
     import datasets

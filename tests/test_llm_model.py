@@ -168,6 +168,7 @@ def config_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.program
 def test_a_config_alone_is_built_with_random_weights_and_learns(config_folder: Path) -> None:
     torch.manual_seed(0)
     model = build_model(str(config_folder), vocab_size=256, sequence_length=32)

@@ -27,7 +27,7 @@ needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpirun"
 )
 # A busy machine is no reason to fail; no run comes near it otherwise.
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.program, pytest.mark.timeout(90)]
 
 
 def mpirun(ranks: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

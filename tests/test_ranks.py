@@ -245,6 +245,7 @@ def test_closing_leaves_no_process_behind(end: Callable[[RankPool], None]) -> No
     assert wait_until_gone(grandchildren)
 
 
+@pytest.mark.program
 def test_ranks_die_with_their_parent() -> None:
     """Killed in the middle of a run: no handler of the parent's gets to act."""
     script = (

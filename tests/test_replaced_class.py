@@ -16,6 +16,7 @@ TorchDDP = nn.parallel.DistributedDataParallel
 SCRIPT = Path(__file__).parent / "replaced_class.py"
 
 
+@pytest.mark.program
 @pytest.mark.timeout(170)
 def test_trainer_and_fabric_train_to_the_bits_they_train_to_over_torch(tmp_path: Path) -> None:
     """All variants in one start of two processes, whose imports take longer than the trainings."""

@@ -125,11 +125,10 @@ def make_run(path: Path, *, steps: int = 600, validations: bool = True, timeline
 
 
 def drawn(*lines: list[Point], width: float = 6.0) -> Any:
-    """The axes of a chart of lines, laid out as it is shown."""
+    """The axes of a chart of lines."""
     with style(size=12):
-        figure, (axes,) = canvas(width=width, height=3)
+        _, (axes,) = canvas(width=width, height=3)
         draw_steps(axes, [Series(label="", points=points, colour=colour("blue")) for points in lines])
-        figure.draw_without_rendering()
     return axes
 
 
@@ -213,6 +212,8 @@ def test_units() -> None:
 def test_labels_of_an_axis_do_not_touch() -> None:
     """The step is far from the origin, where labels are long."""
     axes = drawn([(float(x), 1.0) for x in range(1_000_000, 1_002_000, 50)], width=448 / 72)
+    with style(size=12):
+        axes.figure.draw_without_rendering()
     inside = [text for text, tick in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True) if tick <= 1_001_950]
     boxes = [text.get_window_extent() for text in inside]
     assert len(boxes) >= 2
@@ -352,9 +353,8 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
 def test_the_shares_are_those_of_the_run(tmp_path: Path) -> None:
     with RunFolder(tmp_path, resume=False) as folder:
         for step in (1, 2):
-            record = step_record(step, 2, random.Random(0))
             seconds = {"data": 0.01, "forward": 0.03, "backward": 0.04, "synchronization": 0.015, "update": 0.005}
-            folder.append({**record, "seconds": seconds})
+            folder.append({"kind": "step", "step": step, "seconds": seconds})
     page = page_of(tmp_path)
     assert "lost to synchronization 15.0%" in page.text
     assert "A step takes 100 ms on average. The largest part of it is backward, 40%." in page.text
@@ -365,8 +365,7 @@ def test_records_of_several_steps(tmp_path: Path) -> None:
     """On a GPU a record stands for the steps since the one before."""
     with RunFolder(tmp_path, resume=False) as folder:
         for step in range(10, 101, 10):
-            record = step_record(step, 100, random.Random(0))
-            folder.append({**record, "seconds": {"forward": 0.6, "backward": 0.4}})
+            folder.append({"kind": "step", "step": step, "seconds": {"forward": 0.6, "backward": 0.4}})
     page = page_of(tmp_path)
     assert "100 steps" in page.text
     assert "A step takes 100 ms on average." in page.text
@@ -400,8 +399,8 @@ def test_a_run_under_way_says_so(tmp_path: Path) -> None:
 def test_losses_that_are_not_finite(tmp_path: Path, bad: float) -> None:
     with RunFolder(tmp_path, resume=False) as folder:
         for step in range(1, 101):
-            record = step_record(step, 100, random.Random(step))
-            folder.append({**record, "loss": bad if 40 <= step < 45 else record["loss"], "gradient_norm": bad})
+            loss = bad if 40 <= step < 45 else 10.0 / step
+            folder.append({"kind": "step", "step": step, "loss": loss, "gradient_norm": bad})
         folder.append({"kind": "validation", "step": 100, "loss": bad})
     page = page_of(tmp_path)
     assert "The loss was not finite in 5 records, first at step 40" in page.text
@@ -445,7 +444,7 @@ def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>"
     with RunFolder(tmp_path / "run", resume=False) as folder:
         folder.write_config({"model": evil, "data": evil, evil: {evil: evil}, "machine": evil, "torch": [evil]})
-        folder.append(step_record(1, 1, random.Random(0)))
+        folder.append({"kind": "step", "step": 1, "loss": 1.0})
         bucket = {"bucket": evil, "ready": 0.0, "start": 0.1, "finish": 0.2, "bytes": 1}
         folder.append({"kind": "timeline", "step": 1, "backward": [0.0, 0.1], "buckets": [bucket]})
         folder.note(1, evil)
@@ -457,7 +456,7 @@ def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
 
 def test_many_buckets_and_incomplete_ones(tmp_path: Path) -> None:
     with RunFolder(tmp_path, resume=False) as folder:
-        folder.append(step_record(1, 1, random.Random(0)))
+        folder.append({"kind": "step", "step": 1})
         record = timeline_record(1, buckets=150)
         record["buckets"] += [{"bucket": 900, "ready": 0.1, "start": None, "finish": None, "bytes": 4}]
         folder.append(record)
@@ -564,6 +563,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(make_run(tmp_path_factory.mktemp("shown") / "run", steps=200))
 
 
+@pytest.mark.program
 @needs_chromium
 def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path, shown: Path) -> None:
     dom, console = browse(shown, tmp_path, "--dump-dom")
@@ -574,6 +574,7 @@ def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path, shown:
     assert 'id="readout"' in dom
 
 
+@pytest.mark.program
 @needs_chromium
 def test_an_error_on_a_page_is_seen(tmp_path: Path, shown: Path) -> None:
     page = tmp_path / "wrong.html"
@@ -583,6 +584,7 @@ def test_an_error_on_a_page_is_seen(tmp_path: Path, shown: Path) -> None:
     assert "nowhere is not defined" in console[0]
 
 
+@pytest.mark.program
 @needs_chromium
 @pytest.mark.parametrize("width", [480, 1200])
 def test_a_picture_of_the_page(tmp_path: Path, shown: Path, width: int) -> None:
@@ -590,6 +592,7 @@ def test_a_picture_of_the_page(tmp_path: Path, shown: Path, width: int) -> None:
     assert painted(tmp_path / "page.png") > 0.01
 
 
+@pytest.mark.program
 @needs_chromium
 def test_a_blank_page_is_seen(tmp_path: Path) -> None:
     (tmp_path / "blank.html").write_text("<!doctype html><title>blank</title>")

@@ -24,7 +24,7 @@ from tests.ranks import pool_of
 from tests.zygote import Forked, fork, run_python
 
 # One worker runs them all: they share a run that takes long.
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("train")]
+pytestmark = [pytest.mark.program, pytest.mark.timeout(400), pytest.mark.xdist_group("train")]
 
 TEXT = "the quick brown fox jumps over the lazy dog, again and again and once more. " * 400
 

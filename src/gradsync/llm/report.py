@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsync.charts.canvas import PARTS, POINTS, SOFT, canvas, colour, legend, style
+from gradsync.charts.canvas import PARTS, POINTS, SOFT, canvas, colour, legend, require, style
 from gradsync.charts.kinds import Bar, Point, Series, draw_columns, draw_steps, draw_timeline, thin
 from gradsync.charts.page import NAMES, page_svg, read_out, render, svg_file
 from gradsync.charts.words import compact, count, duration, size
@@ -79,6 +79,7 @@ class Chart:
 def write_report(run_folder: Path) -> Path:
     """Makes the page from what the folder holds by now, and returns its path."""
     run = read_run(Path(run_folder))
+    require("jinja2")
     losses = [loss for _, loss in run.series("loss")]
     charts = [chart for make in (_loss, _throughput, _norm, _rate, _time, _timeline) for chart in make(run)]
     page = render(
