@@ -22,7 +22,8 @@ from gradsync.errors import ConfigurationError, MisuseError
 from tests import accelerate_suite as suite
 from tests.ranks import Ranks, ThreadRanks, pool_of
 
-pytestmark = pytest.mark.timeout(120)
+# One worker imports Accelerate for all of them.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("packages")]
 
 # -- names ----------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from gradsync.accelerator import DataLoaderConfiguration, GradScalerKwargs
 from gradsync.errors import MisuseError
 from tests.ranks import Ranks, ThreadRanks, pool_of
 
-pytestmark = pytest.mark.timeout(120)
+# One worker imports Accelerate for all of them.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("packages")]
 
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("accelerate.local_sgd")

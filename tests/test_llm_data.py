@@ -120,6 +120,7 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets_cache")
 
 
+@pytest.mark.xdist_group("packages")
 @pytest.mark.program
 @pytest.mark.usefixtures("datasets_cache")
 def test_datasets_from_local_data(tmp_path: Path) -> None:
@@ -280,6 +281,7 @@ def tokenizer(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.xdist_group("packages")
 def test_a_tokenizer_of_transformers(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "PIECE_BYTES", 4)
     write(tmp_path / "text", a_txt="a b\na w70000\nb", b_txt="b b")
@@ -291,6 +293,7 @@ def test_a_tokenizer_of_transformers(tmp_path: Path, tokenizer: str, monkeypatch
     assert sorted(rows[0][0].tolist()) == [[1, 2, 1], [2, 0, 2]]
 
 
+@pytest.mark.xdist_group("packages")
 def test_a_tokenizer_that_is_none_is_refused(folder: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigurationError, match="cannot load the tokenizer"):

@@ -168,6 +168,7 @@ def config_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.xdist_group("packages")
 @pytest.mark.program
 def test_a_config_alone_is_built_with_random_weights_and_learns(config_folder: Path) -> None:
     torch.manual_seed(0)
@@ -179,6 +180,7 @@ def test_a_config_alone_is_built_with_random_weights_and_learns(config_folder: P
     assert last < first - 0.3
 
 
+@pytest.mark.xdist_group("packages")
 def test_a_folder_with_weights_keeps_them_and_float32_whatever_they_were_saved_in(config_folder: Path) -> None:
     torch.manual_seed(0)
     built = build_model(str(config_folder), vocab_size=256, sequence_length=32)
@@ -207,12 +209,14 @@ def test_a_model_that_does_not_fit_is_refused(
         build_model(str(config_folder), vocab_size=vocab_size, sequence_length=sequence_length)
 
 
+@pytest.mark.xdist_group("packages")
 def test_what_transformers_cannot_read_is_named(config_folder: Path) -> None:
     (config_folder / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="transformers cannot load a config of"):
         build_model(str(config_folder), vocab_size=256, sequence_length=32)
 
 
+@pytest.mark.xdist_group("packages")
 def test_a_missing_extra_is_named(config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'gradsync\[hf\]'"):

@@ -548,6 +548,7 @@ class Rows(list[Any]):
     """A list of somebody's own."""
 
 
+@pytest.mark.xdist_group("packages")
 def test_containers_of_any_class_keep_their_class() -> None:
     transformers = pytest.importorskip("transformers")
     tree = {

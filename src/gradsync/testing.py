@@ -39,7 +39,7 @@ def run_ranks(function: Callable[P, R], world_size: int, *args: P.args, **kwargs
 
     def work(rank: int) -> None:
         try:
-            with ambient_communicator(world.communicator(rank)):
+            with world.turn(), ambient_communicator(world.communicator(rank)):
                 results[rank] = function(*args, **kwargs)
         except BaseException as error:
             errors[rank] = error

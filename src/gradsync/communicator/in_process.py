@@ -5,8 +5,9 @@ and puts it where each of them wants it. A rank that never comes is named when t
 rank that fails is named at once.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,52 @@ __all__ = ["InProcessCommunicator", "InProcessWorld"]
 
 # What everybody has brought, in rank order, to everybody's results.
 Combine = Callable[[list[Any]], list[torch.Tensor]]
+
+
+# Seconds after which a rank runs beside the one whose turn it is.
+PATIENCE = 0.02
+
+
+class _Turns:
+    """Which thread runs.
+
+    Nearly every operation of torch lets go of the interpreter's lock. Threads that all could run hand it on each time,
+    and three of them take twice the time of one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._own = threading.local()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        self._take()
+        self._own.is_rank = True
+        try:
+            yield
+        finally:
+            self._own.is_rank = False
+            self._give()
+
+    @contextlib.contextmanager
+    def left(self, *, unless: bool) -> Iterator[None]:
+        """Inside, the calling thread waits for another rank."""
+        if unless or not getattr(self._own, "is_rank", False):
+            yield
+            return
+        self._give()
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        self._own.has_turn = self._turn.acquire(timeout=PATIENCE)
+
+    def _give(self) -> None:
+        if self._own.has_turn:
+            self._own.has_turn = False
+            self._turn.release()
 
 
 @dataclass(kw_only=True)
@@ -48,9 +95,18 @@ class InProcessWorld:
         self.failure: WireLostError | None = None
         self._rounds: dict[int | str, _Round] = {}
         self._changed = threading.Condition()
+        self._turns = _Turns()
 
     def communicator(self, rank: int) -> "InProcessCommunicator":
         return InProcessCommunicator(self, rank)
+
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the calling thread is a rank of which one at a time runs, while the others would only be in its way.
+
+        It is a courtesy, not a lock: whoever has to wait for something else than a collective keeps nobody from
+        running for long.
+        """
+        return self._turns.taken()
 
     def fail(self, rank: int, cause: BaseException) -> None:
         """Tell everybody who waits, now or later, that ``rank`` is gone."""
@@ -85,7 +141,7 @@ class InProcessWorld:
 
     def result(self, current: _Round, rank: int, collective: Collective) -> None:
         """Return when the round is over and went well."""
-        with self._changed:
+        with self._turns.left(unless=current.is_over), self._changed:
             if self._changed.wait_for(lambda: current.is_over or self.failure is not None, self.timeout):
                 error = current.error if current.is_over else self.failure
                 if error is not None:
