@@ -13,12 +13,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test programs soak kills laws peers-tests check dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test more soak kills laws peers-tests check dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
 	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
-	@echo 'make programs  run the tests of whole programs: launchers, browsers, mpirun (two minutes)'
+	@echo 'make more      run the tests that make test leaves out: whole programs, and more combinations (minutes)'
 	@echo 'make soak      random trainings, compared with one process, for as long as asked (ARGS="--minutes 30")'
 	@echo 'make kills     trainings that are killed at random moments and go on elsewhere (minutes, ARGS="--seeds 20")'
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
@@ -42,11 +42,11 @@ doctor: .venv/.installed
 	$(BIN)/gradsync doctor $(ARGS)
 
 test: .venv/.dev .venv/.apt
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not program" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not program and not breadth" $(ARGS)
 
-# Each of these takes seconds, whatever it finds: a launcher, its ranks and their imports. CI runs both.
-programs: .venv/.dev .venv/.apt
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m program $(ARGS)
+# Launchers, browsers and compilers take seconds each, whatever they find. CI runs both.
+more: .venv/.dev .venv/.apt
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "program or breadth" $(ARGS)
 
 soak: .venv/.dev
 	$(BIN)/python -m tests.soak $(ARGS)

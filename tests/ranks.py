@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import io
 import os
 import pickle
@@ -100,6 +101,12 @@ class ThreadRanks:
         from gradsync.testing import run_ranks
 
         return run_ranks(function, self.world_size, *args, **kwargs)
+
+
+@functools.cache
+def run_once(ranks: Ranks, function: Callable[..., T], /, *args: Any) -> list[T]:
+    """What `ranks.run` returns, the first time: for references that several tests compare with, and nobody changes."""
+    return ranks.run(function, *args)
 
 
 class RankPool:

@@ -200,6 +200,7 @@ def test_a_scenario_bears_that_variants_are_missing(tmp_path: Path, scenario: Sc
         assert scenario.reading(records)
 
 
+@pytest.mark.program
 def test_a_report_is_drawn_from_stored_lines(tmp_path: Path) -> None:
     folder = made_folder(tmp_path / "results", OWN)
     for scenario in OWN:

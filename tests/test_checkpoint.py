@@ -938,6 +938,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("step", "expected"), [(100, {(90, 100)}), (110, {(90, 100), (90, 100, 110), (100, 110)})])
 def test_a_process_that_is_killed_at_any_moment_leaves_good_checkpoints(
     step: int, expected: set[tuple[int, ...]], killed: Path

@@ -1042,6 +1042,7 @@ def train_compiled(where: str) -> list[torch.Tensor]:
     return train(wrapper, range(4))
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_a_compiled_model_trains_to_the_same_numbers(pair: RankPool, where: str) -> None:
     results = pair.run(train_compiled, where)

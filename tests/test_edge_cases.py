@@ -8,7 +8,7 @@ compared. The first window learns the order of gradients, later ones overlap; ti
 import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -1163,9 +1163,16 @@ def test_gradients_are_those_of_the_naive_reference(ranks: Ranks, case: type[Cas
     assert all((outcome.buckets > 1) == case.several_buckets for outcome in outcomes)
 
 
+def both_schedules() -> Iterator[Any]:
+    """Every case with both; which one `make test` leaves out is told by turns."""
+    for number, case in enumerate(all_cases(Case.__subclasses__())):
+        for which, schedule in enumerate(("bucketed", "naive")):
+            marks = [pytest.mark.breadth] if (number + which) % 2 else []
+            yield pytest.param(case, schedule, marks=marks, id=f"{case.__name__}-{schedule}")
+
+
 @in_threads
-@pytest.mark.parametrize("schedule", ["bucketed", "naive"])
-@every_case
+@pytest.mark.parametrize(("case", "schedule"), list(both_schedules()))
 def test_gradients_are_the_same_whenever_buckets_start(ranks: Ranks, case: type[Case], schedule: str) -> None:
     """Contract points 7 and 1."""
     check(ranks.run(run_case, case, schedule=schedule), case.tolerance)
@@ -1257,6 +1264,7 @@ def run_compiled(place: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.program
 @in_processes
 @pytest.mark.parametrize("place", ["inside", "around"])
 def test_a_compiled_module_is_averaged_like_any_other(ranks: RankPool, place: str) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradsync import Accelerator
 from gradsync.errors import ConfigurationError
-from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.ranks import RankPool, Ranks, ThreadRanks, run_once
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -97,7 +97,7 @@ def interrupted(folder: str, stop_after: int) -> tuple[list[torch.Tensor], int]:
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 7])
 def test_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, stop_after: int) -> None:
     """One, two and three micro-batches of a window of three; and a later one."""
-    expected, count = ranks.run(uninterrupted)[0]
+    expected, count = run_once(ranks, uninterrupted)[0]
     for parameters, counted in ranks.run(interrupted, str(tmp_path), stop_after):
         assert counted == count
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, expected, strict=True))
