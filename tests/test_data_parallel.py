@@ -216,7 +216,7 @@ def test_arguments_that_change_no_numbers_are_accepted(pair: RankPool, kwargs: d
         ({"delay_all_reduce_named_params": []}, "param_to_hook_all_reduce"),
         ({"param_to_hook_all_reduce": nn.Parameter(torch.zeros(1))}, "delay_all_reduce_named_params"),
         ({"schedule": "eager"}, "schedule"),
-        ({"reduction": "mean"}, "reduction"),
+        ({"reduction": "average"}, "reduction"),
         ({"process_group": object()}, "communicator and process_group"),
         ({"device_mesh": object()}, "communicator and device_mesh"),
     ],

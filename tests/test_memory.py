@@ -184,7 +184,13 @@ def least_peaks(
 
 @in_processes
 @pytest.mark.parametrize(
-    ("kind", "bucket_cap_mb"), [("plain", 1.0), ("plain", 25.0), ("in place", 25.0), ("accumulating", 1.0)]
+    ("kind", "bucket_cap_mb"),
+    [
+        ("plain", 1.0),
+        pytest.param("plain", 25.0, marks=pytest.mark.breadth),
+        pytest.param("in place", 25.0, marks=pytest.mark.breadth),
+        ("accumulating", 1.0),
+    ],
 )
 def test_the_peak_is_not_above_torchs_with_views(ranks: Ranks, kind: str, bucket_cap_mb: float) -> None:
     """Contract point 8; one part in a hundred is for the tails of the buckets, one layer is eight."""

@@ -49,7 +49,7 @@ class Arrangement:
         self.shares = 1
         # The one place that knows how large buckets may be: the tuner and a loaded state change it.
         self.caps = options.caps
-        self._specs = specs
+        self.specs = specs
         self._communicator = options.communicator
         self._tuner = options.tuner
         self._before_gather = options.before_gather
@@ -110,7 +110,7 @@ class Arrangement:
         self.buckets = []
         self.places = [None] * len(self.parameters)
         for plan in self.layout.buckets:
-            bucket = Bucket(plan, self.parameters, self._specs, self._communicator)
+            bucket = Bucket(plan, self.parameters, self.specs, self._communicator)
             if self._before_gather is not None:
                 bucket.before_gather(self._before_gather)
             self.buckets.append(bucket)
@@ -190,7 +190,7 @@ class Arrangement:
     def _plan(self, caps: BucketCaps) -> BucketLayout:
         trained = [index for index in self.order.order if self._trainable[index]]
         ballot = self._communicator.world_size + Requests.PLACES
-        return plan_layout(self._specs, trained, caps, ballot=ballot, shares=self.shares)
+        return plan_layout(self.specs, trained, caps, ballot=ballot, shares=self.shares)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
         """After a change in the middle of a backward: what had landed has landed here too."""

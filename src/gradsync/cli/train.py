@@ -44,7 +44,9 @@ def train(
     nproc: Annotated[int | None, WIRE(help="Ranks to start here: one a GPU, else one a core up to 4.")] = None,
     cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
     bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
-    reduction: Annotated[str, WIRE(help="What is sent: mean, bf16 or fp16.")] = "mean",
+    reduction: Annotated[
+        str, WIRE(help="What is sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01.")
+    ] = "mean",
     shard_optimizer: Annotated[
         bool, WIRE("--shard-optimizer", help="Every rank updates its share; gathered behind the next forward.")
     ] = False,

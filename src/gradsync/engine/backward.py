@@ -98,6 +98,7 @@ class BackwardEngine:
         # Whether the others know of the failure that has broken this one.
         self._told = False
         watch_failures()
+        options.policy.reduction.examine(specs)
         self.build()
 
     @property
@@ -142,6 +143,7 @@ class BackwardEngine:
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows."""
         self.sharing.require_tenant_served(scatters=reduction.scatters)
+        reduction.examine(self.arrangement.specs)
         self.pipeline.reduce_with(reduction)
         self._norms = None
         self.build()

@@ -66,6 +66,8 @@ class Pipeline:
         # Where there is no bucket, for want of dense gradients, the ballot travels alone.
         self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
         self._unread_ballot: HostCopy | None = None
+        # Whether the reduction has been given buckets of a window of which it does not know how it ended.
+        self._owes_an_end = False
         self.reduce_with(reduction)
         self.lay([])
 
@@ -91,6 +93,9 @@ class Pipeline:
 
     def reset(self) -> None:
         """Nothing is under way, and nothing has landed."""
+        if self._unread_ballot is None:
+            # Whatever kept the last window from its end.
+            self._tell_end(well=False)
         self._overlapping = self._by_sight = False
         self._failed_rank: int | None = None
         self._tails_handle: Handle | None = None
@@ -194,6 +199,7 @@ class Pipeline:
         if bucket.plan.ballot:
             self._vote()
         if not bucket.absent or bucket.has_wire:
+            self._owes_an_end = True
             handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
             if LOGGER.isEnabledFor(logging.DEBUG):
                 LOGGER.debug("rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
@@ -321,10 +327,24 @@ class Pipeline:
         ballot = self._ballot
         if reads_at_once(ballot.device):
             votes = ballot.tolist()
-            raise_for(votes)
+            self._raise_for(votes)
             self.requests = Requests.read(votes)
         else:
             self._unread_ballot = HostCopy(ballot)
+
+    def _raise_for(self, votes: Sequence[float], *, late: bool = False) -> None:
+        """Raise if a rank's backward has failed. Either way the reduction learns how the window ended."""
+        try:
+            raise_for(votes, late=late)
+        except PeerFailedError:
+            self._tell_end(well=False)
+            raise
+        self._tell_end(well=True)
+
+    def _tell_end(self, *, well: bool) -> None:
+        if self._owes_an_end:
+            self._owes_an_end = False
+            self.reduction.ended(well=well)
 
     def await_requests(self) -> None:
         """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did.
@@ -333,7 +353,7 @@ class Pipeline:
         """
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
-            raise_for(ballot)
+            self._raise_for(ballot)
             self.requests = Requests.read(ballot)
             raise_for_unheard(self.requests)
 
@@ -343,7 +363,7 @@ class Pipeline:
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
             try:
-                raise_for(ballot, late=True)
+                self._raise_for(ballot, late=True)
                 raise_for_unheard(Requests.read(ballot), late=True)
             except PeerFailedError as error:
                 return error

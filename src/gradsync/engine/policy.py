@@ -11,7 +11,7 @@ import torch
 from gradsync.bucket.precise import checked_dtype
 from gradsync.engine.observer import Observer
 from gradsync.errors import ConfigurationError
-from gradsync.reduction import Mean, Reduction
+from gradsync.reduction import Mean, Reduction, reduction_by_name
 
 __all__ = ["BucketSize", "PolicySettings", "Schedule", "SyncPolicy"]
 
@@ -24,7 +24,7 @@ _SCHEDULES = ("overlapped", "bucketed", "naive")
 class PolicySettings(TypedDict, total=False):
     """The fields of a :class:`SyncPolicy` as keyword arguments of a wrapper."""
 
-    reduction: Reduction | None
+    reduction: Reduction | str | None
     schedule: Schedule
     observer: Observer | None
     accumulation_dtype: torch.dtype | None
@@ -35,7 +35,7 @@ class SyncPolicy:
     """What a user chooses, once for all wrappers.
 
     reduction
-        what is put on the wire; by default :class:`~gradsync.reduction.Mean`.
+        what is put on the wire; by default :class:`~gradsync.reduction.Mean`. It may be told by name, as ``"int8"``.
     schedule
         ``"overlapped"`` (buckets start during backward), ``"bucketed"`` (after it), ``"naive"`` (one collective per
         parameter, after it).
@@ -57,6 +57,8 @@ class SyncPolicy:
         checked_dtype(self.accumulation_dtype)
         if self.schedule not in _SCHEDULES:
             raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
+        if isinstance(self.reduction, str):
+            object.__setattr__(self, "reduction", reduction_by_name(self.reduction))
         if not isinstance(self.reduction, Reduction):
             raise ConfigurationError(
                 f"reduction must be a Reduction such as gradsync.reduction.Mean(), got {self.reduction!r}"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gradsync.errors import ConfigurationError
+from gradsync.reduction import reduction_by_name
 
-__all__ = ["Precision", "TrainSettings", "WireReduction"]
+__all__ = ["Precision", "TrainSettings"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-WireReduction = Literal["mean", "bf16", "fp16"]
 
 AT_LEAST_1 = ("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every", "steps")
 # What is expected, and of which settings; None is always allowed.
@@ -22,7 +22,6 @@ RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a number of at least 0": (lambda value: value >= 0, ("weight_decay",)),
     "a number greater than 0": (lambda value: value > 0, ("epochs", "bucket_mb")),
     f"one of {', '.join(get_args(Precision))}": (get_args(Precision).__contains__, ("precision",)),
-    f"one of {', '.join(get_args(WireReduction))}": (get_args(WireReduction).__contains__, ("reduction",)),
 }
 
 
@@ -45,7 +44,7 @@ class TrainSettings:
     precision: Precision = "fp32"
     seed: int = 0
     bucket_mb: float | None = None
-    reduction: WireReduction = "mean"
+    reduction: str = "mean"
     shard_optimizer: bool = False
     run_folder: Path = Path("runs/train")
     checkpoint_every: int = 100
@@ -60,6 +59,10 @@ class TrainSettings:
                 value = getattr(self, name)
                 if value is not None and not holds(value):
                     raise ConfigurationError(f"--{name.replace('_', '-')} must be {expected}, got {value!r}")
+        try:
+            reduction_by_name(self.reduction)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--reduction: {error}") from None
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
 

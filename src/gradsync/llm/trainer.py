@@ -21,7 +21,7 @@ from gradsync.llm.saving import Saving
 from gradsync.llm.schedule import warmup_cosine
 from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import TokenFile
-from gradsync.reduction import Cast, Mean
+from gradsync.reduction import reduction_by_name
 from gradsync.timeline import StepTimes, Timeline
 
 __all__ = ["Listener", "Outcome", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
@@ -30,7 +30,6 @@ DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
 # On a GPU the device must be waited for to read times and losses, so several steps are read at once.
 GPU_STEPS_A_RECORD = 10
-WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +299,7 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
 def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
     """An accelerator for the run, and the timeline that its engine will tell of every synchronization."""
     timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
-    reduction = Mean() if settings.reduction == "mean" else Cast(WIRE_DTYPES[settings.reduction])
+    reduction = reduction_by_name(settings.reduction)
     policy = SyncPolicy(bucket_cap_mb=settings.bucket_mb, reduction=reduction, observer=timeline)
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",

@@ -1,8 +1,10 @@
 """What is put on the wire: the interface that :class:`~gradsync.reduction.mean.Mean` documents by example."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from gradsync.bucket import Bucket, BucketLayout
+from gradsync.bucket.layout import ParameterSpec
 from gradsync.communicator import Communicator, Handle
 
 __all__ = ["Reduction"]
@@ -47,11 +49,23 @@ class Reduction(Protocol):
         """
         return False
 
+    def examine(self, specs: Sequence[ParameterSpec]) -> None:
+        """Raise ConfigurationError if it cannot serve a model of these parameters. Called once, when it is set."""
+        return
+
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         """What gradients are multiplied with while they are gathered, before :meth:`start`."""
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         """Put the bucket on the wire. After ``wait()`` it holds the sum over ranks divided by ``divisor``."""
+
+    def ended(self, *, well: bool) -> None:
+        """All buckets of a window have come to their end. Unless it ended ``well`` on all ranks, the means are
+        worthless, and state must be what it was before the window.
+
+        On an accelerator it is known late, but always before a bucket of the next window starts.
+        """
+        return
 
     def rebuilt(self, layout: BucketLayout) -> None:
         """Buckets were laid out, for the first time or anew; indices and shapes are those of ``layout`` from now on."""

@@ -5,30 +5,54 @@ import torch
 from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Finishing, Handle
 from gradsync.errors import ConfigurationError
-from gradsync.reduction.base import Reduction
+from gradsync.reduction.codings import Rounded
+from gradsync.reduction.compressing import Compressing
+from gradsync.reduction.exchanged import Exchange
 
 __all__ = ["Cast"]
 
 
-class Cast(Reduction):
-    """Gradients cross the wire, and are summed, in ``dtype``; they are divided before, so float16 stays in range."""
+class Cast(Compressing):
+    """Gradients cross the wire in ``dtype``.
 
-    carries_tail = True
+    In a wider one they are summed, too. In a narrower one they are summed in float32, whatever the number of ranks: see
+    :mod:`gradsync.reduction.exchanged`. float16, whose numbers end at 65504, gets a scale for every thousand of
+    them, so that neither large nor small gradients are lost.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         if not dtype.is_floating_point:
             raise ConfigurationError(f"Cast needs a floating-point dtype such as torch.bfloat16, got {dtype}")
         self.dtype = dtype
+        self._coding = Rounded(dtype)
 
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        return 1.0 / divisor
+    @property
+    def carries_tail(self) -> bool:  # type: ignore[override]
+        # Beside large numbers that share its scale a flag would vanish.
+        return not self._coding.scales
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        wire = bucket.wire
-        if wire.dtype == self.dtype:
+        wire = bucket.wire if self.carries_tail else bucket.payload.data
+        if wire.dtype == self.dtype or communicator.world_size == 1:
             return communicator.all_reduce(wire)
-        cast = wire.to(self.dtype)
-        return Finishing(communicator.all_reduce(cast), lambda: wire.copy_(cast))
+        if torch.promote_types(wire.dtype, self.dtype) == self.dtype or self._adds_alike(communicator):
+            cast = wire.to(self.dtype)
+            return Finishing(communicator.all_reduce(cast), lambda: wire.copy_(cast))
+        values = wire.float()
+        return Exchange(self._coding, values, communicator).start().then(lambda: _put(values, wire))
+
+    def _adds_alike(self, communicator: Communicator) -> bool:
+        """Whether numbers can as well be summed where they are: of two, the sum is rounded once either way."""
+        return communicator.world_size == 2 and not self._coding.scales
+
+    def send(
+        self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
+    ) -> Handle:
+        return Exchange(self._coding, values, communicator, lost).start()
+
+
+def _put(values: torch.Tensor, wire: torch.Tensor) -> None:
+    wire.copy_(values)

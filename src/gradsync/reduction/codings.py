@@ -1,0 +1,147 @@
+"""How numbers look on the wire in fewer bytes: a coding turns rows of float32 into rows of bytes, and back.
+
+Codings work by *blocks*: so many neighbouring numbers share one scale, which is laid down before them as a float32. A
+row that holds NaN or Inf has a scale that is not finite, so that the whole block comes out as not finite: what went
+wrong stays visible. The same bytes decode to the same bits on every rank.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+
+__all__ = ["Blocks", "Coding", "Rounded", "Signs"]
+
+SCALE_BYTES = torch.float32.itemsize
+# Numbers that share the scale of a float16, which has to keep the largest in range and nothing else.
+WIDE_BLOCK = 1024
+
+
+class Coding(Protocol):
+    """Rows of ``multiple`` numbers, or of several times as many, to bytes and back."""
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a row is a multiple of."""
+
+    def nbytes(self, numel: int) -> int:
+        """How long a row of ``numel`` numbers becomes."""
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        """Put the rows of ``values``, float32, into those of ``coded``, uint8."""
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+        """The other way round."""
+
+
+class Rounded:
+    """Numbers of another floating-point type. float16 gets scales that are powers of two: they only move exponents."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        # Where exponents are those of float32 nothing needs to be scaled.
+        self.scales = torch.finfo(dtype).max < torch.finfo(torch.float32).max / 2
+        self.multiple = WIDE_BLOCK if self.scales else 4
+
+    def nbytes(self, numel: int) -> int:
+        scales = numel // self.multiple * SCALE_BYTES if self.scales else 0
+        return scales + numel * self.dtype.itemsize
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        if not self.scales:
+            coded.view(self.dtype).copy_(values)
+            return
+        scales, numbers = _split(coded, values.shape[-1] // self.multiple)
+        blocks = values.unflatten(-1, (-1, self.multiple))
+        largest = torch.linalg.vector_norm(blocks, math.inf, dim=-1)
+        # The largest lands between a half and one, far from where float16 overflows and from where it loses digits.
+        exponents = torch.frexp(largest)[1].clamp_(-125, 126)
+        scales.copy_(torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), largest))
+        numbers.view(self.dtype).unflatten(-1, (-1, self.multiple)).copy_(blocks / scales.unsqueeze(-1))
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+        if not self.scales:
+            values.copy_(coded.view(self.dtype))
+            return
+        scales, numbers = _split(coded, values.shape[-1] // self.multiple)
+        blocks = values.unflatten(-1, (-1, self.multiple))
+        blocks.copy_(numbers.view(self.dtype).unflatten(-1, (-1, self.multiple)))
+        blocks.mul_(scales.unsqueeze(-1))
+
+
+class Blocks:
+    """Whole numbers of 8 or 4 bits, times the scale of their block.
+
+    Rounding is to the nearest, or with ``generator`` up or down at random, so that the expected value is the number.
+    """
+
+    def __init__(self, bits: int, block: int, generator: torch.Generator | None = None) -> None:
+        self.bits, self.multiple = bits, block
+        self._levels = 2 ** (bits - 1) - 1
+        self._generator = generator
+
+    def nbytes(self, numel: int) -> int:
+        return numel // self.multiple * SCALE_BYTES + numel * self.bits // 8
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        blocks = values.unflatten(-1, (-1, self.multiple))
+        scales.copy_(torch.linalg.vector_norm(blocks, math.inf, dim=-1))
+        # A block of zeros has no scale, and needs none. One so small that its scale has no inverse counts as zeros.
+        factors = (self._levels / scales).unsqueeze(-1)
+        numbers = blocks * factors.masked_fill_(factors.isinf(), 0.0)
+        if self._generator is None:
+            numbers.round_()
+        else:
+            numbers.add_(torch.rand(numbers.shape, generator=self._generator, device=numbers.device)).floor_()
+        numbers.clamp_(-self._levels, self._levels)
+        scales.div_(self._levels)
+        if self.bits == 8:
+            packed.view(torch.int8).copy_(numbers.flatten(-2))
+            return
+        # The first half of a block lies in the lower bits, the second in the upper ones, both from 1 to 15.
+        lower, upper = numbers.add_(8.0).to(torch.uint8).chunk(2, dim=-1)
+        torch.add(lower, upper, alpha=16, out=packed.unflatten(-1, (-1, self.multiple // 2)))
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        blocks = values.unflatten(-1, (-1, self.multiple))
+        if self.bits == 8:
+            blocks.copy_(packed.view(torch.int8).unflatten(-1, (-1, self.multiple)))
+        else:
+            halves = packed.unflatten(-1, (-1, self.multiple // 2))
+            lower, upper = blocks.chunk(2, dim=-1)
+            lower.copy_(halves & 15)
+            upper.copy_(halves >> 4)
+            blocks.sub_(8.0)
+        blocks.mul_(scales.unsqueeze(-1))
+
+
+class Signs:
+    """One bit a number: whether it is negative. All of a block come out as large as they are on average."""
+
+    def __init__(self, block: int) -> None:
+        self.multiple = block
+
+    def nbytes(self, numel: int) -> int:
+        return numel // self.multiple * SCALE_BYTES + numel // 8
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        torch.linalg.vector_norm(values.unflatten(-1, (-1, self.multiple)), 1, dim=-1, out=scales)
+        scales.div_(self.multiple)
+        # Eight parts of a row, one a bit: neighbours in a part are neighbours in memory.
+        packed.zero_()
+        for bit, part in enumerate(torch.signbit(values).chunk(8, dim=-1)):
+            packed.add_(part.to(torch.uint8), alpha=1 << bit)
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        for bit, part in enumerate(values.chunk(8, dim=-1)):
+            part.copy_(packed & (1 << bit)).clamp_(max=1.0).mul_(-2.0).add_(1.0)
+        values.unflatten(-1, (-1, self.multiple)).mul_(scales.unsqueeze(-1))
+
+
+def _split(coded: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of each row, and what comes after them."""
+    return coded[..., : blocks * SCALE_BYTES].view(torch.float32), coded[..., blocks * SCALE_BYTES :]
