@@ -14,7 +14,7 @@ import gradsync
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.reduction import Cast, ErrorFeedback, LowRank, Quantize, Reduction, Sign, TopK
-from gradsync.reduction.codings import Blocks, Rounded, Signs
+from gradsync.reduction.codings import Blocks, Noise, Rounded, Signs
 from gradsync.testing import run_ranks
 from tests.ranks import RankPool
 
@@ -100,7 +100,7 @@ every_coding = pytest.mark.parametrize(
         (Rounded(torch.float16), 2.0**-11),
         (Blocks(8, 64), 0.5 / 127),
         (Blocks(4, 64), 0.5 / 7),
-        (Blocks(8, 64, torch.Generator().manual_seed(0)), 1 / 127),
+        (Blocks(8, 64, Noise(0)), 1 / 127),
     ],
     ids=["bfloat16", "float16", "8 bits", "4 bits", "at random"],
 )
@@ -147,7 +147,7 @@ def test_zeros_and_the_smallest_numbers_do_no_harm(coding: Any) -> None:
 
 def test_rounding_at_random_is_right_on_average() -> None:
     """Within five standard errors; rounding to the nearest is off by far more."""
-    coding = Blocks(4, 64, torch.Generator().manual_seed(1))
+    coding = Blocks(4, 64, Noise(1))
     values = torch.linspace(-1.0, 1.0, 64).view(1, -1)
     total, count = torch.zeros_like(values), 4000
     coded, decoded = torch.empty(1, coding.nbytes(64), dtype=torch.uint8), torch.empty_like(values)

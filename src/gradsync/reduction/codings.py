@@ -6,11 +6,14 @@ wrong stays visible. The same bytes decode to the same bits on every rank.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-__all__ = ["Blocks", "Coding", "Rounded", "Signs"]
+from gradsync.reduction import fused
+
+__all__ = ["Blocks", "Coding", "Noise", "Rounded", "Signs"]
 
 SCALE_BYTES = torch.float32.itemsize
 # Numbers that share the scale of a float16, which has to keep the largest in range and nothing else.
@@ -72,30 +75,35 @@ class Rounded:
 class Blocks:
     """Whole numbers of 8 or 4 bits, times the scale of their block.
 
-    Rounding is to the nearest, or with ``generator`` up or down at random, so that the expected value is the number.
+    Rounding is to the nearest, or with ``noise`` up or down at random, so that the expected value is the number.
     """
 
-    def __init__(self, bits: int, block: int, generator: torch.Generator | None = None) -> None:
+    def __init__(self, bits: int, block: int, noise: "Noise | None" = None) -> None:
         self.bits, self.multiple = bits, block
         self._levels = 2 ** (bits - 1) - 1
-        self._generator = generator
+        self._noise = noise
 
     def nbytes(self, numel: int) -> int:
         return numel // self.multiple * SCALE_BYTES + numel * self.bits // 8
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
         scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        if self._noise is None and fused.available(values, self.multiple):
+            rows = [torch.atleast_2d(each) for each in (values, scales, packed)]
+            fused.encode_blocks(rows[0], rows[1], rows[2], self.bits)
+            return
         blocks = values.unflatten(-1, (-1, self.multiple))
         scales.copy_(torch.linalg.vector_norm(blocks, math.inf, dim=-1))
         # A block of zeros has no scale, and needs none. One so small that its scale has no inverse counts as zeros.
         factors = (self._levels / scales).unsqueeze(-1)
         numbers = blocks * factors.masked_fill_(factors.isinf(), 0.0)
-        if self._generator is None:
+        if self._noise is None:
             numbers.round_()
         else:
-            numbers.add_(torch.rand(numbers.shape, generator=self._generator, device=numbers.device)).floor_()
+            numbers.add_(self._noise.like(numbers)).floor_()
         numbers.clamp_(-self._levels, self._levels)
-        scales.div_(self._levels)
+        # Not by a number: a GPU would multiply with its inverse, and round otherwise.
+        scales.div_(torch.full_like(scales, self._levels))
         if self.bits == 8:
             packed.view(torch.int8).copy_(numbers.flatten(-2))
             return
@@ -105,6 +113,10 @@ class Blocks:
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
         scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        if fused.available(values, self.multiple):
+            rows = [torch.atleast_2d(each) for each in (scales, packed, values)]
+            fused.decode_blocks(rows[0], rows[1], rows[2], self.bits)
+            return
         blocks = values.unflatten(-1, (-1, self.multiple))
         if self.bits == 8:
             blocks.copy_(packed.view(torch.int8).unflatten(-1, (-1, self.multiple)))
@@ -115,6 +127,30 @@ class Blocks:
             upper.copy_(halves >> 4)
             blocks.sub_(8.0)
         blocks.mul_(scales.unsqueeze(-1))
+
+
+class Noise:
+    """Random numbers of its own: nobody's dropout changes because gradients are compressed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[str, torch.Generator] = {}
+
+    def like(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As many, from 0 to 1, in the same place."""
+        return torch.rand(numbers.shape, generator=self._generator(str(numbers.device)), device=numbers.device)
+
+    def _generator(self, device: str) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {device: generator.get_state() for device, generator in self._generators.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        for device, saved in state.items():
+            self._generator(device).set_state(saved.cpu())
 
 
 class Signs:

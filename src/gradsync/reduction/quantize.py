@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch
-
 from gradsync.errors import ConfigurationError
-from gradsync.reduction.codings import Blocks, Signs
+from gradsync.reduction.codings import Blocks, Noise, Signs
 from gradsync.reduction.exchanged import Exchanged
 
 __all__ = ["Quantize", "Sign"]
@@ -26,20 +24,19 @@ class Quantize(Exchanged):
             raise ConfigurationError(f"Quantize offers {' and '.join(map(str, BITS))} bits, got {bits!r}")
         _check_block(block, "Quantize")
         self.bits, self.block, self.stochastic = bits, block, stochastic
-        # One of its own: nobody's dropout changes because gradients are compressed.
-        self._generator = torch.Generator().manual_seed(seed) if stochastic else None
-        super().__init__(Blocks(bits, block, self._generator))
+        self._noise = Noise(seed) if stochastic else None
+        super().__init__(Blocks(bits, block, self._noise))
 
     def __repr__(self) -> str:
         rest = ("" if self.block == BLOCK else f", block={self.block}") + (", stochastic=True" * self.stochastic)
         return f"Quantize({self.bits}{rest})"
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._generator is None else {"generator": self._generator.get_state()}
+        return {} if self._noise is None else {"noise": self._noise.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._generator is not None and "generator" in state:
-            self._generator.set_state(state["generator"].cpu())
+        if self._noise is not None:
+            self._noise.load_state_dict(state.get("noise", {}))
 
 
 class Sign(Exchanged):
