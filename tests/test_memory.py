@@ -189,7 +189,7 @@ def least_peaks(
         ("plain", 1.0),
         pytest.param("plain", 25.0, marks=pytest.mark.breadth),
         pytest.param("in place", 25.0, marks=pytest.mark.breadth),
-        ("accumulating", 1.0),
+        pytest.param("accumulating", 1.0, marks=pytest.mark.breadth),
     ],
 )
 def test_the_peak_is_not_above_torchs_with_views(ranks: Ranks, kind: str, bucket_cap_mb: float) -> None:
