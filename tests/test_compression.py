@@ -308,6 +308,40 @@ def test_what_was_applied_and_what_is_held_back_is_all_there_was(kind: str, even
         assert any(value.abs().max() > 0.01 for value in results[0]["held"].values()), "something was held back"
 
 
+def with_weights(kind: str, windows: int) -> dict[str, Any]:
+    """Windows of two micro-batches whose weights differ between windows and ranks, so that means are corrected."""
+    rank = choose_communicator().rank
+    reduction = ErrorFeedback(MAKERS[kind]())
+    model = wrapped(reduction)
+    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for window in range(windows):
+        model.zero_grad()
+        for number in model.accumulate(range(2)):
+            model.backward(model(draw(2 * window + number, rank)), weight=weight_of(window, number, rank))
+        for name, parameter in model.module.named_parameters():
+            applied[name] += parameter.grad
+    return {"applied": applied, "held": residuals_of(reduction)}
+
+
+def weight_of(window: int, number: int, rank: int) -> int:
+    return 1 + (5 * window + 3 * number + 2 * rank) % 7
+
+
+@every_kind
+def test_nothing_is_lost_with_weights_that_change(kind: str) -> None:
+    windows, ranks = 6, 3
+    results = run_ranks(with_weights, ranks, kind, windows)
+    for name, shape in SHAPES.items():
+        expected = torch.zeros(shape, dtype=torch.float64)
+        for window in range(windows):
+            parts = [(number, rank) for number in range(2) for rank in range(ranks)]
+            total = sum(weight_of(window, *part) for part in parts)
+            for number, rank in parts:
+                expected += draw(2 * window + number, rank)[name].double() * weight_of(window, number, rank) / total
+        held = sum(result["held"][name].double() for result in results)
+        assert (results[0]["applied"][name] + held - expected).abs().max() <= 1e-4, name
+
+
 def descend(make: Callable[[], Reduction], steps: int) -> float:
     """How far parameters are from where the mean of the losses is least, which is zero.
 

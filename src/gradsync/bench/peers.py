@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ __all__ = [
     "Fabric",
     "Gradsync",
     "GradsyncSharded",
+    "HookedDDP",
     "NoWrapper",
     "Peer",
     "TorchDDP",
@@ -108,6 +109,7 @@ class Gradsync(Peer):
     bucket_mb: float | None = None
     observer: Observer | None = None
     communicator: Callable[[], Communicator] | None = None
+    reduction: str | None = None
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         wrapper = DistributedDataParallel(
@@ -116,6 +118,7 @@ class Gradsync(Peer):
             communicator=None if self.communicator is None else self.communicator(),
             schedule=self.schedule,
             observer=self.observer,
+            reduction=self.reduction,
         )
         wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
         wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
@@ -190,6 +193,28 @@ class DDP(Peer):
             options["bucket_cap_mb"] = self.bucket_mb
         wrapper = TorchDDP(model, **options)
         return _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookedDDP(Peer):
+    """torch's DDP, tuned, with one of its own hooks that send fewer bytes."""
+
+    name: str
+    hook: Literal["fp16", "powersgd"]
+    bucket_mb: float | None = None
+    rank: int = 4
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
+        wrapper: Any = wrapped.model
+        if self.hook == "fp16":
+            wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        else:
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=2)
+            wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
 
 
 @dataclass(frozen=True, kw_only=True)

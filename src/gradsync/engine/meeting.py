@@ -110,6 +110,7 @@ class Meeting:
                 pipeline.correct(correction)
         divisor = pipeline.division.divisor / pipeline.division.local_scale
         self._reduce_outside(divisor if correction is None else divisor / correction)
+        pipeline.conclude()
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""

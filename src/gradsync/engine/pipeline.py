@@ -66,8 +66,10 @@ class Pipeline:
         # Where there is no bucket, for want of dense gradients, the ballot travels alone.
         self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
         self._unread_ballot: HostCopy | None = None
-        # Whether the reduction has been given buckets of a window of which it does not know how it ended.
+        # Whether the reduction has been given buckets of a window of which it does not know how it ended, and what
+        # their means were multiplied with since.
         self._owes_an_end = False
+        self._correction: float | torch.Tensor = 1.0
         self.reduce_with(reduction)
         self.lay([])
 
@@ -199,7 +201,7 @@ class Pipeline:
         if bucket.plan.ballot:
             self._vote()
         if not bucket.absent or bucket.has_wire:
-            self._owes_an_end = True
+            self._owes_an_end, self._correction = True, 1.0
             handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
             if LOGGER.isEnabledFor(logging.DEBUG):
                 LOGGER.debug("rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
@@ -239,6 +241,8 @@ class Pipeline:
         """
         if self._tails_apart:
             self._receive_tails()
+        if correction is not None:
+            self._correction = correction
         for bucket, handle in self._pending:
             # The windows in which gradients are counted anyway find out whether the wire shows.
             self.wire_is_seen |= not self._by_sight and self._versions[bucket.index] != bucket.buffer._version
@@ -315,6 +319,7 @@ class Pipeline:
     @torch.no_grad()
     def correct(self, correction: float) -> None:
         """Multiply the means with what was learned after they had come."""
+        self._correction = self._correction * correction
         for bucket in self.buckets:
             bucket.payload.mul_(correction)
 
@@ -333,18 +338,22 @@ class Pipeline:
             self._unread_ballot = HostCopy(ballot)
 
     def _raise_for(self, votes: Sequence[float], *, late: bool = False) -> None:
-        """Raise if a rank's backward has failed. Either way the reduction learns how the window ended."""
+        """Raise if a rank's backward has failed."""
         try:
             raise_for(votes, late=late)
         except PeerFailedError:
             self._tell_end(well=False)
             raise
-        self._tell_end(well=True)
+
+    def conclude(self) -> None:
+        """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are any good."""
+        if self._unread_ballot is None:
+            self._tell_end(well=True)
 
     def _tell_end(self, *, well: bool) -> None:
         if self._owes_an_end:
             self._owes_an_end = False
-            self.reduction.ended(well=well)
+            self.reduction.ended(well=well, correction=self._correction)
 
     def await_requests(self) -> None:
         """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did.
@@ -365,6 +374,7 @@ class Pipeline:
             try:
                 self._raise_for(ballot, late=True)
                 raise_for_unheard(Requests.read(ballot), late=True)
+                self._tell_end(well=True)
             except PeerFailedError as error:
                 return error
         return None

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from gradsync.bucket import Bucket, BucketLayout
 from gradsync.bucket.layout import ParameterSpec
 from gradsync.communicator import Communicator, Handle
@@ -59,11 +61,12 @@ class Reduction(Protocol):
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         """Put the bucket on the wire. After ``wait()`` it holds the sum over ranks divided by ``divisor``."""
 
-    def ended(self, *, well: bool) -> None:
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
         """All buckets of a window have come to their end. Unless it ended ``well`` on all ranks, the means are
         worthless, and state must be what it was before the window.
 
-        On an accelerator it is known late, but always before a bucket of the next window starts.
+        ``correction`` is what the means were multiplied with after they had come: weights of a window are known late.
+        On an accelerator the end is known late, too, but always before a bucket of the next window starts.
         """
         return
 

@@ -16,27 +16,38 @@ from gradsync.reduction.compressing import Compressing, wide_values
 __all__ = ["ErrorFeedback"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Sent:
-    """A bucket of the running window: its mean, what this rank has lost, and the slots for which it has no gradient."""
+    """A bucket of the running window: what this rank has lost, the slots for which it has no gradient, and whether
+    the mean is finite, once it is there."""
 
     bucket: Bucket
-    mean: torch.Tensor
     lost: torch.Tensor
     empty: frozenset[int]
+    finite: torch.Tensor | None = None
 
-    def held_back(self, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By name, what is to be added next time."""
-        parts = self.bucket.views_of(self.lost)
-        names = [spec.name for spec in self.bucket.specs]
+    def held_back(
+        self, before: Mapping[str, torch.Tensor], correction: float | torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """By name, what is to be added next time.
+
+        The mean was multiplied with ``correction``, and so was what it had of the residuals, which needed none.
+        """
+        is_right = isinstance(correction, float) and correction == 1.0
+        if not is_right:
+            self.lost.mul_(correction)
         flags = self.bucket.flags.tolist() if self.empty else []
-        for slot in self.empty:
-            # What was held back before has not gone.
-            if flags[slot] <= 0:
-                parts[slot].zero_()
-            if names[slot] in before:
-                parts[slot].add_(before[names[slot]].to(parts[slot].device))
-        return dict(zip(names, parts, strict=True))
+        held = {}
+        for slot, (spec, part) in enumerate(zip(self.bucket.specs, self.bucket.views_of(self.lost), strict=True)):
+            held[spec.name] = part
+            if slot in self.empty and flags[slot] <= 0:
+                # Nobody has a gradient: what has come out was thrown away.
+                part.zero_()
+            if spec.name in before and (slot in self.empty or not is_right):
+                kept = before[spec.name].to(part.device)
+                # What was held back before has not gone, or not all of it.
+                part.add_(kept if slot in self.empty else kept * (1.0 - correction))
+        return held
 
 
 class ErrorFeedback(Reduction):
@@ -85,24 +96,31 @@ class ErrorFeedback(Reduction):
         ]
         if held:
             torch._foreach_add_([view for view, _ in held], [residual.to(view.device) for view, residual in held])
-        lost = torch.empty_like(values)
-        self._sent.append(_Sent(bucket=bucket, mean=values, lost=lost, empty=empty))
-        handle = self.inner.send(values, bucket, communicator, lost)
-        return handle if put_back is None else handle.then(put_back)
+        sent = _Sent(bucket=bucket, lost=torch.empty_like(values), empty=empty)
+        self._sent.append(sent)
+
+        def look() -> None:
+            # Now: whoever clips or unscales the mean later may make something else of it.
+            sent.finite = values.isfinite().all()
+            if put_back is not None:
+                put_back()
+
+        return self.inner.send(values, bucket, communicator, sent.lost).then(look)
 
     @torch.no_grad()
-    def ended(self, *, well: bool) -> None:
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
         sent, self._sent = self._sent, []
-        if well and all(bool(each.mean.isfinite().all()) for each in sent):
+        if well and all(each.finite is not None and bool(each.finite) for each in sent):
             for each in sent:
-                self._residuals |= each.held_back(self._residuals)
-        self.inner.ended(well=well)
+                self._residuals |= each.held_back(self._residuals, correction)
+        self.inner.ended(well=well, correction=correction)
 
     def rebuilt(self, layout: BucketLayout) -> None:
         self.inner.rebuilt(layout)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": dict(self._residuals), "inner": self.inner.state_dict()}
+        residuals = {name: residual.clone() for name, residual in self._residuals.items()}
+        return {"residuals": residuals, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._residuals = dict(state.get("residuals", {}))

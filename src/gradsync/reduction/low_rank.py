@@ -82,7 +82,7 @@ class LowRank(Compressing):
         generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
         return torch.randn(_extents(spec)[1], self.rank, generator=generator).to(values)
 
-    def ended(self, *, well: bool) -> None:
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
         following, self._next = self._next, {}
         if well:
             self._windows += 1

@@ -3,6 +3,7 @@
 from gradsync.bench.scenario import Scenario
 from gradsync.bench.scenarios.accumulation import Accumulation
 from gradsync.bench.scenarios.bucket_size import BucketSize
+from gradsync.bench.scenarios.compression import Compression
 from gradsync.bench.scenarios.convergence import Convergence
 from gradsync.bench.scenarios.next_forward import NextForward
 from gradsync.bench.scenarios.overlap import Overlap
@@ -19,6 +20,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Accumulation(),
     Overlap(),
     NextForward(),
+    Compression(),
     BucketSize(),
     SkipSync(),
     Scaling(),
