@@ -25,6 +25,8 @@ REDUCTIONS = ("bf16", "fp16", "int8", "int4", "sign", "low-rank:4", "top-k:0.01"
 FP16, POWER = "DDP tuned, fp16 hook", "DDP tuned, PowerSGD 4"
 RATES = {"100mbit": "100 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
 STEPS_A_SAMPLE = 3
+# Over Gloo, PowerSGD's collectives of one bucket meet those of another on the other rank, and the process is aborted.
+ONE_BUCKET = 1000.0
 
 
 def variant_name(reduction: str) -> str:
@@ -50,7 +52,7 @@ class Compression(Scenario):
                 ranks=hosts,
                 hosts=hosts,
                 rate=rate,
-                warmup=1,
+                warmup=2,
                 rounds=rounds,
                 seconds=(rounds + 8) * (len(REDUCTIONS) + 5) * STEPS_A_SAMPLE * 0.8,
                 options={"layers": 6, "width": 256, "batch": 2, "length": 128},
@@ -66,15 +68,15 @@ class Compression(Scenario):
             NoWrapper(),
             tuned,
             HookedDDP(name=FP16, hook="fp16", bucket_mb=tuned.bucket_mb),
-            HookedDDP(name=POWER, hook="powersgd", bucket_mb=tuned.bucket_mb),
+            HookedDDP(name=POWER, hook="powersgd", bucket_mb=ONE_BUCKET),
             Gradsync(),
             *(Gradsync(name=variant_name(reduction), reduction=reduction) for reduction in REDUCTIONS),
         ]
         variants: dict[str, Step] = {}
         for peer in peers:
             step = plain_step(workload, peer)
-            # Also those that learn something in their first steps.
-            settle(step)
+            if isinstance(peer, Gradsync):
+                settle(step)
             variants[peer.name] = repeated(step, STEPS_A_SAMPLE)
         rounds.run(variants)
 
