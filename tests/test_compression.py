@@ -210,8 +210,6 @@ def over_processes(kind: str) -> dict[str, torch.Tensor]:
 
 @every_kind
 def test_real_processes_have_the_bits_of_threads(process_ranks: RankPool, kind: str) -> None:
-    if kind == "at random":
-        pytest.skip("ranks that are threads share no generator with processes")
     expected = run_ranks(over_processes, process_ranks.world_size, kind)[0]
     for result in process_ranks.run(over_processes, kind):
         if kind == "low rank":

@@ -32,9 +32,12 @@ class Exchanged(Compressing):
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        exchange = Exchange(self.coding, values, communicator, lost)
-        handle = exchange.start()
+        handle = Exchange(self._coding_of(bucket, communicator), values, communicator, lost).start()
         return handle if self._keeps_zeros else handle.then(_zero_gaps(values, bucket))
+
+    def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
+        """What this bucket is coded with."""
+        return self.coding
 
 
 class Exchange:

@@ -2,8 +2,12 @@
 
 from typing import Any
 
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Communicator
 from gradsync.errors import ConfigurationError
-from gradsync.reduction.codings import Blocks, Noise, Signs
+from gradsync.reduction.codings import Blocks, Coding, Noise, Signs
 from gradsync.reduction.exchanged import Exchanged
 
 __all__ = ["Quantize", "Sign"]
@@ -23,20 +27,28 @@ class Quantize(Exchanged):
         if bits not in BITS:
             raise ConfigurationError(f"Quantize offers {' and '.join(map(str, BITS))} bits, got {bits!r}")
         _check_block(block, "Quantize")
-        self.bits, self.block, self.stochastic = bits, block, stochastic
-        self._noise = Noise(seed) if stochastic else None
-        super().__init__(Blocks(bits, block, self._noise))
+        self.bits, self.block, self.stochastic, self.seed = bits, block, stochastic, seed
+        self._windows = 0
+        super().__init__(Blocks(bits, block))
 
     def __repr__(self) -> str:
-        rest = ("" if self.block == BLOCK else f", block={self.block}") + (", stochastic=True" * self.stochastic)
-        return f"Quantize({self.bits}{rest})"
+        block = "" if self.block == BLOCK else f", block={self.block}"
+        return f"Quantize({self.bits}{block}" + (f", stochastic=True, seed={self.seed})" if self.stochastic else ")")
+
+    def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
+        if not self.stochastic:
+            return self.coding
+        # Ranks that erred alike would not err on average; and buckets come in no order that could be repeated.
+        return Blocks(self.bits, self.block, Noise(self.seed, communicator.rank, self._windows, bucket.index))
+
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+        self._windows += well
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._noise is None else {"noise": self._noise.state_dict()}
+        return {"windows": self._windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._noise is not None:
-            self._noise.load_state_dict(state.get("noise", {}))
+        self._windows = int(state.get("windows", 0))
 
 
 class Sign(Exchanged):
