@@ -340,6 +340,45 @@ def test_nothing_is_lost_with_weights_that_change(kind: str) -> None:
         assert (results[0]["applied"][name] + held - expected).abs().max() <= 1e-4, name
 
 
+def after_a_bad_window(kind: str, feedback: bool, bad: float) -> list[bool]:
+    """Whether means are finite, window by window; in the second one rank has a gradient that is not."""
+    rank = choose_communicator().rank
+    made = MAKERS[kind]()
+    model = wrapped(ErrorFeedback(made) if feedback else made)
+    finite = []
+    for window in range(4):
+        gradients = draw(window, rank)
+        if window == 1 and rank == 0:
+            gradients["a"][0, 0] = bad
+        finite.append(all(bool(value.isfinite().all()) for value in window_of(model, gradients).values()))
+    return finite
+
+
+@every_kind
+@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
+def test_one_bad_window_is_one(kind: str, feedback: bool) -> None:
+    """Padding between gradients is part of a block, too."""
+    for bad in (float("nan"), float("inf")):
+        assert run_ranks(after_a_bad_window, 3, kind, feedback, bad) == [[True, False, True, True]] * 3
+
+
+def without_elements(kind: str, schedule: str) -> list[float]:
+    module = nn.Linear(40, 40)
+    module.register_parameter("nothing", nn.Parameter(torch.zeros(0, 4)))
+    made = ErrorFeedback(MAKERS[kind]())
+    model = gradsync.DistributedDataParallel(module, reduction=made, schedule=schedule, bucket_cap_mb=1e-5)  # type: ignore[arg-type]
+    for _ in range(2):
+        model.zero_grad()
+        (model(torch.ones(2, 40)).sum() + model.module.nothing.sum()).backward()
+    return [float(model.module.bias.grad.sum())]
+
+
+@every_kind
+def test_parameters_without_elements_need_nothing(kind: str) -> None:
+    for schedule in ("overlapped", "naive"):
+        assert run_ranks(without_elements, 2, kind, schedule)[0][0] > 0.0
+
+
 def descend(make: Callable[[], Reduction], steps: int) -> float:
     """How far parameters are from where the mean of the losses is least, which is zero.
 

@@ -50,6 +50,8 @@ class Bucket:
         self._starts = [slot.offset for slot in plan.slots] + [plan.payload]
         self.chunks = [self._make_chunk(first, end) for first, end in self._cut()]
         self.absent: frozenset[int] = frozenset()
+        # Of the slots that were empty here in the last window, those for which nobody had a gradient.
+        self.unused: frozenset[int] = frozenset()
         self.reopen()
 
     def __repr__(self) -> str:
@@ -168,9 +170,11 @@ class Bucket:
                 offset += end - start
             self.wire = self._whole
         empty = self.empty
+        self.unused = frozenset(empty)
         if empty and self.has_wire:
             # The only place where the host reads what came over the wire, and only on a rank with unused parameters.
             somebody_has = (self.flags > 0).tolist()
+            self.unused = frozenset(slot for slot in empty if not somebody_has[slot])
             for slot in empty:
                 if somebody_has[slot]:
                     self.parameters[slot].grad = self.views[slot]

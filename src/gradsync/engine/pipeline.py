@@ -80,6 +80,7 @@ class Pipeline:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows; :meth:`lay` is to follow."""
+        self.hear_end()
         self.reduction = reduction
         # Some wires write into a bucket so that its version shows it (Gloo does on GPUs), and hooks of torch's may.
         # Then versions tell nothing of late gradients, and gradients must be counted.
@@ -348,6 +349,20 @@ class Pipeline:
     def conclude(self) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are any good."""
         if self._unread_ballot is None:
+            self._tell_end(well=True)
+
+    def hear_end(self) -> None:
+        """Have the reduction know how the last window ended: its state is asked for, or another one comes.
+
+        On an accelerator the host waits for that. Whoever has to raise what was heard still will.
+        """
+        if self._unread_ballot is not None and self._owes_an_end:
+            votes = self._unread_ballot.wait()
+            try:
+                self._raise_for(votes)
+                raise_for_unheard(Requests.read(votes))
+            except PeerFailedError:
+                self._tell_end(well=False)
             self._tell_end(well=True)
 
     def _tell_end(self, *, well: bool) -> None:

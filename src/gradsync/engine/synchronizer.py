@@ -297,6 +297,7 @@ class Synchronizer:
     def window_state(self) -> dict[str, Any]:
         """This rank's part: weights and gradients of an unfinished window, and the reduction's state."""
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
+        self.engine.pipeline.hear_end()
         gradients = {
             spec.name: parameter.grad.detach().clone()
             for spec, parameter in zip(self.specs, self.parameters, strict=True)
@@ -323,6 +324,7 @@ class Synchronizer:
             bucket.reopen()
         self.window.weights.load_state_dict(state["weights"])
         self.window.reopen(self.buckets, accumulated=state["accumulated"])
+        self.engine.pipeline.hear_end()
         self.reduction.load_state_dict(state.get("reduction", {}))
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Finishing, Handle
 from gradsync.errors import ConfigurationError
 from gradsync.reduction.codings import Rounded
-from gradsync.reduction.compressing import Compressing
-from gradsync.reduction.exchanged import Exchange
+from gradsync.reduction.compressing import Compressing, sends_nothing
+from gradsync.reduction.exchanged import Exchange, gaps_of
 
 __all__ = ["Cast"]
 
@@ -21,7 +21,7 @@ class Cast(Compressing):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        if not dtype.is_floating_point:
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ConfigurationError(f"Cast needs a floating-point dtype such as torch.bfloat16, got {dtype}")
         self.dtype = dtype
         self._coding = Rounded(dtype)
@@ -36,13 +36,16 @@ class Cast(Compressing):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         wire = bucket.wire if self.carries_tail else bucket.payload.data
+        if not self.carries_tail and sends_nothing(bucket, communicator):
+            return super().start(bucket, communicator, divisor)
         if wire.dtype == self.dtype or communicator.world_size == 1:
             return communicator.all_reduce(wire)
         if torch.promote_types(wire.dtype, self.dtype) == self.dtype or self._adds_alike(communicator):
             cast = wire.to(self.dtype)
             return Finishing(communicator.all_reduce(cast), lambda: wire.copy_(cast))
         values = wire.float()
-        return Exchange(self._coding, values, communicator).start().then(lambda: _put(values, wire))
+        gaps = [] if self.carries_tail else gaps_of(bucket)
+        return Exchange(self._coding, values, communicator, gaps=gaps).start().then(lambda: _put(values, wire))
 
     def _adds_alike(self, communicator: Communicator) -> bool:
         """Whether numbers can as well be summed where they are: of two, the sum is rounded once either way."""
@@ -51,7 +54,7 @@ class Cast(Compressing):
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        return Exchange(self._coding, values, communicator, lost).start()
+        return Exchange(self._coding, values, communicator, lost, gaps=gaps_of(bucket)).start()
 
 
 def _put(values: torch.Tensor, wire: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError
 from gradsync.reduction.base import Reduction
 
-__all__ = ["Compressing", "wide_values"]
+__all__ = ["Compressing", "sends_nothing", "wide_values"]
 
 
 class Compressing(Reduction):
@@ -40,9 +40,9 @@ class Compressing(Reduction):
         return 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        if communicator.world_size == 1:
-            # There is no wire that it would be good for.
-            return communicator.all_reduce(bucket.payload.data)
+        if sends_nothing(bucket, communicator):
+            # Whoever is alone has its mean already. Without a gradient there is still a turn to take.
+            return communicator.all_reduce(bucket.payload.data if bucket.payload.numel() else bucket.tail.new_zeros(1))
         values, put_back = wide_values(bucket)
         handle = self.send(values, bucket, communicator)
         return handle if put_back is None else handle.then(put_back)
@@ -55,6 +55,11 @@ class Compressing(Reduction):
 
         ``lost`` gets what of this rank's values is not in the result, before the handle is done.
         """
+
+
+def sends_nothing(bucket: Bucket, communicator: Communicator) -> bool:
+    """Whether there is no wire, or nothing for it: of parameters without elements."""
+    return communicator.world_size == 1 or not bucket.payload.numel()
 
 
 def wide_values(bucket: Bucket) -> tuple[torch.Tensor, Callable[[], None] | None]:

@@ -11,7 +11,7 @@ from gradsync.bucket.layout import ParameterSpec
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError
 from gradsync.reduction.base import Reduction
-from gradsync.reduction.compressing import Compressing, wide_values
+from gradsync.reduction.compressing import Compressing, sends_nothing, wide_values
 
 __all__ = ["ErrorFeedback"]
 
@@ -36,11 +36,10 @@ class _Sent:
         is_right = isinstance(correction, float) and correction == 1.0
         if not is_right:
             self.lost.mul_(correction)
-        flags = self.bucket.flags.tolist() if self.empty else []
         held = {}
         for slot, (spec, part) in enumerate(zip(self.bucket.specs, self.bucket.views_of(self.lost), strict=True)):
             held[spec.name] = part
-            if slot in self.empty and flags[slot] <= 0:
+            if slot in self.bucket.unused:
                 # Nobody has a gradient: what has come out was thrown away.
                 part.zero_()
             if spec.name in before and (slot in self.empty or not is_right):
@@ -86,7 +85,7 @@ class ErrorFeedback(Reduction):
 
     @torch.no_grad()
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        if communicator.world_size == 1:
+        if sends_nothing(bucket, communicator):
             return self.inner.start(bucket, communicator, divisor)
         values, put_back = wide_values(bucket)
         # Where nobody has a gradient the mean is thrown away, and whoever has none here cannot know.
@@ -123,7 +122,7 @@ class ErrorFeedback(Reduction):
         return {"residuals": residuals, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._residuals = dict(state.get("residuals", {}))
+        self._residuals, self._sent = dict(state.get("residuals", {})), []
         self.inner.load_state_dict(state.get("inner", {}))
 
 

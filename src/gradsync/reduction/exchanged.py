@@ -10,7 +10,7 @@ Each rank adds one share up, in float32 and in the order of ranks, and its sum i
 twice, never once for every rank. What everybody decodes in the end are the same bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
@@ -19,21 +19,20 @@ from gradsync.communicator import Communicator, Handle
 from gradsync.reduction.codings import Coding
 from gradsync.reduction.compressing import Compressing
 
-__all__ = ["Exchange", "Exchanged"]
+__all__ = ["Exchange", "Exchanged", "gaps_of"]
 
 
 class Exchanged(Compressing):
-    """Sends what ``coding`` makes of gradients. ``keeps_zeros``: zeros come out as zeros."""
+    """Sends what ``coding`` makes of gradients."""
 
-    def __init__(self, coding: Coding, *, keeps_zeros: bool = True) -> None:
+    def __init__(self, coding: Coding) -> None:
         self.coding = coding
-        self._keeps_zeros = keeps_zeros
 
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        handle = Exchange(self._coding_of(bucket, communicator), values, communicator, lost).start()
-        return handle if self._keeps_zeros else handle.then(_zero_gaps(values, bucket))
+        coding = self._coding_of(bucket, communicator)
+        return Exchange(coding, values, communicator, lost, gaps=gaps_of(bucket)).start()
 
     def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
         """What this bucket is coded with."""
@@ -41,11 +40,19 @@ class Exchanged(Compressing):
 
 
 class Exchange:
-    """One bucket on its way."""
+    """One bucket on its way. In ``gaps`` between gradients there is nothing, whatever the coding makes of it: what a
+    block with NaN left there would break the next window, and a norm of the whole would count it."""
 
     def __init__(
-        self, coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None = None
+        self,
+        coding: Coding,
+        values: torch.Tensor,
+        communicator: Communicator,
+        lost: torch.Tensor | None = None,
+        *,
+        gaps: Sequence[slice] = (),
     ) -> None:
+        self._gaps = gaps
         self._coding, self._values, self._communicator, self._lost = coding, values, communicator, lost
         ranks = communicator.world_size
         self._share = -(-values.numel() // (ranks * coding.multiple)) * coding.multiple
@@ -87,16 +94,12 @@ class Exchange:
     def _spread(self) -> None:
         self._coding.decode(self._all.view_as(self._arrived), self._rows)
         self._values.copy_(self._rows.view(-1)[: self._values.numel()])
+        for gap in self._gaps:
+            self._values[gap].zero_()
 
 
-def _zero_gaps(values: torch.Tensor, bucket: Bucket) -> Callable[[], None]:
-    """Between gradients there is nothing, and whoever computes a norm of the whole may count on it."""
+def gaps_of(bucket: Bucket) -> list[slice]:
+    """Where in a bucket's payload no gradient lies."""
     ends = [slot.offset + slot.numel for slot in bucket.plan.slots]
     starts = [*(slot.offset for slot in bucket.plan.slots[1:]), bucket.plan.payload]
-
-    def zero() -> None:
-        for end, start in zip(ends, starts, strict=True):
-            if end < start:
-                values[end:start].zero_()
-
-    return zero
+    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

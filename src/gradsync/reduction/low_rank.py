@@ -93,7 +93,7 @@ class LowRank(Compressing):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._windows = int(state.get("windows", 0))
-        self._rights = dict(state.get("rights", {}))
+        self._rights, self._next = dict(state.get("rights", {})), {}
 
 
 class _Product:

@@ -35,6 +35,8 @@ NAMES = (*_PLAIN, *(f"{name}:{number}" for name, (number, _, _) in _WITH_A_NUMBE
 
 def reduction_by_name(name: str) -> Reduction:
     """A new one. The numbers of ``low-rank:4`` and ``top-k:0.01`` are the rank and the fraction."""
+    if not isinstance(name, str):
+        raise ConfigurationError(f"a reduction is one of {', '.join(NAMES)}, got {name!r}")
     kind, colon, number = name.partition(":")
     if kind in _PLAIN and not colon:
         return _PLAIN[kind]()

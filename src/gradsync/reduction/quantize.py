@@ -60,7 +60,7 @@ class Sign(Exchanged):
     def __init__(self, *, block: int = BLOCK) -> None:
         _check_block(block, "Sign")
         self.block = block
-        super().__init__(Signs(block), keeps_zeros=False)
+        super().__init__(Signs(block))
 
     def __repr__(self) -> str:
         return "Sign()" if self.block == BLOCK else f"Sign(block={self.block})"

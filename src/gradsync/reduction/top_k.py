@@ -25,14 +25,11 @@ class TopK(Compressing):
 
     def __init__(self, fraction: float) -> None:
         if not 0.0 < fraction <= 1.0:
-            raise ConfigurationError(
-                f"TopK sends a fraction of the gradients, above 0 and at most 1, got {fraction!r}: with none, nothing "
-                "would be learned"
-            )
+            raise ConfigurationError(f"TopK sends a fraction of the gradients, above 0 and at most 1, got {fraction!r}")
         self.fraction = float(fraction)
 
     def __repr__(self) -> str:
-        return f"TopK({self.fraction:g})"
+        return f"TopK({self.fraction!r})"
 
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
