@@ -300,3 +300,26 @@ def test_another_word_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(VARIABLE, "loud")
     with pytest.raises(ConfigurationError, match=r"GRADSYNC_LOG must be one of debug, .*, got 'loud'"):
         configure_logging()
+
+
+def test_who_waits_while_a_stage_breaks_the_wire_gets_the_stages_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wire is broken before the thread of the stage has come to its end."""
+    wire = InProcessWorld(1).communicator(0)
+    abort = wire.abort
+
+    def take_long(reason: str) -> None:
+        abort(reason)
+        time.sleep(0.5)
+
+    def stage() -> None:
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(wire, "abort", take_long)
+    handle = wire.all_reduce(torch.ones(1)).then(stage)
+    until = time.monotonic() + 10
+    while wire.failure is None and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="no luck"):
+        handle.wait()
+    with pytest.raises(ValueError, match="no luck"):
+        handle.wait()

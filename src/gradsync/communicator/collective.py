@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from gradsync.communicator.background import Background, Numbering
+from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Handle, Stage
 from gradsync.errors import GradsyncError
 
@@ -117,10 +117,10 @@ class Collective:
         return f"<{self.describe()}>"
 
     def wait(self) -> None:
-        if self._error is None:
-            failure = self.wire.fate.failure
-            if failure is not None and not self.work.done():
-                self._error = again(failure)
+        # In this order: a stage that breaks the wire notes its own error first.
+        failure = self.wire.fate.failure
+        if self._error is None and failure is not None and not self.work.done():
+            self._error = again(failure)
         if self._error is not None:
             raise self._error
         try:
@@ -176,6 +176,9 @@ class StageHandle(Collective):
         try:
             return stage()
         except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, GivenUpError):
+                # Who waits meanwhile gets this, not what it does to the wire.
+                self._error = error
             # The others may be in what the stage would have started.
             self.wire.abort(f"{self.describe()} raised {type(error).__name__}: {error}")
             raise
