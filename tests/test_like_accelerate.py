@@ -32,12 +32,18 @@ def theirs() -> Iterator[None]:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     states = accelerate.state.AcceleratorState, accelerate.state.GradientState
+
+    def reset() -> None:
+        states[0]._reset_state(True)
+        states[1]._reset_state()
+
     with mock.patch.dict(os.environ, {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
+        # Ranks live through many tests, and one before may have left something.
+        reset()
         try:
             yield
         finally:
-            states[0]._reset_state(True)
-            states[1]._reset_state()
+            reset()
 
 
 def accelerator_of(library: str, **options: Any) -> Any:
