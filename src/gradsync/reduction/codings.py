@@ -1,8 +1,8 @@
 """How numbers look on the wire in fewer bytes: a coding turns rows of float32 into rows of bytes, and back.
 
-Codings work by *blocks*: so many neighbouring numbers share one scale, which is laid down before them as a float32. A
-row that holds NaN or Inf has a scale that is not finite, so that the whole block comes out as not finite: what went
-wrong stays visible. The same bytes decode to the same bits on every rank.
+All but bfloat16 work by *blocks*: so many neighbouring numbers share one scale, which is laid down before them as a
+float32. A block that holds NaN or Inf has a scale that is not finite, so that all of it comes out as not finite: what
+went wrong stays visible. The same bytes decode to the same bits on every rank.
 """
 
 import math

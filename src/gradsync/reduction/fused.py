@@ -29,23 +29,18 @@ def _has_triton() -> bool:
 
 def encode_blocks(values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
     """Rows of ``values`` as whole numbers in ``packed``, and their scales."""
-    rows, numel, block = values.shape[0], values.shape[1], values.shape[1] // scales.shape[1]
-    kernels, group = _kernels(), max(1, NUMBERS // block)
-    total = rows * numel // block
-    grid = (-(-total // group),)
-    kernels["encode"][grid](
-        values, scales, packed, total, scales.shape[1], values.stride(0), scales.stride(0), packed.stride(0),
-        BLOCK=block, GROUP=group, BITS=bits, num_warps=WARPS,
-    )  # fmt: skip
+    _launch("encode", values, scales, packed, bits)
 
 
 def decode_blocks(scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bits: int) -> None:
     """The other way round."""
-    rows, numel, block = values.shape[0], values.shape[1], values.shape[1] // scales.shape[1]
-    kernels, group = _kernels(), max(1, NUMBERS // block)
-    total = rows * numel // block
-    grid = (-(-total // group),)
-    kernels["decode"][grid](
+    _launch("decode", values, scales, packed, bits)
+
+
+def _launch(kernel: str, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
+    block, total = values.shape[1] // scales.shape[1], scales.numel()
+    group = max(1, NUMBERS // block)
+    _kernels()[kernel][(-(-total // group),)](
         values, scales, packed, total, scales.shape[1], values.stride(0), scales.stride(0), packed.stride(0),
         BLOCK=block, GROUP=group, BITS=bits, num_warps=WARPS,
     )  # fmt: skip
