@@ -70,6 +70,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
+def is_law(item: pytest.Item) -> bool:
+    return item.get_closest_marker("hypothesis") is not None
+
+
 # Cases of one test, from which on they are combinations of settings that are also tried one by one.
 MANY = 25
 
@@ -78,13 +82,13 @@ def mark_breadth(items: list[pytest.Item]) -> None:
     """Not all combinations of settings with all kinds of ranks: those that are marked are left to `make more`.
 
     Four processes on two cores take longest, and each of their cases also runs on two and on threads: of a test's cases
-    on four one of three is not marked. Of many cases on other ranks, two of three are not.
+    on four one of three is not marked, and none of a law's. Of many cases on other ranks, two of three are not.
     """
     on_four, on_others = defaultdict[str, list[pytest.Item]](list), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if "processes-" in item.name or "threads-" in item.name:
             (on_four if "processes-4" in item.name else on_others)[item.nodeid.partition("[")[0]].append(item)
-    left = [item for cases in on_four.values() for number, item in enumerate(cases) if number % 3]
+    left = [item for cases in on_four.values() for number, item in enumerate(cases) if number % 3 or is_law(item)]
     left += [item for cases in on_others.values() if len(cases) >= MANY for item in cases[2::3]]
     for item in left:
         item.add_marker(pytest.mark.breadth)

@@ -227,7 +227,9 @@ def train_shuffled(kind: str, steps: int, differ: bool) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
-@pytest.mark.parametrize("differ", [False, True], ids=["alike", "on every rank otherwise"])
+@pytest.mark.parametrize(
+    "differ", [pytest.param(False, marks=pytest.mark.breadth), True], ids=["alike", "on every rank otherwise"]
+)
 @pytest.mark.parametrize("ranks", [("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
 def test_layers_may_run_in_any_order(ranks: Ranks, differ: bool) -> None:
     theirs = ranks.run(train_shuffled, "plain", 100, differ)[0]

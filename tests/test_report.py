@@ -372,7 +372,7 @@ def test_records_of_several_steps(tmp_path: Path) -> None:
     assert "Each column stands for 10 steps." in page.text
 
 
-@pytest.mark.parametrize("steps", [0, 1, *(pytest.param(steps, marks=pytest.mark.breadth) for steps in (2, 31)), 3000])
+@pytest.mark.parametrize("steps", [0, 1, *(pytest.param(steps, marks=pytest.mark.breadth) for steps in (2, 31, 3000))])
 def test_runs_of_any_length(tmp_path: Path, steps: int) -> None:
     page = page_of(make_run(tmp_path / "run", steps=steps))
     assert ("No step was recorded." in page.text) == (steps == 0)

@@ -95,7 +95,7 @@ def train(kind: str, steps: int, bucket_cap_mb: Any = TINY, wire: str = "auto") 
     ("ranks", "steps", "bucket_cap_mb", "wire"),
     [
         (("threads", 3), 30, TINY, "auto"),
-        (("processes", 2), 200, TINY, "auto"),
+        pytest.param(("processes", 2), 200, TINY, "auto", marks=pytest.mark.breadth),
         (("processes", 3), 20, "auto", "auto"),
         (("processes", 3), 20, TINY, "group"),
     ],

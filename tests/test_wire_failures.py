@@ -76,7 +76,7 @@ def stay_away(name: str) -> dict[str, Any]:
 
 
 @wires
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.breadth), 3])
 def test_whoever_never_comes_breaks_the_wire_for_good(name: str, world_size: int) -> None:
     outcomes = pool_of(world_size).run(stay_away, name)
     for rank, outcome in enumerate(outcomes):
