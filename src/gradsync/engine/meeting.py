@@ -71,10 +71,19 @@ class Meeting:
         changed = arrangement.agree(hold_order=held)
         if held and arrangement.trainable != before:
             self._refuse_other_layout()
-        if (not held and arrangement.tune()) or changed:
+        changed = (not held and arrangement.tune()) or changed
+        if self._reconsider() or changed:
             rebuild()
             return True
         return arrangement.expect_arrivals()
+
+    def _reconsider(self) -> bool:
+        """Whether the reduction has become another one."""
+        pipeline, window = self._pipeline, self._arrangement.order.windows_before
+        if not pipeline.reduction.reconsider(window, self._arrangement.buckets, pipeline.communicator):
+            return False
+        pipeline.reduce_with(pipeline.reduction)
+        return True
 
     @property
     def _layout_is_held(self) -> bool:

@@ -1,5 +1,6 @@
 """What is put on the wire: one small class per way of reducing a bucket, all behind :class:`Reduction`."""
 
+from gradsync.reduction.auto import Auto
 from gradsync.reduction.base import Reduction
 from gradsync.reduction.cast import Cast
 from gradsync.reduction.comm_hook import CommHook, GradBucket
@@ -13,6 +14,7 @@ from gradsync.reduction.scattered import ScatteredMean
 from gradsync.reduction.top_k import TopK
 
 __all__ = [
+    "Auto",
     "Cast",
     "CommHook",
     "Compressing",

@@ -55,6 +55,11 @@ class Reduction(Protocol):
         """Raise ConfigurationError if it cannot serve a model of these parameters. Called once, when it is set."""
         return
 
+    def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
+        """Ranks meet before the first bucket of ``window``: True if buckets must be laid out anew, and the reduction
+        be asked again for everything that is known of it. On all ranks alike; collectives are allowed here."""
+        return False
+
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         """What gradients are multiplied with while they are gathered, before :meth:`start`."""
 

@@ -1,11 +1,13 @@
 """Reductions by name, for command lines and settings: ``int8``, ``low-rank:4``."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradsync.errors import ConfigurationError
+from gradsync.reduction.auto import Auto
 from gradsync.reduction.base import Reduction
 from gradsync.reduction.cast import Cast
 from gradsync.reduction.error_feedback import ErrorFeedback
@@ -16,6 +18,9 @@ from gradsync.reduction.top_k import TopK
 
 __all__ = ["NAMES", "reduction_by_name"]
 
+# What may be chosen without asking which.
+MILDEST_FIRST = ("bf16", "int8", "int4", "low-rank:4")
+
 # What loses so much that it would not learn otherwise comes with error feedback.
 _PLAIN: dict[str, Callable[[], Reduction]] = {
     "mean": Mean,
@@ -24,6 +29,7 @@ _PLAIN: dict[str, Callable[[], Reduction]] = {
     "int8": lambda: Quantize(8),
     "int4": lambda: ErrorFeedback(Quantize(4)),
     "sign": lambda: ErrorFeedback(Sign()),
+    "auto": lambda: Auto({name: partial(reduction_by_name, name) for name in MILDEST_FIRST}),
 }
 # What the number is called, what reads it, and what is made of it.
 _WITH_A_NUMBER: dict[str, tuple[str, type, Callable[[Any], Reduction]]] = {
