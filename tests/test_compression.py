@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,7 +17,8 @@ from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.reduction import Cast, ErrorFeedback, LowRank, Quantize, Reduction, Sign, TopK
 from gradsync.reduction.codings import Blocks, Noise, Rounded, Signs
 from gradsync.testing import run_ranks
-from tests.ranks import RankPool
+from tests.ranks import RankPool, pool_of
+from tests.wires import WIRES
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -222,11 +224,11 @@ def test_real_processes_have_the_bits_of_threads(process_ranks: RankPool, kind: 
 # -- error feedback ---------------------------------------------------------------------------------------------------
 
 
-def with_feedback(kind: str, windows: int, events: Sequence[str]) -> dict[str, Any]:
+def with_feedback(kind: str, windows: int, events: Sequence[str], wire: Any = None) -> dict[str, Any]:
     """What was applied in all, and what is held back in the end, whatever happens in between."""
     rank = choose_communicator().rank
     reduction = ErrorFeedback(MAKERS[kind]())
-    model = wrapped(reduction)
+    model = wrapped(reduction, communicator=wire)
     applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for window in range(windows):
         if "rebucket" in events and window == windows // 2:
@@ -304,6 +306,24 @@ def test_what_was_applied_and_what_is_held_back_is_all_there_was(kind: str, even
         assert all(torch.equal(results[0]["applied"][name], result["applied"][name]) for result in results)
     if kind in ("top k", "sign", "low rank", "4 bits"):
         assert any(value.abs().max() > 0.01 for value in results[0]["held"].values()), "something was held back"
+
+
+def between_hosts(hosts: str, kind: str, windows: int, events: Sequence[str]) -> dict[str, Any]:
+    return with_feedback(kind, windows, events, WIRES[hosts](dist.group.WORLD))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kind", "event"),
+    [("hosts-2+2", "4 bits", "unused"), ("hosts-3+1", "4 bits", "nothing"), ("hosts-2+2", "float16", "not finite")],
+)
+def test_several_ranks_of_a_host_keep_that_law(hosts: str, kind: str, event: str) -> None:
+    """They are summed first, and one of them codes for all."""
+    windows, ranks = 5, 4
+    results = pool_of(ranks).run(between_hosts, hosts, kind, windows, [event])
+    for name, total in total_of(windows, ranks, [event]).items():
+        held = sum(result["held"].get(name, torch.zeros(())).double() for result in results)
+        assert (results[0]["applied"][name] + held - total).abs().max() <= 1e-4, name
+        assert all(torch.equal(results[0]["applied"][name], result["applied"][name]) for result in results)
 
 
 def with_weights(kind: str, windows: int) -> dict[str, Any]:
@@ -476,6 +496,24 @@ def weigh_mean(world_size: int) -> float:
 )
 def test_bytes(make: Callable[[], Reduction], bound: float, world_size: int) -> None:
     assert run_ranks(weigh, world_size, make)[0] <= bound * weigh_mean(world_size)
+
+
+def weigh_link(make: Callable[[], Reduction] | None) -> float:
+    """Bytes that this rank sends to the other host, of two with two ranks each."""
+    wire: Any = WIRES["hosts-2+2"](dist.group.WORLD)
+    wire.between = Weighing(wire.between)
+    model = gradsync.DistributedDataParallel(nn.Linear(256, 768), communicator=wire, reduction=make and make())
+    for _ in range(3):
+        before = wire.between.nbytes
+        model.zero_grad()
+        model(torch.randn(2, 256)).sum().backward()
+    return wire.between.nbytes - before
+
+
+def test_ranks_of_a_host_send_once() -> None:
+    exact = pool_of(4).run(weigh_link, None)
+    for eighth, whole in zip(pool_of(4).run(weigh_link, functools.partial(Quantize, 8)), exact, strict=True):
+        assert eighth <= 0.27 * whole
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

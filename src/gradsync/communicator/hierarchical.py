@@ -33,7 +33,10 @@ from gradsync.communicator.topology import Topology, find_topology
 from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 
-__all__ = ["HierarchicalCommunicator"]
+__all__ = ["HierarchicalCommunicator", "Way"]
+
+# Sums a tensor over the ranks of a communicator, in place.
+Way = Callable[[torch.Tensor, Communicator], Handle]
 
 # Below this a part for every leader saves less than it costs.
 ONE_LEADER_BYTES = 16 << 10
@@ -131,6 +134,17 @@ class HierarchicalCommunicator(Wire):
             if each is not None:
                 each.abort(reason)
 
+    def sum_by(self, tensor: torch.Tensor, way: Way) -> Handle:
+        """Sum ``tensor`` over all ranks, in place: inside hosts as it is, and by ``way`` between them.
+
+        ``way`` gets the part that this rank takes across, and ``between``, on a thread of this communicator.
+        """
+        if self._is_one_host:
+            return way(tensor, self.inside)
+        self._check("all_reduce", tensor)
+        collective = Collective(self, "all_reduce", "sum by hosts", tensor.numel(), tensor.dtype)
+        return self._start(collective, tensor, lambda flat: self._reduce(flat, "sum", way))
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if self._is_one_host:
             return self.inside.all_reduce(tensor, op)
@@ -172,7 +186,7 @@ class HierarchicalCommunicator(Wire):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _reduce(self, flat: torch.Tensor, op: ReduceOp) -> None:
+    def _reduce(self, flat: torch.Tensor, op: ReduceOp, way: Way | None = None) -> None:
         """Every step is started for all pieces before it is waited for: one crosses the link as the next is summed."""
         step: ReduceOp = "max" if op == "max" else "sum"
         pieces = list(self._pieces(flat))
@@ -180,7 +194,7 @@ class HierarchicalCommunicator(Wire):
         crossed = []
         for piece, handle in zip(pieces, summed, strict=True):
             handle.wait()
-            crossed.append(self._start_between(piece, step))
+            crossed.append(self._start_between(piece, step, way))
         spread = []
         for piece, handle in zip(pieces, crossed, strict=True):
             handle.wait()
@@ -276,9 +290,11 @@ class HierarchicalCommunicator(Wire):
             return self.inside.reduce_scatter(piece.mine, piece.whole)
         return self.inside.all_reduce(piece.whole, step)
 
-    def _start_between(self, piece: "_Piece", step: ReduceOp) -> Work:
+    def _start_between(self, piece: "_Piece", step: ReduceOp, way: Way | None) -> Work:
         if self.between is None or piece.mine is None:
             return DONE
+        if way is not None:
+            return way(piece.mine, self.between)
         return self.between.all_reduce(piece.mine, step)
 
     def _start_spread(self, piece: "_Piece") -> list[Handle]:

@@ -7,7 +7,7 @@ from gradsync.communicator import Communicator, Finishing, Handle
 from gradsync.errors import ConfigurationError
 from gradsync.reduction.codings import Rounded
 from gradsync.reduction.compressing import Compressing, sends_nothing
-from gradsync.reduction.exchanged import Exchange, gaps_of
+from gradsync.reduction.exchanged import exchange, gaps_of
 
 __all__ = ["Cast"]
 
@@ -45,7 +45,7 @@ class Cast(Compressing):
             return Finishing(communicator.all_reduce(cast), lambda: wire.copy_(cast))
         values = wire.float()
         gaps = [] if self.carries_tail else gaps_of(bucket)
-        return Exchange(self._coding, values, communicator, gaps=gaps).start().then(lambda: _put(values, wire))
+        return exchange(self._coding, values, communicator, gaps=gaps).then(lambda: _put(values, wire))
 
     def _adds_alike(self, communicator: Communicator) -> bool:
         """Whether numbers can as well be summed where they are: of two, the sum is rounded once either way."""
@@ -54,7 +54,7 @@ class Cast(Compressing):
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        return Exchange(self._coding, values, communicator, lost, gaps=gaps_of(bucket)).start()
+        return exchange(self._coding, values, communicator, lost, gaps=gaps_of(bucket))
 
 
 def _put(values: torch.Tensor, wire: torch.Tensor) -> None:

@@ -8,6 +8,9 @@
 
 Each rank adds one share up, in float32 and in the order of ranks, and its sum is coded once more: a number is rounded
 twice, never once for every rank. What everybody decodes in the end are the same bytes.
+
+Where several ranks of a host share memory, they first make one exact sum of theirs, and "ranks" above are hosts: only
+what leaves a host is coded, by one rank for each part of it.
 """
 
 from collections.abc import Sequence
@@ -15,11 +18,11 @@ from collections.abc import Sequence
 import torch
 
 from gradsync.bucket import Bucket
-from gradsync.communicator import Communicator, Handle
+from gradsync.communicator import Communicator, Handle, HierarchicalCommunicator
 from gradsync.reduction.codings import Coding
 from gradsync.reduction.compressing import Compressing
 
-__all__ = ["Exchange", "Exchanged", "gaps_of"]
+__all__ = ["Exchanged", "exchange", "gaps_of"]
 
 
 class Exchanged(Compressing):
@@ -32,27 +35,55 @@ class Exchanged(Compressing):
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
         coding = self._coding_of(bucket, communicator)
-        return Exchange(coding, values, communicator, lost, gaps=gaps_of(bucket)).start()
+        return exchange(coding, values, communicator, lost, gaps=gaps_of(bucket))
 
     def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
         """What this bucket is coded with."""
         return self.coding
 
 
-class Exchange:
-    """One bucket on its way. In ``gaps`` between gradients there is nothing, whatever the coding makes of it: what a
-    block with NaN left there would break the next window, and a norm of the whole would count it."""
+def exchange(
+    coding: Coding,
+    values: torch.Tensor,
+    communicator: Communicator,
+    lost: torch.Tensor | None = None,
+    *,
+    gaps: Sequence[slice] = (),
+) -> Handle:
+    """Sum ``values`` over the ranks, in place; ``lost`` gets what of this rank's is not in the sum.
+
+    In ``gaps`` between gradients there is nothing, whatever the coding makes of it: what a block with NaN left there
+    would break the next window, and a norm of the whole would count it.
+    """
+
+    def across(part: torch.Tensor, wire: Communicator) -> Handle:
+        begin = (part.data_ptr() - values.data_ptr()) // values.element_size()
+        lost_here = None if lost is None else lost[begin : begin + part.numel()]
+        return _Exchange(coding, part, wire, lost_here).start()
+
+    if isinstance(communicator, HierarchicalCommunicator):
+        if lost is not None:
+            # Inside hosts sums are exact. What is lost between them is lost by whoever takes it there.
+            lost.zero_()
+        handle = communicator.sum_by(values, across)
+    else:
+        handle = across(values, communicator)
+    if not gaps:
+        return handle
+
+    def empty_gaps() -> None:
+        for gap in gaps:
+            values[gap].zero_()
+
+    return handle.then(empty_gaps)
+
+
+class _Exchange:
+    """One tensor on its way."""
 
     def __init__(
-        self,
-        coding: Coding,
-        values: torch.Tensor,
-        communicator: Communicator,
-        lost: torch.Tensor | None = None,
-        *,
-        gaps: Sequence[slice] = (),
+        self, coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> None:
-        self._gaps = gaps
         self._coding, self._values, self._communicator, self._lost = coding, values, communicator, lost
         ranks = communicator.world_size
         self._share = -(-values.numel() // (ranks * coding.multiple)) * coding.multiple
@@ -94,8 +125,6 @@ class Exchange:
     def _spread(self) -> None:
         self._coding.decode(self._all.view_as(self._arrived), self._rows)
         self._values.copy_(self._rows.view(-1)[: self._values.numel()])
-        for gap in self._gaps:
-            self._values[gap].zero_()
 
 
 def gaps_of(bucket: Bucket) -> list[slice]:
