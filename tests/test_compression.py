@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
+from gradsync.accelerator import DistributedDataParallelKwargs, GradScalerKwargs
 from gradsync.communicator import Communicator, choose_communicator
+from gradsync.engine import SyncPolicy
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.reduction import Cast, ErrorFeedback, LowRank, Quantize, Reduction, Sign, TopK
 from gradsync.reduction.codings import Blocks, Noise, Rounded, Signs
@@ -306,6 +308,71 @@ def test_what_was_applied_and_what_is_held_back_is_all_there_was(kind: str, even
         assert all(torch.equal(results[0]["applied"][name], result["applied"][name]) for result in results)
     if kind in ("top k", "sign", "low rank", "4 bits"):
         assert any(value.abs().max() > 0.01 for value in results[0]["held"].values()), "something was held back"
+
+
+def with_scales(windows: int) -> dict[str, Any]:
+    """Losses are scaled, and the scale grows in every third step; what is applied has none."""
+    handler = GradScalerKwargs(init_scale=4.0, growth_factor=8.0, growth_interval=3)
+    reduction = ErrorFeedback(TopK(0.1))
+    options = DistributedDataParallelKwargs(policy=SyncPolicy(reduction=reduction, bucket_cap_mb=CAP))
+    accelerator = gradsync.Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler, options])
+    module = Given()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    scales = []
+    for window in range(windows):
+        with torch.autocast("cpu", enabled=False):
+            accelerator.backward(module_loss(model, draw(window, accelerator.process_index)))
+        scales.append(accelerator.scaler.get_scale())
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {name: value / accelerator.scaler.get_scale() for name, value in residuals_of(reduction).items()}
+    return {"applied": {n: -p.detach().double() for n, p in module.named_parameters()}, "held": held, "scales": scales}
+
+
+def module_loss(model: Any, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(gradients).float()
+
+
+def test_what_is_held_back_follows_the_scale_of_the_loss() -> None:
+    windows, ranks = 8, 2
+    results = pool_of(ranks).run(with_scales, windows)
+    assert len(set(results[0]["scales"])) > 2
+    for name, total in total_of(windows, ranks, []).items():
+        held = sum(result["held"][name].double() for result in results)
+        assert (results[0]["applied"][name] + held - total).abs().max() <= 1e-3, name
+
+
+def by_turns() -> list[str]:
+    reduction, outcomes = ErrorFeedback(TopK(0.1)), []
+    first, second = wrapped(reduction), wrapped(reduction)
+    for model in (first, first, second, second, first):
+        try:
+            window_of(model, draw(0, 0))
+            outcomes.append("right")
+        except GradsyncError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_two_models_cannot_share_what_is_held_back() -> None:
+    for outcomes in run_ranks(by_turns, 2):
+        assert outcomes[:4] == ["right"] * 4
+        assert "two models take turns with one ErrorFeedback" in outcomes[4]
+
+
+def load_misfit() -> dict[str, torch.Tensor]:
+    reduction = ErrorFeedback(TopK(0.1))
+    model = wrapped(reduction)
+    window_of(model, draw(0, 0))
+    before = residuals_of(reduction)
+    with pytest.raises(ConfigurationError, match=r"of shape \(3,\) for 'b', whose shape is \(150,\) here"):
+        reduction.load_state_dict({"residuals": {"a": torch.ones(37, 29), "b": torch.ones(3)}})
+    return {name: value - before[name] for name, value in residuals_of(reduction).items()}
+
+
+def test_a_state_of_other_shapes_is_refused_and_nothing_changes() -> None:
+    for changes in run_ranks(load_misfit, 2):
+        assert all(bool((change == 0).all()) for change in changes.values())
 
 
 def between_hosts(hosts: str, kind: str, windows: int, events: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -90,11 +90,13 @@ class LossScaler:
         before = before.clone()
         self.scaler.update()
         self._stepped.clear()
-        after: Any = self.scaler._scale
+        factor = cast(torch.Tensor, self.scaler._scale) / before
         for synchronizer in self._accumulating():
             for bucket in synchronizer.buckets:
-                bucket.payload.mul_(after / before)
+                bucket.payload.mul_(factor)
             synchronizer.window.changed_by_engine()
+        for synchronizer in self.synchronizers():
+            synchronizer.rescaled(factor)
 
 
 class Precision:

@@ -133,6 +133,13 @@ class Synchronizer:
         """Exchange the reduction, between two windows. All ranks must do so alike."""
         self.engine.reduce_with(reduction)
 
+    def rescaled(self, factor: float | torch.Tensor) -> None:
+        """Between two windows: the scale of the loss has changed, and gradients are ``factor`` times as large."""
+        if type(self.reduction).rescaled is not Reduction.rescaled:
+            # What it keeps of the last window belongs to the old scale.
+            self.engine.pipeline.hear_end()
+            self.reduction.rescaled(factor)
+
     def before_taking_part(self, callback: Callable[[], None]) -> None:
         """For wrappers with further collectives in a forward: called where this rank has run none in a window."""
         self._before_taking_part = callback

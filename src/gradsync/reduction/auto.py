@@ -155,6 +155,9 @@ class Auto(Reduction):
         self._watch.window_ended()
         self.current.ended(well=well, correction=correction)
 
+    def rescaled(self, factor: float | torch.Tensor) -> None:
+        self.current.rescaled(factor)
+
     def rebuilt(self, layout: BucketLayout) -> None:
         self.current.rebuilt(layout)
 

@@ -75,6 +75,13 @@ class Reduction(Protocol):
         """
         return
 
+    def rescaled(self, factor: float | torch.Tensor) -> None:
+        """Gradients to come are ``factor`` times as large as they would have been: the scale of the loss has changed.
+
+        Called between two windows; what is kept of earlier gradients is to be multiplied with it.
+        """
+        return
+
     def rebuilt(self, layout: BucketLayout) -> None:
         """Buckets were laid out, for the first time or anew; indices and shapes are those of ``layout`` from now on."""
         return

@@ -1,5 +1,6 @@
 """What a compressed gradient has lost is added to the next one, so that nothing is lost for good."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from gradsync.bucket import Bucket, BucketLayout
 from gradsync.bucket.layout import ParameterSpec
 from gradsync.communicator import Communicator, Handle
-from gradsync.errors import ConfigurationError
+from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction.base import Reduction
 from gradsync.reduction.compressing import Compressing, sends_nothing, wide_values
 
@@ -69,6 +70,8 @@ class ErrorFeedback(Reduction):
         self.inner = inner
         self._residuals: dict[str, torch.Tensor] = {}
         self._sent: list[_Sent] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._owners = _Owners()
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.inner!r})"
@@ -79,6 +82,7 @@ class ErrorFeedback(Reduction):
 
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
         self.inner.examine(specs)
+        self._shapes = {spec.name: spec.shape for spec in specs}
 
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return self.inner.landing_scale(bucket, communicator, divisor)
@@ -87,6 +91,7 @@ class ErrorFeedback(Reduction):
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         if sends_nothing(bucket, communicator):
             return self.inner.start(bucket, communicator, divisor)
+        self._owners.check(bucket)
         values, put_back = wide_values(bucket)
         # Where nobody has a gradient the mean is thrown away, and whoever has none here cannot know.
         empty = frozenset(bucket.empty)
@@ -114,6 +119,12 @@ class ErrorFeedback(Reduction):
                 self._residuals |= each.held_back(self._residuals, correction)
         self.inner.ended(well=well, correction=correction)
 
+    @torch.no_grad()
+    def rescaled(self, factor: float | torch.Tensor) -> None:
+        for residual in self._residuals.values():
+            residual.mul_(factor)
+        self.inner.rescaled(factor)
+
     def rebuilt(self, layout: BucketLayout) -> None:
         self.inner.rebuilt(layout)
 
@@ -122,8 +133,39 @@ class ErrorFeedback(Reduction):
         return {"residuals": residuals, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._residuals, self._sent = dict(state.get("residuals", {})), []
+        residuals = dict(state.get("residuals", {}))
+        for name, residual in residuals.items():
+            expected = self._shapes.get(name, residual.shape)
+            if tuple(residual.shape) != tuple(expected):
+                raise ConfigurationError(
+                    f"the saved state holds back a gradient of shape {tuple(residual.shape)} for {name!r}, whose shape "
+                    f"is {tuple(expected)} here. Load the state of this model, or do without it"
+                )
+        self._residuals, self._sent = residuals, []
         self.inner.load_state_dict(state.get("inner", {}))
+
+
+class _Owners:
+    """Whose gradients are held back. Another model may take over, but not two by turns: names are all that tells their
+    parameters apart here, and one would get what was held back of the other."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, weakref.ref[torch.nn.Parameter]] = {}
+        self._before: dict[str, weakref.ref[torch.nn.Parameter]] = {}
+
+    def check(self, bucket: Bucket) -> None:
+        for spec, parameter in zip(bucket.specs, bucket.parameters, strict=True):
+            now, before = self._now.get(spec.name), self._before.get(spec.name)
+            if now is not None and now() is parameter:
+                continue
+            if before is not None and before() is parameter:
+                raise MisuseError(
+                    f"two models take turns with one ErrorFeedback, which cannot tell the parameters {spec.name!r} of "
+                    "one and the other apart. Give each model an object of its own"
+                )
+            if now is not None:
+                self._before[spec.name] = now
+            self._now[spec.name] = weakref.ref(parameter)
 
 
 def _present(bucket: Bucket, values: torch.Tensor, empty: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:
