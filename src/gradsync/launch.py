@@ -207,6 +207,12 @@ class RankProcesses:
                 raise TimeoutError(f"after {timeout:g} s there still ran {names}")
         return self.failure()
 
+    def tell(self, number: signal.Signals, *, pause: float = 0.0) -> None:
+        """Send a signal to all ranks that still run, each with a ``pause`` to obey it before the next one."""
+        for process in self._running():
+            process.signal(number)
+            time.sleep(pause)
+
     def failure(self) -> Failure | None:
         """The rank to blame of those that have failed; one that obeys a signal only if there is no other."""
         failures = [Failure(place=process.place, code=process.code) for process in self._processes if process.code]
@@ -215,8 +221,7 @@ class RankProcesses:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask all ranks that still run to end, and kill what is left after the grace, also of those that have ended."""
-        for process in self._running():
-            process.signal(number)
+        self.tell(number)
         self._await_all(self._grace)
         for process in self._processes:
             process.signal(signal.SIGKILL)

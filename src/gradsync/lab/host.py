@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -24,6 +25,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Lines shown of a rank that failed.
 TAIL_LINES = 40
 TAIL_BYTES = 64 * 1024
+# What writing the stacks of a rank may take.
+TELLING_SECONDS = 0.3
 # What a user may choose of the variables of a rank: threads and interface, not who it is.
 CHOSEN = ("OMP_NUM_THREADS", GLOO_INTERFACE)
 
@@ -93,15 +96,28 @@ def _free_port(address: str = "") -> int:
         return port
 
 
-def run_at(places: Sequence[RankPlace], action: Callable[[RankPlace], object], timeout: float) -> Failure | None:
-    """``action(place)`` in a process at each place. The rank that failed first, if one did; none runs any more."""
+def run_at(
+    places: Sequence[RankPlace],
+    action: Callable[[RankPlace], object],
+    timeout: float,
+    *,
+    telling: signal.Signals | None = None,
+) -> Failure | None:
+    """``action(place)`` in a process at each place. The rank that failed first, if one did; none runs any more.
+
+    ``telling`` is the signal for which ranks write where they are, if they do.
+    """
     with signals_raise(), RankProcesses() as ranks:
         for place in places:
             ranks.start(place, partial(action, place))
         try:
             return ranks.wait(timeout)
         except TimeoutError as error:
-            raise LabError(f"{error}. They were ended; allow more time?") from None
+            where = ""
+            if telling is not None:
+                ranks.tell(telling, pause=TELLING_SECONDS)
+                where = ", where they stood is above"
+            raise LabError(f"{error}. They were ended{where}; allow more time?") from None
 
 
 def run_program(places: Sequence[RankPlace], command: Sequence[str], *, env: Mapping[str, str], timeout: float) -> int:

@@ -12,8 +12,10 @@ Everything lives in namespaces of its own, the bridge too: the machine's own net
 shaped at both ends, so that both directions have the full rate, as on a switch.
 """
 
+import faulthandler
 import os
 import re
+import signal
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,6 +36,8 @@ __all__ = ["Lab", "LabPlan", "Link", "fork_ranks", "take_down"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 MOST_HOSTS = 200
 SUBNETS = 256
+# For which forked ranks write their stacks, to the descriptor of their errors.
+TELLING, STDERR = signal.SIGUSR1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +227,8 @@ def fork_ranks(
     its process group itself; this process must have none, and must not have used a GPU, since neither survives a fork.
 
     ``ranks`` counts those on this machine, which talk over loopback. If a rank raises, its traceback goes to stderr,
-    the others are ended, and a :class:`LabError` names it. Ranks die with this process, also if it is killed.
+    the others are ended, and a :class:`LabError` names it. Ranks that are not done in time write their stacks there
+    before they are ended. Ranks die with this process, also if it is killed.
     """
     if lab is None:
         places = places_here(ranks_per_host if ranks is None else ranks)
@@ -233,10 +238,11 @@ def fork_ranks(
         places = places_on(lab.hosts, ranks_per_host)
 
     def work(place: RankPlace) -> None:
+        faulthandler.register(TELLING, file=STDERR)
         torch.set_num_threads(1)  # the threads of the parent's pool were not forked; to wait for them would be forever
         function()
 
-    failure = run_at(places, work, timeout)
+    failure = run_at(places, work, timeout, telling=TELLING)
     if failure is not None:
         raise LabError(f"{failure}. Its traceback is above, and the other ranks were ended")
 
