@@ -23,6 +23,7 @@ PUBLIC = {
     "GradientSynchronization",
     "GradsyncError",
     "LayerDrop",
+    "LocalSteps",
     "MismatchError",
     "MisuseError",
     "PeerFailedError",

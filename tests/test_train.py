@@ -153,6 +153,21 @@ def test_resuming_on_another_number_of_ranks_goes_on_with_the_same_windows(tmp_p
         assert loss == pytest.approx(expected, abs=1e-10)
 
 
+def test_local_steps_end_in_one_model_and_go_on(tmp_path: Path, text: Path) -> None:
+    """With a checkpoint in mid-cycle, for which ranks meet. ``train`` compares replicas."""
+    local = {"reduction": "local:3", "grad_accum": 2, "checkpoint_every": 4}
+    whole, parameters, _ = pool_of(2).run(train, settings_for(tmp_path / "whole", text, **local))[0]
+    assert whole[-1][0] < whole[0][0]
+    exact, others, _ = pool_of(2).run(train, settings_for(tmp_path / "exact", text, grad_accum=2))[0]
+    # The first loss is that of the same weights on the same text.
+    assert whole[0][0] == pytest.approx(exact[0][0], abs=1e-6)
+    assert not all(map(torch.equal, parameters, others))
+    pool_of(2).run(train_until, settings_for(tmp_path / "parts", text, **local), 5)
+    rest, _, _ = pool_of(2).run(train, settings_for(tmp_path / "parts", text, **local, resume=True))[0]
+    assert len(rest) == 4
+    assert rest[0][0] == pytest.approx(whole[4][0], abs=1e-5)
+
+
 def train_until(settings: TrainSettings, step: int) -> None:
     """Runs into a wall after `step` steps; the checkpoint of that step has been written."""
     accelerator, timeline = make_accelerator(settings, cpu=True)
@@ -320,6 +335,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path) -> No
         (("--data", "short.txt", "--length", 500), "500"),
         (("--batch", 0), "--micro-batch must be"),
         (("--precision", "fp12"), "--precision must be one of fp32"),
+        (("--reduction", "local:0"), "--reduction local:STEPS needs a number of steps, got 'local:0'"),
+        (("--reduction", "int3"), "got 'int3'"),
         (("--nproc", 0), "--nproc"),
         (("--resume",), "--run-folder"),
         (("--steps", 5, "--epochs", 1), "not both"),

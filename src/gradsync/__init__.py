@@ -21,6 +21,7 @@ from gradsync.errors import (
     WireLostError,
 )
 from gradsync.layer_drop import LayerDrop
+from gradsync.local_steps import LocalSteps
 from gradsync.sharded import ShardedOptimizer
 from gradsync.timeline import Timeline
 from gradsync.version import __version__
@@ -34,6 +35,7 @@ __all__ = [
     "GradientSynchronization",
     "GradsyncError",
     "LayerDrop",
+    "LocalSteps",
     "MismatchError",
     "MisuseError",
     "PeerFailedError",

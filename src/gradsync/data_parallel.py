@@ -19,6 +19,7 @@ from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.wrap.accumulation import Accumulation
 from gradsync.wrap.after_backward import InBackwardOptimizers, call_after_backward
+from gradsync.wrap.alone import TrainingAlone
 from gradsync.wrap.buffer_sync import BufferSync, choose_buffer_sync
 from gradsync.wrap.mixed_precision import LowPrecision, MixedPrecisionConfig
 from gradsync.wrap.replica import Replica
@@ -312,7 +313,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         state = dict(self.__dict__)
         for transient in _TRANSIENT:
             state.pop(transient, None)
-        state["_policy"], state["_synchronizes"] = self._current_policy(), self.synchronizer.enabled
+        state["_policy"], state["_synchronizes"] = self.current_policy(), self.synchronizer.enabled
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -324,7 +325,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             if self.mixed_precision is not None
             else None
         )
-        self._connect_to(None)
+        self._connect_to(Choice.given(choose_communicator()))
         self.replica.watch(self)
         self.synchronizer.enabled = enabled
 
@@ -335,20 +336,30 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         """
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             return
-        enabled, self._policy = self.synchronizer.enabled, self._current_policy()
+        self.reconnect(Choice.given(choose_communicator(new_process_group)), self.current_policy())
+
+    def train_alone(self) -> TrainingAlone:
+        """Go on without the other ranks, until :meth:`~gradsync.wrap.alone.TrainingAlone.end`."""
+        return TrainingAlone(self)
+
+    def reconnect(self, wire: Choice, policy: SyncPolicy) -> None:
+        """Go on over another wire. As for another process group, nothing is compared or broadcast; but ranks that
+        share memory allocate it together, so that all of them call this, between two windows."""
+        enabled, self._policy = self.synchronizer.enabled, policy
         self.synchronizer.detach()
-        self._connect_to(new_process_group)
+        self._connect_to(wire)
         self.synchronizer.enabled = enabled
 
-    def _current_policy(self) -> SyncPolicy:
+    def current_policy(self) -> SyncPolicy:
+        """What was chosen at wrapping, and has been exchanged since."""
         reduction = self.synchronizer.reduction
         # An optimizer of shares stays with the engine it was made for.
         whole = reduction.whole if isinstance(reduction, ScatteredMean) else reduction
         return dataclasses.replace(self._policy, reduction=whole)
 
-    def _connect_to(self, process_group: Any) -> None:
+    def _connect_to(self, wire: Choice) -> None:
         """Without a word to the other ranks, so there is nothing to choose by."""
-        self.wire = Choice.given(choose_communicator(process_group))
+        self.wire = wire
         self.communicator = self.wire.communicator
         self.process_group = self.communicator.group
         self.synchronizer = self.replica.connect(

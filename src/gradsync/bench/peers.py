@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine.observer import Observer
 from gradsync.engine.policy import Schedule
+from gradsync.local_steps import LocalSteps
 from gradsync.sharded import ShardedOptimizer
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "FSDP2Replicate",
     "Fabric",
     "Gradsync",
+    "GradsyncLocal",
     "GradsyncSharded",
     "HookedDDP",
     "NoWrapper",
@@ -140,6 +143,22 @@ class GradsyncSharded(Peer):
         wrapped.flush = wrapped.optimizer.flush
         wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
         wrapped.framed_backward = wrapper.backward
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradsyncLocal(Peer):
+    """Every rank trains by itself, and parameters meet after ``every`` steps: DiLoCo, with its outer optimizer."""
+
+    name: str = "gradsync local"
+    every: int = 16
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapped = _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
+        outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+        local = LocalSteps(model, wrapped.optimizer, every=self.every, outer=outer)
+        # Nothing else holds it.
+        wrapped.flush = local.synchronize
         return wrapped
 
 

@@ -131,12 +131,12 @@ def timed_step(wrapped: Wrapped, forward: Forward, timeline: Timeline | None = N
     return step
 
 
-def settle(step: Step, *, windows: int = 1) -> None:
+def settle(step: Step, *, windows: int = 1, after: int = TUNED_AFTER[-1]) -> None:
     """Run until gradsync has chosen its bucket sizes, as it does in the first windows of a training.
 
-    ``windows`` is how many of them a step has.
+    ``windows`` is how many of them a step has; ``after`` so many it has chosen everything.
     """
-    for _ in range(-(-(max(TUNED_AFTER) + 1) // windows)):
+    for _ in range(-(-(after + 1) // windows)):
         step()
 
 

@@ -45,7 +45,7 @@ def train(
     cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
     bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
     reduction: Annotated[
-        str, WIRE(help="What is sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto.")
+        str, WIRE(help="What is sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16.")
     ] = "mean",
     shard_optimizer: Annotated[
         bool, WIRE("--shard-optimizer", help="Every rank updates its share; gathered behind the next forward.")

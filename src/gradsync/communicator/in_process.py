@@ -224,6 +224,10 @@ class InProcessCommunicator(Wire):
         return self.fate.failure or self.world.failure
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
+        if self.world_size == 1:
+            # Whoever is alone has the result already.
+            over = _Joined(self.world, _Round(is_over=True), self.rank, collective)
+            return self._issue(collective, lambda: over)
         return self._join(collective, tensor, tensor, lambda tensors: [_combined(tensors, op)] * len(tensors))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:

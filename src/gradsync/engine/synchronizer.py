@@ -56,6 +56,7 @@ class Synchronizer:
     ) -> None:
         for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
             owner.hand_over(parameters)  # type: ignore[union-attr]
+        self._refusal: str | None = None
         self.engine = BackwardEngine(parameters, specs, options)
         self.parameters = self.engine.parameters
         self.specs = list(specs)
@@ -146,9 +147,15 @@ class Synchronizer:
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
+    def refuse(self, reason: str) -> None:
+        """Raise MisuseError with ``reason`` in every forward to come."""
+        self._refusal = reason
+
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
         """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
+        if self._refusal is not None:
+            raise MisuseError(self._refusal)
         tenant = self.engine.sharing.tenant
         if tenant is not None and (compiler or has_compiled(module)):
             # The compiler compiles anew for parameters of another class, which those are that are still awaited.

@@ -25,6 +25,10 @@ RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
 }
 
 
+# Of --reduction: not a reduction of gradients.
+LOCAL = "local"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """One run. ``steps`` are optimizer steps; ``epochs`` may be given instead."""
@@ -59,12 +63,31 @@ class TrainSettings:
                 value = getattr(self, name)
                 if value is not None and not holds(value):
                     raise ConfigurationError(f"--{name.replace('_', '-')} must be {expected}, got {value!r}")
-        try:
-            reduction_by_name(self.reduction)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"--reduction: {error}") from None
+        self._check_reduction()
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
+
+    def _check_reduction(self) -> None:
+        if self.local_steps is None:
+            try:
+                reduction_by_name(self.reduction)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"--reduction {LOCAL}:STEPS, or else {error}") from None
+        elif self.shard_optimizer:
+            raise ConfigurationError(
+                f"--reduction {self.reduction} and --shard-optimizer exclude each other: who steps locally needs the "
+                "whole state of the optimizer"
+            )
+
+    @property
+    def local_steps(self) -> int | None:
+        """After how many steps of its own a rank meets the others; None where gradients are averaged in every one."""
+        kind, _, number = self.reduction.partition(":")
+        if kind != LOCAL:
+            return None
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigurationError(f"--reduction {LOCAL}:STEPS needs a number of steps, got {self.reduction!r}")
+        return int(number)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for config.json and checkpoints."""

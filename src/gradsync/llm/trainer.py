@@ -3,6 +3,7 @@
 import hashlib
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,15 @@ from gradsync.llm.saving import Saving
 from gradsync.llm.schedule import warmup_cosine
 from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import TokenFile
+from gradsync.local_steps import LocalSteps
 from gradsync.reduction import reduction_by_name
 from gradsync.timeline import StepTimes, Timeline
 
 __all__ = ["Listener", "Outcome", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
 
 DEFAULT_STEPS = 130
+# What is made of the way that ranks have gone by themselves, as in DiLoCo.
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 VALIDATION_BATCHES = 8
 # On a GPU the device must be waited for to read times and losses, so several steps are read at once.
 GPU_STEPS_A_RECORD = 10
@@ -124,16 +128,26 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(settings.warmup, self.total_steps))
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
+        self._wire = str(accelerator.models.attachment_of(self.model).wire)
+        self._local = self._make_local_steps(settings.local_steps)
         self.step = self.saving.restore()
         self.phases = Phases(accelerator.device, timeline)
         self._heartbeat = Heartbeat(accelerator.world.communicator)
         self._listener = Listener()
         self._validation_loss: float | None = None
 
+    def _make_local_steps(self, every: int | None) -> LocalSteps | None:
+        if every is None:
+            return None
+        local = LocalSteps(self.model, self.optimizer, every=every, outer=OUTER)
+        self.accelerator.register_for_checkpointing(local)
+        self._wire += f"; parameters take it, after every {every} steps"
+        return local
+
     @property
     def wire(self) -> str:
         """What carries the gradients, and why that."""
-        return str(self.accelerator.models.attachment_of(self.model).wire)
+        return self._wire
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -143,6 +157,8 @@ class Trainer:
             self._listener = listener
         self._listener.began(self, self.notes)
         signal = self._train()
+        if self._local is not None:
+            self._local.synchronize()
         if self.saving.latest != self.step:
             self._save()
         if not signal:
@@ -213,6 +229,9 @@ class Trainer:
         return signal
 
     def _save(self) -> None:
+        if self._local is not None:
+            # A checkpoint is one model.
+            self._local.synchronize()
         self.saving.save(self.step, self.plan)
         self._listener.saved(self.step)
 
@@ -299,7 +318,7 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
 def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
     """An accelerator for the run, and the timeline that its engine will tell of every synchronization."""
     timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
-    reduction = reduction_by_name(settings.reduction)
+    reduction = reduction_by_name(settings.reduction if settings.local_steps is None else "mean")
     policy = SyncPolicy(bucket_cap_mb=settings.bucket_mb, reduction=reduction, observer=timeline)
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",

@@ -11,6 +11,7 @@ from gradsync.bench.scenarios.peers import Peers
 from gradsync.bench.scenarios.round_robin import RoundRobin
 from gradsync.bench.scenarios.scaling import Scaling
 from gradsync.bench.scenarios.skip_sync import SkipSync
+from gradsync.bench.scenarios.time_to_loss import TimeToLoss
 from gradsync.bench.scenarios.wire import Wire
 from gradsync.errors import ConfigurationError
 
@@ -21,6 +22,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Overlap(),
     NextForward(),
     Compression(),
+    TimeToLoss(),
     BucketSize(),
     SkipSync(),
     Scaling(),

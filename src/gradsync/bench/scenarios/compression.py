@@ -12,16 +12,21 @@ from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.peers import OURS, TUNED, Gradsync, HookedDDP, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
 from gradsync.bench.scenario import Scenario, Table, colour_of, known
-from gradsync.bench.windows import plain_step, repeated, settle, tuned_ddp
+from gradsync.bench.windows import Pattern, repeated, settle, tuned_ddp, window_step
 from gradsync.bench.workload import RealWorkload
+from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.charts.kinds import draw_rows
+from gradsync.data_parallel import DistributedDataParallel
+from gradsync.reduction import Auto
+from gradsync.reduction.auto import DECIDED_AFTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Compression"]
 
-REDUCTIONS = ("bf16", "fp16", "int8", "int4", "sign", "low-rank:4", "top-k:0.01")
+AUTO = "auto"
+REDUCTIONS = ("bf16", "fp16", "int8", "int4", "sign", "low-rank:4", "top-k:0.01", AUTO)
 FP16, POWER = "DDP tuned, fp16 hook", "DDP tuned, PowerSGD 4"
 RATES = {"100mbit": "100 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
 STEPS_A_SAMPLE = 3
@@ -74,14 +79,20 @@ class Compression(Scenario):
         ]
         variants: dict[str, Step] = {}
         for peer in peers:
-            step = plain_step(workload, peer)
+            wrapped = workload.wrap(peer)
+            step = window_step(wrapped, workload.forward, count=1, pattern=Pattern.EVERY)
             if isinstance(peer, Gradsync):
-                settle(step)
+                settle(step, after=DECIDED_AFTER if peer.reduction == AUTO else TUNED_AFTER[-1])
+            if isinstance(wrapped.model, DistributedDataParallel):
+                reduction = wrapped.model.synchronizer.reduction
+                if isinstance(reduction, Auto):
+                    rounds.fact(AUTO, reduction.report)
             variants[peer.name] = repeated(step, STEPS_A_SAMPLE)
         rounds.run(variants)
 
     def note(self, record: CellRecord) -> str:
-        return f"Times and bytes of {STEPS_A_SAMPLE} steps."
+        auto = f" Auto: {record.facts[AUTO]}." if AUTO in record.facts else ""
+        return f"Times and bytes of {STEPS_A_SAMPLE} steps.{auto}"
 
     def draw(self, axes: "Axes", record: CellRecord) -> None:
         rows = {name: record.ms(name) / STEPS_A_SAMPLE for name in record.samples}

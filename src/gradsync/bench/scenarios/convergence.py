@@ -25,11 +25,10 @@ from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.peers import Gradsync
 from gradsync.bench.record import Cell, CellRecord
 from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, known
+from gradsync.bench.text import SYMBOLS, read_symbols
 from gradsync.bench.windows import Pattern, window_step
 from gradsync.charts.canvas import INK, canvas, colour, legend
 from gradsync.charts.kinds import Series, draw_curves
-from gradsync.errors import ConfigurationError
-from gradsync.llm.text_sources import open_source
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +41,7 @@ ITERATIONS = max(PERIODS)
 RATES = {8: 0.02, 256: 0.2}
 COLOURS = {1: INK, 2: colour("sky"), 4: colour("green"), 8: colour("vermillion")}
 
-CONTEXT, SYMBOLS, WIDTH = 8, 128, 128
+CONTEXT, WIDTH = 8, 128
 TEXT_BYTES, HELD_OUT, HELD_OUT_SAMPLES = 1_000_000, 0.1, 1024
 HELD_OUT_SEED = 1234
 # The last points of a curve, whose mean is its end.
@@ -105,7 +104,7 @@ class Convergence(Scenario):
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Bytes to train on and bytes to check with. Those above 127, which are rare, count as one."""
+    """Symbols to train on and symbols to check with."""
 
     training: Tensor
     inputs: Tensor
@@ -113,17 +112,7 @@ class Text:
 
     @classmethod
     def read(cls) -> "Text":
-        data = bytearray()
-        for document in open_source("stdlib"):
-            data += document
-            if len(data) >= TEXT_BYTES:
-                break
-        if len(data) < TEXT_BYTES:
-            raise ConfigurationError(
-                f"this needs {TEXT_BYTES:,} bytes of Python's standard library, but there are {len(data):,}. "
-                "Install its source files"
-            )
-        symbols = torch.frombuffer(data[:TEXT_BYTES], dtype=torch.uint8).long().clamp(max=SYMBOLS - 1)
+        symbols = read_symbols(TEXT_BYTES)
         cut = int(TEXT_BYTES * (1 - HELD_OUT))
         generator = torch.Generator().manual_seed(HELD_OUT_SEED)
         inputs, targets = _samples(symbols[cut:], HELD_OUT_SAMPLES, generator)
