@@ -44,7 +44,9 @@ __all__ = [
     "GradsyncLocal",
     "GradsyncSharded",
     "HookedDDP",
+    "MakeOptimizer",
     "NoWrapper",
+    "OuterSGD",
     "Peer",
     "TorchDDP",
     "Wrapped",
@@ -58,6 +60,8 @@ SHARDED, ZERO = "gradsync sharded", "DDP tuned + ZeRO"
 TorchDDP = nn.parallel.DistributedDataParallel
 # Made after wrapping: some peers put other parameters into the model.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+# What is made of the way that ranks have gone by themselves, by DiLoCo's settings.
+OuterSGD = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 @dataclass(kw_only=True)
@@ -148,15 +152,15 @@ class GradsyncSharded(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class GradsyncLocal(Peer):
-    """Every rank trains by itself, and parameters meet after ``every`` steps: DiLoCo, with its outer optimizer."""
+    """Every rank trains by itself, and parameters meet after ``every`` steps: in their mean, or by an ``outer``."""
 
     name: str = "gradsync local"
     every: int = 16
+    outer: MakeOptimizer | None = None
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         wrapped = _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
-        outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-        local = LocalSteps(model, wrapped.optimizer, every=self.every, outer=outer)
+        local = LocalSteps(model, wrapped.optimizer, every=self.every, outer=self.outer)
         # Nothing else holds it.
         wrapped.flush = local.synchronize
         return wrapped

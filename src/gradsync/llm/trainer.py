@@ -3,7 +3,6 @@
 import hashlib
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,6 @@ from gradsync.timeline import StepTimes, Timeline
 __all__ = ["Listener", "Outcome", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
 
 DEFAULT_STEPS = 130
-# What is made of the way that ranks have gone by themselves, as in DiLoCo.
-OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 VALIDATION_BATCHES = 8
 # On a GPU the device must be waited for to read times and losses, so several steps are read at once.
 GPU_STEPS_A_RECORD = 10
@@ -139,7 +136,7 @@ class Trainer:
     def _make_local_steps(self, every: int | None) -> LocalSteps | None:
         if every is None:
             return None
-        local = LocalSteps(self.model, self.optimizer, every=every, outer=OUTER)
+        local = LocalSteps(self.model, self.optimizer, every=every)
         self.accelerator.register_for_checkpointing(local)
         self._wire += f"; parameters take it, after every {every} steps"
         return local

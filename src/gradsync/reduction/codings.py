@@ -5,7 +5,6 @@ float32. A block that holds NaN or Inf has a scale that is not finite, so that a
 went wrong stays visible. The same bytes decode to the same bits on every rank.
 """
 
-import math
 import zlib
 from typing import Protocol
 
@@ -56,7 +55,7 @@ class Rounded:
             return
         scales, numbers = _split(coded, values.shape[-1] // self.multiple)
         blocks = values.unflatten(-1, (-1, self.multiple))
-        largest = torch.linalg.vector_norm(blocks, math.inf, dim=-1)
+        largest = _largest(blocks)
         # The largest lands between a half and one, far from where float16 overflows and from where it loses digits.
         exponents = torch.frexp(largest)[1].clamp_(-125, 126)
         scales.copy_(torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), largest))
@@ -93,15 +92,15 @@ class Blocks:
             fused.encode_blocks(rows[0], rows[1], rows[2], self.bits)
             return
         blocks = values.unflatten(-1, (-1, self.multiple))
-        scales.copy_(torch.linalg.vector_norm(blocks, math.inf, dim=-1))
+        scales.copy_(_largest(blocks))
         # A block of zeros has no scale, and needs none. One so small that its scale has no inverse counts as zeros.
         factors = (self._levels / scales).unsqueeze(-1)
         numbers = blocks * factors.masked_fill_(factors.isinf(), 0.0)
         if self._noise is None:
+            # The largest of a block is off by some of its last bits: what it rounds to is the highest level.
             numbers.round_()
         else:
-            numbers.add_(self._noise.like(numbers)).floor_()
-        numbers.clamp_(-self._levels, self._levels)
+            numbers.add_(self._noise.like(numbers)).floor_().clamp_(-self._levels, self._levels)
         # Not by a number: a GPU would multiply with its inverse, and round otherwise.
         scales.div_(torch.full_like(scales, self._levels))
         if self.bits == 8:
@@ -167,6 +166,11 @@ class Signs:
         for bit, part in enumerate(values.chunk(8, dim=-1)):
             part.copy_(packed & (1 << bit)).clamp_(max=1.0).mul_(-2.0).add_(1.0)
         values.unflatten(-1, (-1, self.multiple)).mul_(scales.unsqueeze(-1))
+
+
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each; NaN where there is one. Several times as fast on a CPU as the norm that it is."""
+    return torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
 
 
 def _split(coded: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,7 +105,7 @@ class ErrorFeedback(Reduction):
 
         def look() -> None:
             # Now: whoever clips or unscales the mean later may make something else of it.
-            sent.finite = values.isfinite().all()
+            sent.finite = _all_finite(values)
             if put_back is not None:
                 put_back()
 
@@ -166,6 +166,11 @@ class _Owners:
             if now is not None:
                 self._before[spec.name] = now
             self._now[spec.name] = weakref.ref(parameter)
+
+
+def _all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Many times as fast on a CPU as to look at each: the extremes show it."""
+    return torch.stack(torch.aminmax(values)).isfinite().all()
 
 
 def _present(bucket: Bucket, values: torch.Tensor, empty: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsync.bench.measure import Parts, Rounds, Step
-from gradsync.bench.peers import OURS, Gradsync, GradsyncLocal, Peer
+from gradsync.bench.peers import OURS, Gradsync, GradsyncLocal, OuterSGD, Peer
 from gradsync.bench.record import Cell, CellRecord, Sample
 from gradsync.bench.scenario import MISSING, Picture, Scenario, Table
 from gradsync.bench.text import SYMBOLS, read_symbols
+from gradsync.bench.torchft_peer import TorchFT
 from gradsync.bench.windows import optimizer_step
 from gradsync.charts.canvas import INK, canvas, colour, legend
 from gradsync.charts.kinds import Series, draw_curves
@@ -32,25 +33,37 @@ from gradsync.llm.model import build_model
 __all__ = ["TimeToLoss"]
 
 LOCAL_STEPS = 16
-EXACT, LOCAL = "float32", f"local:{LOCAL_STEPS}"
+EXACT, LOW_RANK, LOCAL = "float32", "low-rank:4", f"local:{LOCAL_STEPS}"
+DILOCO, TORCHFT = f"DiLoCo:{LOCAL_STEPS}", f"torchft DiLoCo:{LOCAL_STEPS}"
 COLOURS = {
     EXACT: INK,
     "bf16": colour("sky"),
     "int8": colour("blue"),
     "int4": colour("green"),
-    "low-rank:4": colour("vermillion"),
+    LOW_RANK: colour("vermillion"),
     LOCAL: colour("pink"),
+    DILOCO: colour("orange"),
+    TORCHFT: colour("dark-grey"),
 }
+# What needs more steps than others, and takes less time for each, gets more of them in a round.
+MORE_STEPS = dict.fromkeys((LOW_RANK, LOCAL, DILOCO, TORCHFT), 2)
+
 MODEL, LENGTH = "tiny", 64
 LEARNING_RATE = 2e-3
 STEPS_A_ROUND = 25
 # The steps that set the target, and how many more others may take for it.
 TARGET_STEPS, MORE = 500, 1.2
+# Points of a curve that count together.
+SMOOTHED = 3
 TEXT_BYTES, HELD_OUT_SEQUENCES = 1_000_000, 64
 
 
 def variant_name(reduction: str, seed: int) -> str:
     return f"{reduction} · seed {seed}"
+
+
+def steps_a_round(reduction: str) -> int:
+    return STEPS_A_ROUND * MORE_STEPS.get(reduction, 1)
 
 
 class TimeToLoss(Scenario):
@@ -80,14 +93,18 @@ class TimeToLoss(Scenario):
     def measure(self, rounds: Rounds) -> None:
         options = rounds.cell.options
         symbols = read_symbols(TEXT_BYTES)
-        variants = {
-            variant_name(reduction, seed): Training(reduction, symbols, seed, options["batch"])
-            for reduction in COLOURS
-            for seed in range(options["seeds"])
-        }
-        rounds.fact("gradient bytes", next(iter(variants.values())).nbytes)
-        steps: dict[str, Step] = {name: training.run for name, training in variants.items()}
-        rounds.run(steps)
+        variants: dict[str, Step] = {}
+        for reduction in COLOURS:
+            peer = _peer(reduction)
+            reason = peer.absent()
+            for seed in range(options["seeds"]):
+                if reason is not None:
+                    rounds.absent(variant_name(reduction, seed), reason)
+                    continue
+                training = Training(peer, symbols, seed, options["batch"])
+                variants[variant_name(reduction, seed)] = partial(training.run, steps_a_round(reduction))
+                rounds.fact("gradient bytes", training.nbytes)
+        rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         return [_table(Curves(record)) for record in records]
@@ -102,7 +119,7 @@ class TimeToLoss(Scenario):
 class Training:
     """One way of synchronizing, from one seed."""
 
-    def __init__(self, reduction: str, symbols: Tensor, seed: int, batch: int) -> None:
+    def __init__(self, peer: Peer, symbols: Tensor, seed: int, batch: int) -> None:
         cut = len(symbols) * 9 // 10
         self._symbols, self._batch = symbols[:cut], batch
         self._held_out = _sequences(symbols[cut:], HELD_OUT_SEQUENCES, torch.Generator().manual_seed(1234))
@@ -110,16 +127,16 @@ class Training:
         torch.manual_seed(seed)
         self._model = build_model(MODEL, vocab_size=SYMBOLS, sequence_length=LENGTH)
         make = partial(torch.optim.AdamW, lr=LEARNING_RATE, foreach=True)
-        self._wrapped = _peer(reduction).wrap(self._model, make)
+        self._wrapped = peer.wrap(self._model, make)
 
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
-    def run(self) -> Parts:
+    def run(self, steps: int) -> Parts:
         """The steps of a round, and the loss they lead to on this rank."""
         began = time.perf_counter()
-        for _ in range(STEPS_A_ROUND):
+        for _ in range(steps):
             self._wrapped.backward(self._loss(self._own()))
             optimizer_step(self._wrapped)
         seconds = time.perf_counter() - began
@@ -138,6 +155,10 @@ class Training:
 def _peer(reduction: str) -> Peer:
     if reduction == LOCAL:
         return GradsyncLocal(every=LOCAL_STEPS)
+    if reduction == DILOCO:
+        return GradsyncLocal(every=LOCAL_STEPS, outer=OuterSGD)
+    if reduction == TORCHFT:
+        return TorchFT(every=LOCAL_STEPS)
     return Gradsync(name=f"{OURS} {reduction}", reduction=None if reduction == EXACT else reduction)
 
 
@@ -176,7 +197,9 @@ class Curves:
         return [name for name in COLOURS if all(variant_name(name, seed) in samples for seed in self.seeds)]
 
     def losses(self, reduction: str, seed: int) -> list[float]:
-        return [sample.parts["loss"] for sample in self._samples(reduction, seed)]
+        """After every round, the mean of the last few: single ones go up and down by as much as they fall in one."""
+        losses = [sample.parts["loss"] for sample in self._samples(reduction, seed)]
+        return [statistics.fmean(losses[max(0, end - SMOOTHED) : end]) for end in range(1, len(losses) + 1)]
 
     def seconds(self, reduction: str, seed: int) -> list[float]:
         """Since the beginning."""
@@ -185,16 +208,16 @@ class Curves:
     def step(self, reduction: str) -> float:
         """The median seconds of a step."""
         rounds = [sample.parts["training"] for seed in self.seeds for sample in self._samples(reduction, seed)]
-        return statistics.median(rounds) / STEPS_A_ROUND
+        return statistics.median(rounds) / steps_a_round(reduction)
 
     def sent(self, reduction: str) -> float:
         """The mean of the bytes of a step: not all of them send."""
         rounds = [sample.sent for seed in self.seeds for sample in self._samples(reduction, seed)]
-        return statistics.fmean(rounds) / STEPS_A_ROUND
+        return statistics.fmean(rounds) / steps_a_round(reduction)
 
     def at_target(self, reduction: str) -> list[float]:
         """The losses after as many steps as set the target, seed by seed; fewer than seeds where that was not run."""
-        place = self.target_steps // STEPS_A_ROUND - 1
+        place = self.target_steps // steps_a_round(reduction) - 1
         curves = (self.losses(reduction, seed) for seed in self.seeds)
         return [losses[place] for losses in curves if len(losses) > place]
 
@@ -204,7 +227,8 @@ class Curves:
         if seed >= len(targets):
             return None
         seconds, losses = self.seconds(reduction, seed), self.losses(reduction, seed)
-        points = [(steps * STEPS_A_ROUND, *both) for steps, both in enumerate(zip(seconds, losses, strict=True), 1)]
+        each = steps_a_round(reduction)
+        points = [(number * each, *both) for number, both in enumerate(zip(seconds, losses, strict=True), 1)]
         if points and points[0][2] <= targets[seed]:
             return Reached(steps=points[0][0], seconds=points[0][1])
         for before, after in pairwise(points):
@@ -256,8 +280,8 @@ def _table(curves: Curves) -> Table:
         rows=rows,
         note=(
             f"{len(curves.seeds)} seed{'s: mean, lowest and highest' if len(curves.seeds) > 1 else ''}. The loss is "
-            "that of held-out text; the target of a seed is the one that its exact steps reach. Seconds are those of "
-            "training, compression and the search for settings included, without evaluation."
+            f"that of held-out text, mean of {SMOOTHED} points; the target of a seed is the one that its exact steps "
+            "reach. Seconds are those of training, with compression and the search for settings, without evaluation."
         ),
     )  # fmt: skip
 
@@ -278,7 +302,8 @@ def _curve(curves: Curves, name: str, *, by_steps: bool) -> Series:
     """The mean over seeds of the loss, and of the seconds it took."""
     losses = list(zip(*(curves.losses(name, seed) for seed in curves.seeds), strict=False))
     seconds = list(zip(*(curves.seconds(name, seed) for seed in curves.seeds), strict=False))
-    places = [number * STEPS_A_ROUND if by_steps else statistics.fmean(each) for number, each in enumerate(seconds, 1)]
+    count = steps_a_round(name)
+    places = [number * count if by_steps else statistics.fmean(each) for number, each in enumerate(seconds, 1)]
     return Series(
         label=name,
         points=[(place, statistics.fmean(each)) for place, each in zip(places, losses, strict=True)],
