@@ -147,6 +147,7 @@ def test_zeros_and_the_smallest_numbers_do_no_harm(coding: Any) -> None:
         coding.decode(coded, decoded)
         assert decoded.isfinite().all()
         assert (decoded - values).abs().max() <= max(value * 0.1, 1e-37)
+        assert not decoded.signbit().any()
 
 
 def test_rounding_at_random_is_right_on_average() -> None:

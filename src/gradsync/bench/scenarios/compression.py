@@ -50,7 +50,7 @@ class Compression(Scenario):
 
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 5 if quick else 15
-        hosts_and_rates = [(2, "400mbit")] if quick else [*((2, rate) for rate in RATES), (4, "100mbit")]
+        hosts_and_rates = [(2, "400mbit")] if quick else [*((2, rate) for rate in RATES), (4, "1gbit")]
         return [
             Cell(
                 name=f"GPT 5M, {hosts} hosts, {RATES[rate]}",
