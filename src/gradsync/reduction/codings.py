@@ -6,6 +6,7 @@ went wrong stays visible. The same bytes decode to the same bits on every rank.
 """
 
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ __all__ = ["Blocks", "Coding", "Noise", "Rounded", "Signs"]
 SCALE_BYTES = torch.float32.itemsize
 # Numbers that share the scale of a float16, which has to keep the largest in range and nothing else.
 WIDE_BLOCK = 1024
+# How many of them a core works on at a time.
+CACHED = 256 * 1024
 
 
 class Coding(Protocol):
@@ -32,8 +35,8 @@ class Coding(Protocol):
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
         """Put the rows of ``values``, float32, into those of ``coded``, uint8."""
 
-    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
-        """The other way round."""
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
+        """The other way round; or ``add`` so many times what comes out to what is there."""
 
 
 class Rounded:
@@ -53,7 +56,10 @@ class Rounded:
         if not self.scales:
             coded.view(self.dtype).copy_(values)
             return
-        scales, numbers = _split(coded, values.shape[-1] // self.multiple)
+        for piece in _pieces(values, coded, self.multiple):
+            self._encode(*piece)
+
+    def _encode(self, values: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
         blocks = values.unflatten(-1, (-1, self.multiple))
         largest = _largest(blocks)
         # The largest lands between a half and one, far from where float16 overflows and from where it loses digits.
@@ -61,11 +67,13 @@ class Rounded:
         scales.copy_(torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), largest))
         numbers.view(self.dtype).unflatten(-1, (-1, self.multiple)).copy_(blocks / scales.unsqueeze(-1))
 
-    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
         if not self.scales:
-            values.copy_(coded.view(self.dtype))
+            _put(coded.view(self.dtype), values, add)
             return
-        scales, numbers = _split(coded, values.shape[-1] // self.multiple)
+        _decode_pieces(self._decode, _pieces(values, coded, self.multiple), add)
+
+    def _decode(self, scales: torch.Tensor, numbers: torch.Tensor, values: torch.Tensor) -> None:
         blocks = values.unflatten(-1, (-1, self.multiple))
         blocks.copy_(numbers.view(self.dtype).unflatten(-1, (-1, self.multiple)))
         blocks.mul_(scales.unsqueeze(-1))
@@ -86,7 +94,10 @@ class Blocks:
         return numel // self.multiple * SCALE_BYTES + numel * self.bits // 8
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
-        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        for piece in _pieces(values, coded, self.multiple):
+            self._encode(*piece)
+
+    def _encode(self, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor) -> None:
         if self._noise is None and fused.available(values, self.multiple):
             rows = [torch.atleast_2d(each) for each in (values, scales, packed)]
             fused.encode_blocks(rows[0], rows[1], rows[2], self.bits)
@@ -107,11 +118,13 @@ class Blocks:
             packed.view(torch.int8).copy_(numbers.flatten(-2))
             return
         # The first half of a block lies in the lower bits, the second in the upper ones, both from 1 to 15.
-        lower, upper = numbers.add_(8.0).to(torch.uint8).chunk(2, dim=-1)
+        lower, upper = numbers.to(torch.int8).add_(8).view(torch.uint8).chunk(2, dim=-1)
         torch.add(lower, upper, alpha=16, out=packed.unflatten(-1, (-1, self.multiple // 2)))
 
-    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
-        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
+        _decode_pieces(self._decode, _pieces(values, coded, self.multiple), add)
+
+    def _decode(self, scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor) -> None:
         if fused.available(values, self.multiple):
             rows = [torch.atleast_2d(each) for each in (scales, packed, values)]
             fused.decode_blocks(rows[0], rows[1], rows[2], self.bits)
@@ -122,9 +135,8 @@ class Blocks:
         else:
             halves = packed.unflatten(-1, (-1, self.multiple // 2))
             lower, upper = blocks.chunk(2, dim=-1)
-            lower.copy_(halves & 15)
-            upper.copy_(halves >> 4)
-            blocks.sub_(8.0)
+            lower.copy_((halves & 15).view(torch.int8).sub_(8))
+            upper.copy_((halves >> 4).view(torch.int8).sub_(8))
         blocks.mul_(scales.unsqueeze(-1))
 
 
@@ -161,11 +173,58 @@ class Signs:
         for bit, part in enumerate(torch.signbit(values).chunk(8, dim=-1)):
             packed.add_(part.to(torch.uint8), alpha=1 << bit)
 
-    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
         scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        _decode_pieces(self._decode, [(values, scales, packed)], add)
+
+    def _decode(self, scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor) -> None:
         for bit, part in enumerate(values.chunk(8, dim=-1)):
             part.copy_(packed & (1 << bit)).clamp_(max=1.0).mul_(-2.0).add_(1.0)
         values.unflatten(-1, (-1, self.multiple)).mul_(scales.unsqueeze(-1))
+
+
+def _pieces(
+    values: torch.Tensor, coded: torch.Tensor, multiple: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Values, their scales, and what they are packed in: on a CPU so few at a time that they stay in its cache with
+    all that is computed of them. Memory for more would be new every time, which costs more than what is done in it."""
+    if not values.numel():
+        return
+    scales, packed = _split(coded, values.shape[-1] // multiple)
+    if not values.is_cpu:
+        yield values, scales, packed
+        return
+    blocks, most = scales.shape[-1], max(1, CACHED // multiple)
+    width = packed.shape[-1] // blocks
+    for row in range(values.shape[0]) if values.dim() > 1 else [...]:
+        for first in range(0, blocks, most):
+            end = min(blocks, first + most)
+            yield (
+                values[row][first * multiple : end * multiple],
+                scales[row][first:end],
+                packed[row][first * width : end * width],
+            )
+
+
+def _decode_pieces(
+    decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    add: float | None,
+) -> None:
+    for values, scales, packed in pieces:
+        if add is None:
+            decode(scales, packed, values)
+        else:
+            part = torch.empty_like(values)
+            decode(scales, packed, part)
+            values.add_(part, alpha=add)
+
+
+def _put(numbers: torch.Tensor, values: torch.Tensor, add: float | None) -> None:
+    if add is None:
+        values.copy_(numbers)
+    else:
+        values.add_(numbers, alpha=add)
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:

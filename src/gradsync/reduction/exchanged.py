@@ -7,13 +7,14 @@
     rank 2   a2 b2 c2                     c0 c1 c2                                         C                     A B C
 
 Each rank adds one share up, in float32 and in the order of ranks, and its sum is coded once more: a number is rounded
-twice, never once for every rank. What everybody decodes in the end are the same bytes.
+twice, never once for every rank, and what a rank adds to its own share is not rounded before. What everybody decodes in
+the end are the same bytes.
 
 Where several ranks of a host share memory, they first make one exact sum of theirs, and "ranks" above are hosts: only
 what leaves a host is coded, by one rank for each part of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -88,43 +89,66 @@ class _Exchange:
         ranks = communicator.world_size
         self._share = -(-values.numel() // (ranks * coding.multiple)) * coding.multiple
         self._row = coding.nbytes(self._share)
-        # Rows are as long as the longest: the last ones are filled up with zeros.
+        # Rows are as long as the longest. Those that are full lie in ``values``, the others are filled up with zeros.
+        self._full = values.numel() // self._share
+        self._end = self._full * self._share
+        self._rows = values[: self._end].view(self._full, self._share)
         missing = ranks * self._share - values.numel()
-        self._rows = torch.nn.functional.pad(values, (0, missing)).view(ranks, self._share)
+        self._rest = torch.nn.functional.pad(values[self._end :], (0, missing)).view(ranks - self._full, self._share)
 
     def start(self) -> Handle:
-        coded = self._rows.new_empty((self._communicator.world_size, self._row), dtype=torch.uint8)
-        self._coding.encode(self._rows, coded)
+        coded = self._values.new_empty((self._communicator.world_size, self._row), dtype=torch.uint8)
+        for rows, target in self._others(self._rows, self._rest, coded):
+            self._coding.encode(rows, target)
         if self._lost is not None:
-            sent = torch.empty_like(self._rows)
-            self._coding.decode(coded, sent)
-            torch.sub(self._values, sent.view(-1)[: self._values.numel()], out=self._lost)
+            self._lost.copy_(self._values)
+            full, rest = self._lost[: self._end].view_as(self._rows), self._rest.clone()
+            for rows, sent in self._others(full, rest, coded):
+                self._coding.decode(sent, rows, add=-1.0)
+            self._own(full, rest).zero_()
+            self._lost[self._end :] = rest.view(-1)[: self._values.numel() - self._end]
         self._arrived = torch.empty_like(coded)
         return self._communicator.all_to_all(self._arrived.view(-1), coded.view(-1)).then(self._sum).then(self._spread)
 
+    def _others(
+        self, full: torch.Tensor, rest: torch.Tensor, coded: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The rows for other ranks, and where they are coded. This rank adds its own as it is: nobody else sees it."""
+        own, ranks = self._communicator.rank, self._communicator.world_size
+        for first, end in ((0, own), (own + 1, ranks)):
+            middle = min(max(first, self._full), end)
+            yield full[first:middle], coded[first:middle]
+            yield rest[max(middle - self._full, 0) : max(end - self._full, 0)], coded[max(middle, self._full) : end]
+
+    def _own(self, full: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        own = self._communicator.rank
+        return full[own] if own < self._full else rest[own - self._full]
+
     def _sum(self) -> Handle:
-        total, part = self._rows.new_zeros(self._share), self._rows.new_empty(self._share)
-        for row in self._arrived:
-            self._coding.decode(row, part)
-            total.add_(part)
+        total = self._values.new_zeros(self._share)
+        for rank, row in enumerate(self._arrived):
+            if rank == self._communicator.rank:
+                total.add_(self._own(self._rows, self._rest))
+            else:
+                self._coding.decode(row, total, add=1.0)
         own = self._arrived.new_empty(self._row)
         self._coding.encode(total, own)
         if self._lost is not None:
-            self._lose(total, own, part)
-        self._all = self._arrived.view(-1)
-        return self._communicator.all_gather(self._all, own)
+            self._lose(total, own)
+        return self._communicator.all_gather(self._arrived.view(-1), own)
 
-    def _lose(self, total: torch.Tensor, own: torch.Tensor, part: torch.Tensor) -> None:
+    def _lose(self, total: torch.Tensor, own: torch.Tensor) -> None:
         """What the second coding has lost of the share that this rank added up counts as lost by this rank."""
         assert self._lost is not None
-        self._coding.decode(own, part)
+        self._coding.decode(own, total, add=-1.0)
         begin = self._communicator.rank * self._share
         mine = self._lost[begin : begin + self._share]
-        mine.add_(total.sub_(part)[: mine.numel()])
+        mine.add_(total[: mine.numel()])
 
     def _spread(self) -> None:
-        self._coding.decode(self._all.view_as(self._arrived), self._rows)
-        self._values.copy_(self._rows.view(-1)[: self._values.numel()])
+        self._coding.decode(self._arrived[: self._full], self._rows)
+        self._coding.decode(self._arrived[self._full :], self._rest)
+        self._values[self._end :] = self._rest.view(-1)[: self._values.numel() - self._end]
 
 
 def gaps_of(bucket: Bucket) -> list[slice]:
