@@ -72,6 +72,7 @@ class ErrorFeedback(Reduction):
         self._sent: list[_Sent] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._owners = _Owners()
+        self._memory = _Memory()
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.inner!r})"
@@ -100,7 +101,7 @@ class ErrorFeedback(Reduction):
         ]
         if held:
             torch._foreach_add_([view for view, _ in held], [residual.to(view.device) for view, residual in held])
-        sent = _Sent(bucket=bucket, lost=torch.empty_like(values), empty=empty)
+        sent = _Sent(bucket=bucket, lost=self._memory.take(bucket, values), empty=empty)
         self._sent.append(sent)
 
         def look() -> None:
@@ -114,9 +115,11 @@ class ErrorFeedback(Reduction):
     @torch.no_grad()
     def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
         sent, self._sent = self._sent, []
-        if well and all(each.finite is not None and bool(each.finite) for each in sent):
-            for each in sent:
+        keeps = well and all(each.finite is not None and bool(each.finite) for each in sent)
+        for each in sent:
+            if keeps:
                 self._residuals |= each.held_back(self._residuals, correction)
+            self._memory.give(each.bucket, each.lost, kept=keeps)
         self.inner.ended(well=well, correction=correction)
 
     @torch.no_grad()
@@ -126,6 +129,7 @@ class ErrorFeedback(Reduction):
         self.inner.rescaled(factor)
 
     def rebuilt(self, layout: BucketLayout) -> None:
+        self._memory = _Memory()
         self.inner.rebuilt(layout)
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,8 +145,31 @@ class ErrorFeedback(Reduction):
                     f"the saved state holds back a gradient of shape {tuple(residual.shape)} for {name!r}, whose shape "
                     f"is {tuple(expected)} here. Load the state of this model, or do without it"
                 )
-        self._residuals, self._sent = residuals, []
+        self._residuals, self._sent, self._memory = residuals, [], _Memory()
         self.inner.load_state_dict(state.get("inner", {}))
+
+
+class _Memory:
+    """What was held back of a bucket goes when what is held back next has come, and its memory is used again by the one
+    after that: on a CPU, to get new memory takes longer than most of what is computed in it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, torch.Tensor] = {}
+        self._spare: dict[int, torch.Tensor] = {}
+
+    def take(self, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
+        spare = self._spare.pop(bucket.index, None)
+        return torch.empty_like(like) if spare is None or spare.shape != like.shape else spare
+
+    def give(self, bucket: Bucket, memory: torch.Tensor, *, kept: bool) -> None:
+        """What was held back of this bucket before lay in one piece of memory, which is free if this is ``kept``."""
+        if not memory.is_cpu:
+            return
+        free: torch.Tensor | None = memory
+        if kept:
+            free, self._held[bucket.index] = self._held.get(bucket.index), memory
+        if free is not None:
+            self._spare[bucket.index] = free
 
 
 class _Owners:

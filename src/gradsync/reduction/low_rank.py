@@ -12,7 +12,8 @@ gradients are large.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,15 +133,17 @@ class _Product:
         return self._communicator.all_reduce(self._second)
 
     def _lose(self, lost: torch.Tensor) -> None:
-        lost.zero_()
-        missing = self._bucket.views_of(lost)
+        missing = dict(enumerate(self._bucket.views_of(lost)))
         for left, (slot, right) in zip(self._lefts, self.rights.items(), strict=True):
-            missing[slot].copy_((self._matrices[slot] - left @ right.T).view(missing[slot].shape))
+            with _as_matrix(missing.pop(slot)) as matrix:
+                torch.addmm(self._matrices[slot], left, right.T, alpha=-1, out=matrix)
+        for exact in missing.values():
+            exact.zero_()
 
     def _multiply(self) -> None:
         for left, (slot, right) in zip(self._lefts, self.rights.items(), strict=True):
-            target = self._targets[slot]
-            target.copy_((left @ right.T).view(target.shape))
+            with _as_matrix(self._targets[slot]) as matrix:
+                torch.mm(left, right.T, out=matrix)
 
 
 def _extents(spec: ParameterSpec) -> tuple[int, int]:
@@ -148,6 +151,15 @@ def _extents(spec: ParameterSpec) -> tuple[int, int]:
     if len(spec.shape) < 2 or 0 in spec.shape:
         return 1, 1
     return spec.shape[0], spec.wire_numel // spec.shape[0]
+
+
+@contextmanager
+def _as_matrix(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Where to write the rows and columns of a gradient; where it has more dimensions its memory may lie otherwise."""
+    matrix = view.flatten(1)
+    yield matrix
+    if matrix.data_ptr() != view.data_ptr():
+        view.copy_(matrix.view(view.shape))
 
 
 def _real(view: torch.Tensor) -> torch.Tensor:
