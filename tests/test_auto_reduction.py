@@ -12,7 +12,8 @@ import gradsync
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import Auto, Mean, Reduction, reduction_by_name
-from gradsync.reduction.auto import DECIDED_AFTER
+from gradsync.reduction.auto import DECIDED_AFTER, predict
+from gradsync.reduction.speed import Speed
 from gradsync.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -109,6 +110,25 @@ def test_the_mildest_that_hides_the_wire_is_chosen(
     for _, _, mean, _ in results:
         assert torch.equal(mean, results[0][2])
         torch.testing.assert_close(mean, exact, rtol=0.02, atol=float(exact.abs().max()) / 50)
+
+
+@pytest.mark.parametrize(
+    ("speed", "step", "exposed"),
+    [
+        # Half of the bytes, for nothing: what was waited for becomes less by what is saved.
+        (Speed(seconds=200.0, busy=0.0), 100.0 + 150.0, 150.0),
+        # A quarter, and half of that time the cores are busy: half of it is waited for anyway.
+        (Speed(seconds=100.0, busy=50.0), 100.0 + 50.0 + 25.0, 50.0),
+        # All of it is hidden, and what takes cores away from compute adds to it.
+        (Speed(seconds=40.0, busy=30.0), 100.0 + 30.0, 0.0),
+        # Slower than what it replaces.
+        (Speed(seconds=500.0, busy=0.0), 100.0 + 450.0, 450.0),
+    ],
+)
+def test_what_is_predicted(speed: Speed, step: float, exposed: float) -> None:
+    prediction = predict("it", 100.0, 350.0, speed, Speed(seconds=400.0, busy=0.0))
+    assert (prediction.step, prediction.exposed) == (step, exposed)
+    assert prediction.hides_the_wire == (exposed == 0.0)
 
 
 class Taking(Mean):

@@ -31,7 +31,7 @@ from gradsync.reduction.base import Reduction
 from gradsync.reduction.mean import Mean
 from gradsync.reduction.speed import Speed, measure_speed
 
-__all__ = ["DECIDED_AFTER", "Auto"]
+__all__ = ["DECIDED_AFTER", "Auto", "predict"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -60,6 +60,18 @@ class Prediction:
     @property
     def hides_the_wire(self) -> bool:
         return self.exposed <= HIDDEN * self.step
+
+
+def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) -> Prediction:
+    """A step that computes for ``compute`` seconds, and waits for ``wait`` with the ``exact`` mean, at another speed.
+
+    What is saved is waited for less. What is still hidden behind compute takes processors away from it, for the part of
+    its time in which they are busy with compression.
+    """
+    exposed = min(max(wait - (exact.seconds - speed.seconds), 0.0), speed.seconds)
+    hidden = (speed.seconds - exposed) / speed.seconds if speed.seconds else 0.0
+    busy = max(speed.busy - exact.busy, 0.0) * hidden
+    return Prediction(name=name, step=compute + exposed + busy, exposed=exposed)
 
 
 @dataclass(kw_only=True)
@@ -192,12 +204,8 @@ class Auto(Reduction):
         return {"mean": Mean, **self._candidates}
 
     def _propose(self, step: float, wait: float, speeds: Mapping[str, Speed], communicator: Communicator) -> bool:
-        exact, compute = speeds["mean"], max(step - wait, 0.0)
-        predictions = []
-        for name in self._candidates:
-            busy = max(speeds[name].busy - exact.busy, 0.0)
-            exposed = max(wait - (exact.seconds - speeds[name].seconds), 0.0)
-            predictions.append(Prediction(name=name, step=compute + busy + exposed, exposed=exposed))
+        compute = max(step - wait, 0.0)
+        predictions = [predict(name, compute, wait, speeds[name], speeds["mean"]) for name in self._candidates]
         worthy = [each for each in predictions if each.step <= step * (1 - WORTH_TRYING)]
         if not worthy:
             best = min(predictions, key=lambda each: each.step)
