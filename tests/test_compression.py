@@ -566,6 +566,25 @@ def test_bytes(make: Callable[[], Reduction], bound: float, world_size: int) -> 
     assert run_ranks(weigh, world_size, make)[0] <= bound * weigh_mean(world_size)
 
 
+def weigh_local_steps(every: int) -> float:
+    """Bytes a step, of the same matrices, over two cycles."""
+    wire = Weighing(choose_communicator())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 768), nn.Linear(768, 256)) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    gradsync.LocalSteps(model, optimizer, every=every, group=wire)
+    before = wire.nbytes
+    for _ in range(2 * every):
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (wire.nbytes - before) / (2 * every)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_of_local_steps(world_size: int) -> None:
+    assert run_ranks(weigh_local_steps, world_size, 16)[0] <= weigh_mean(world_size) / 15
+
+
 def weigh_link(make: Callable[[], Reduction] | None) -> float:
     """Bytes that this rank sends to the other host, of two with two ranks each."""
     wire: Any = WIRES["hosts-2+2"](dist.group.WORLD)
