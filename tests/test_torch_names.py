@@ -291,7 +291,10 @@ def _hooked(kind: Any) -> DistributedDataParallel:
 def test_torchs_hooks_without_python_are_reductions(pair: RankPool) -> None:
     for plain, plain_torch, half, half_torch in pair.run(builtin_hooks):
         torch.testing.assert_close(plain, plain_torch)
-        torch.testing.assert_close(half, half_torch, rtol=2e-3, atol=1e-4)
+        exact, ours, theirs = (torch.cat([each.flatten() for each in grads]) for grads in (plain, half, half_torch))
+        # Each is rounded to float16 on its way; ours less often, so that it is nearer to the mean than to torch's.
+        assert (ours - exact).abs().max() <= exact.abs().max() * 2**-10
+        assert 0 < (ours - exact).norm() <= (theirs - exact).norm()
 
 
 def change_groups() -> list[Any]:
