@@ -19,6 +19,7 @@ rank of a cell, on a process group that is there already::
 By themselves they say one sentence a cell, hold its times against a ``baseline`` and draw one picture, a panel a cell.
 """
 
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ __all__ = [
     "Table",
     "colour_of",
     "known",
+    "spread",
     "times_of",
     "timing_table",
 ]
@@ -151,6 +153,14 @@ def colour_of(name: str) -> str:
 def known(values: Mapping[Key, float | None]) -> dict[Key, float]:
     """Those that were measured."""
     return {key: value for key, value in values.items() if value is not None}
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The mean, and the lowest and highest where there are several."""
+    if not values:
+        return MISSING
+    middle = format(statistics.fmean(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
 def times_of(

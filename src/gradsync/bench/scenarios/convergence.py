@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.peers import Gradsync
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, known
+from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, known, spread
 from gradsync.bench.text import SYMBOLS, read_symbols
 from gradsync.bench.windows import Pattern, window_step
 from gradsync.charts.canvas import INK, canvas, colour, legend
@@ -213,14 +213,6 @@ def _most(records: Sequence[CellRecord]) -> Trained:
     return max(map(Trained, records), key=lambda cell: len(cell.seeds))
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    """The mean, and the lowest and highest where there are several."""
-    if not values:
-        return MISSING
-    middle = format(statistics.fmean(values), form)
-    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
-
-
 def _table(cell: Trained) -> Table:
     rows = []
     for batch in RATES:
@@ -231,8 +223,8 @@ def _table(cell: Trained) -> Table:
                 continue
             saved = MISSING if alone is None else f"{(alone - taken) * cell.iterations:.2f}"
             name = "every iteration" if period == 1 else f"every {period}"
-            worse = _spread(cell.worse(batch, period), "+.3f") if period > 1 else MISSING
-            losses = _spread(cell.ends(batch, period), ".3f"), worse
+            worse = spread(cell.worse(batch, period), "+.3f") if period > 1 else MISSING
+            losses = spread(cell.ends(batch, period), ".3f"), worse
             rows.append(
                 [f"batch {batch}, {name}", *losses, f"{taken * 1e3:.2f}", f"{taken * cell.iterations:.2f}", saved]
             )

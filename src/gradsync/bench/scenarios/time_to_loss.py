@@ -22,7 +22,7 @@ from torch import Tensor
 from gradsync.bench.measure import Parts, Rounds, Step
 from gradsync.bench.peers import OURS, Gradsync, GradsyncLocal, OuterSGD, Peer
 from gradsync.bench.record import Cell, CellRecord, Sample
-from gradsync.bench.scenario import MISSING, Picture, Scenario, Table
+from gradsync.bench.scenario import Picture, Scenario, Table, spread
 from gradsync.bench.text import SYMBOLS, read_symbols
 from gradsync.bench.torchft_peer import TorchFT
 from gradsync.bench.windows import optimizer_step
@@ -248,13 +248,6 @@ class Curves:
         return [samples[number] for number in sorted(samples)]
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    if not values:
-        return MISSING
-    middle = format(statistics.fmean(values), form)
-    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
-
-
 def _table(curves: Curves) -> Table:
     rows = []
     for name in curves.reductions:
@@ -264,11 +257,11 @@ def _table(curves: Curves) -> Table:
                 name,
                 f"{curves.step(name) * 1e3:.1f}",
                 f"{curves.sent(name) / 1e6:.3f}",
-                _spread(curves.at_target(name), ".3f"),
+                spread(curves.at_target(name), ".3f"),
                 f"{len(reached)} of {len(curves.seeds)}",
-                _spread([arrival.steps for arrival in reached], ".0f"),
-                _spread([arrival.seconds for arrival in reached], ".1f"),
-                _spread(curves.gains(name), ".2f"),
+                spread([arrival.steps for arrival in reached], ".0f"),
+                spread([arrival.seconds for arrival in reached], ".1f"),
+                spread(curves.gains(name), ".2f"),
             ]
         )
     return Table(
