@@ -26,6 +26,9 @@ class Tenant(Protocol):
     # Or only would, if there were other ranks.
     lives_in_buckets: bool
 
+    def received(self) -> None:
+        """The means of its share are there. Whoever changes them from now on is the user."""
+
     def leave(self) -> None:
         """They are wanted for gradients: finish what is under way in them."""
 
@@ -53,6 +56,8 @@ class Sharing:
         self._circle = Circle(self._communicator)
         for bucket in buckets:
             self._circle.take_in(bucket)
+        if self.tenant is not None:
+            self.tenant.received()
 
     def use_up(self, buckets: Sequence[Bucket]) -> None:
         """The tenant takes the memory of the gradients, for the step that is about to read them."""

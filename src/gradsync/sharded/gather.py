@@ -10,6 +10,7 @@ forward of the module that has it, so before that the parameters of the module a
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -61,10 +62,13 @@ class AwaitedParameter(nn.Parameter):
 
 
 class Gather:
-    """The new parameters of one bucket, which are gathered in its memory."""
+    """The new parameters of one bucket, which are gathered into ``views``. ``waited`` is told how long they took."""
 
-    def __init__(self, bucket: Bucket, views: Sequence[torch.Tensor], handle: Handle) -> None:
+    def __init__(
+        self, bucket: Bucket, views: Sequence[torch.Tensor], handle: Handle, waited: Callable[[float], None]
+    ) -> None:
         self._bucket, self._views, self._handle = bucket, views, handle
+        self._waited = waited
         self._lock = threading.Lock()
         self._is_finished = False
         for parameter in bucket.parameters:
@@ -76,7 +80,9 @@ class Gather:
         with self._lock:
             if self._is_finished:
                 return
+            began = time.perf_counter()
             self._handle.wait()
+            self._waited(time.perf_counter() - began)
             # Whoever reads a parameter may be in inference mode, or recording gradients; this is neither's business.
             with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 torch._foreach_copy_(list(self._bucket.parameters), list(self._views))

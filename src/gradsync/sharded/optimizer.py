@@ -22,13 +22,16 @@ import torch
 from torch import nn
 
 from gradsync.bucket import Bucket
-from gradsync.communicator import Communicator, scattering_over
+from gradsync.communicator import Communicator, Handle, scattering_over
 from gradsync.engine.phase import Phase
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
+from gradsync.reduction.scattered import Follower
+from gradsync.sharded.early import EarlyUpdates
 from gradsync.sharded.element_wise import require_element_wise
 from gradsync.sharded.gather import Gather, await_before_forward
+from gradsync.sharded.pace import Pace, spread
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
 from gradsync.sharded.segments import ParameterState, Segments
 from gradsync.sharded.share import Part, Share, is_narrow
@@ -79,6 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_parameters(self.param_groups)
         self._segments: Segments | None = None
         self._gathers: list[Gather] = []
+        self._pace = Pace()
         self._steps = 0
         # The state in the form of a plain optimizer's, and when it was brought together.
         self._consolidated: dict[int, dict[str, Any]] | None = None
@@ -133,6 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         communicator = synchronizer.engine.communicator
         self._wire = scattering_over(communicator, synchronizer.parameters[0].device)
         narrow = any(is_narrow(p, bucket) for bucket in synchronizer.buckets for p in bucket.parameters)
+        self._early = EarlyUpdates(self._wire, self._all_options)
         # Alone there is nobody to share with: all is outside, and updated where it lies, if that is precise enough.
         self.lives_in_buckets = communicator.world_size > 1 or narrow
         self._reduction_before = synchronizer.reduction
@@ -140,17 +145,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.lives_in_buckets:
             return
         try:
-            synchronizer.reduce_with(_scattered(synchronizer.reduction, self._wire))
+            synchronizer.reduce_with(_scattered(synchronizer.reduction, self._wire, self))
         except BaseException:
             synchronizer.engine.sharing.tenant = None
             raise
 
+    def received(self) -> None:
+        """The means are there: :class:`~gradsync.engine.sharing.Tenant`."""
+        self._early.received()
+
     def leave(self) -> None:
         """The buckets are wanted for gradients: :class:`~gradsync.engine.sharing.Tenant`."""
+        self._early.withdraw()
         self.flush()
+        self._pace.forward_ended()
 
     def move_out(self) -> None:
         """Buckets are about to go: :class:`~gradsync.engine.sharing.Tenant`."""
+        self._early.forget()
         if self._segments is not None:
             self._segments.let_go()
 
@@ -172,6 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
         self._segments = Segments(shares, group_of, self._make, states)
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
+        self._pace.restart()
 
     def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
         """The state of every parameter that has any. Collective."""
@@ -200,8 +213,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [{**self._group_options(number), "params": parameters} for number, parameters in members]
         return self._class(groups, **self._options)
 
+    def _all_options(self) -> list[dict[str, Any]]:
+        return [self._group_options(number) for number in range(len(self.param_groups))]
+
     def _group_options(self, number: int) -> dict[str, Any]:
         return {key: value for key, value in self.param_groups[number].items() if key != "params"}
+
+    # -- as the follower of reduce-scatters: see :class:`~gradsync.reduction.scattered.Follower` ----------------------
+
+    def window_began(self) -> None:
+        if self._segments is not None and self._gathers_early and self._pace.window_began():
+            self._plan_early(self._segments)
+        self._early.window_began()
+
+    def _plan_early(self, segments: Segments) -> None:
+        sizes = [share.gathered.nbytes for share in segments.shares]
+        reduced = sum(share.flat.nbytes for share in segments.shares) * self._wire.world_size
+        part = self._pace.agree(self._synchronizer.engine.communicator, gathered=sum(sizes) / max(reduced, 1))
+        self._early.plan(spread(part, sizes), segments)
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        self._pace.bucket_started(handle)
+        self._early.bucket_started(bucket, handle)
+
+    def window_ended(self, *, well: bool) -> None:
+        if not well:
+            self._early.withdraw()
+
+    @property
+    def _gathers_early(self) -> bool:
+        """On an accelerator the host does not know in time whether what was made early holds."""
+        tuner = self._synchronizer.engine.options.tuner
+        return self._wire.device.type == "cpu" and (tuner is None or tuner.finished)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -230,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "plain optimizer for them"
             )
         self.flush()
-        options = [self._group_options(number) for number in range(len(self.param_groups))]
+        options = self._all_options()
         self._step_outside(options)
         if self._segments is not None:
             self._step_inside(self._segments, options)
@@ -242,20 +285,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step_inside(self, segments: Segments, options: Sequence[dict[str, Any]]) -> None:
         """Update this rank's shares, and have all ranks gather them."""
+        communicator = self._synchronizer.engine.communicator
+        claimed = self._early.claim()
         self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
         try:
-            segments.step(options)
+            segments.step(options, [share for share in segments.shares if share not in claimed])
         except BaseException as error:
             # The others have updated their shares, and wait for this one.
             self._wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
             raise
-        segments.put_down()
-        communicator = self._synchronizer.engine.communicator
+        holds = not self._early.are_asked_for or self._early.agree(communicator, claimed)()
         # The bucket that started last holds what the next forward needs first.
         for share in reversed(segments.shares):
+            if holds and share in claimed:
+                self._gathers.append(self._early.gather_of(share, self._pace.waited))
+                continue
+            share.put_down()
             # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
             handle = communicator.all_gather(share.gathered, share.gathered_own)
-            self._gathers.append(Gather(share.bucket, share.gathered_views, handle))
+            self._gathers.append(Gather(share.bucket, share.gathered_views, handle, self._pace.waited))
+        self._early.stepped()
+        self._pace.stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -292,6 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._is_closed:
             return
+        self._early.withdraw()
         self.flush()
         if self.lives_in_buckets and any(p.grad is not None for p in indexed(self.param_groups)):
             raise MisuseError(
@@ -309,6 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take further parameters of the model. All ranks must do so alike."""
         if self._is_ready:
             self._require_open()
+            self._early.forget()
             self.flush()
             given = param_group["params"]
             param_group = {**param_group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
@@ -327,6 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def consolidate(self, to: int | None = None) -> None:
         """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
         self._require_open()
+        self._early.withdraw()
         self.flush()
         communicator = self._synchronizer.engine.communicator
         keeps = to is None or to == communicator.rank
@@ -360,6 +413,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Go on with the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
+        self._early.withdraw()
         self.flush()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -401,11 +455,11 @@ def _synchronizer_of(model: Any) -> Synchronizer:
     return synchronizer
 
 
-def _scattered(reduction: Reduction, wire: Communicator) -> ScatteredMean:
+def _scattered(reduction: Reduction, wire: Communicator, follower: Follower) -> ScatteredMean:
     if isinstance(reduction, Mean):
-        return ScatteredMean(wire=wire)
+        return ScatteredMean(wire=wire, follower=follower)
     if isinstance(reduction, Cast | ScatteredMean):
-        return ScatteredMean(reduction.dtype, wire)
+        return ScatteredMean(reduction.dtype, wire, follower)
     raise ConfigurationError(
         f"a sharded optimizer needs means, or shares of them, and {reduction!r} sends something else. Wrap the model "
         "without it"

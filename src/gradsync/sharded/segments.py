@@ -5,6 +5,7 @@ equally often. The optimizer has a flat parameter for each segment, which are fe
 used in a window is not updated, as a plain optimizer would not either, and from then on it is a segment by itself.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from gradsync.sharded.share import Part, Share
 
-__all__ = ["MASTER", "OptimizerFactory", "ParameterState", "Segments"]
+__all__ = ["MASTER", "Before", "OptimizerFactory", "ParameterState", "Segments"]
 
 # Makes an optimizer over flat parameters, for each group its number and those in it.
 OptimizerFactory = Callable[[Sequence[tuple[int, list[nn.Parameter]]]], torch.optim.Optimizer]
@@ -35,7 +36,7 @@ class ParameterState:
 States = Mapping[int, ParameterState]
 
 
-class _Segment:
+class Segment:
     """Neighbouring ``parts`` of a ``share``, all of one ``group``."""
 
     def __init__(self, share: Share, group: int, parts: list[Part]) -> None:
@@ -79,17 +80,17 @@ class Segments:
         for segment in self._segments:
             self._restore(segment, states)
 
-    def _runs(self, share: Share, states: States, apart: Collection[int]) -> Iterator[_Segment]:
+    def _runs(self, share: Share, states: States, apart: Collection[int]) -> Iterator[Segment]:
         run: list[Part] = []
         for part in share.parts:
             if part.index not in self._group_of:
                 continue
             if run and not self._joins(run[-1], part, states, apart):
-                yield _Segment(share, self._group_of[run[0].index], run)
+                yield Segment(share, self._group_of[run[0].index], run)
                 run = []
             run.append(part)
         if run:
-            yield _Segment(share, self._group_of[run[0].index], run)
+            yield Segment(share, self._group_of[run[0].index], run)
 
     def _joins(self, last: Part, part: Part, states: States, apart: Collection[int]) -> bool:
         return (
@@ -100,7 +101,7 @@ class Segments:
             and _alike(states.get(last.index), states.get(part.index))
         )
 
-    def _restore(self, segment: _Segment, states: States) -> None:
+    def _restore(self, segment: Segment, states: States) -> None:
         known = [states[part.index] for part in segment.parts if part.index in states]
         if not known:
             return
@@ -136,31 +137,40 @@ class Segments:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def step(self, options: Sequence[dict[str, Any]]) -> None:
-        """Update the shares by their gradients. ``options`` are those of the parameter groups."""
-        self._load()
-        for share in self.shares:
+    def step(self, options: Sequence[dict[str, Any]], shares: Sequence[Share]) -> None:
+        """Update ``shares`` by their gradients. ``options`` are those of the parameter groups."""
+        self.load(shares)
+        for share in shares:
             share.take_replaced()
-        if any(0 < sum(segment.used) < len(segment.parts) for segment in self._segments):
+        if any(0 < sum(segment.used) < len(segment.parts) for segment in self.of(shares)):
             unused = {part.index for segment in self._segments for part in segment.parts if part.parameter.grad is None}
             self.cut(self.states(), apart=unused)
-        if self.optimizer is None:
+        segments = self.of(shares)
+        self.update(options, [segment for segment in segments if segment.used[0]])
+
+    def of(self, shares: Sequence[Share]) -> list[Segment]:
+        """The segments of ``shares``."""
+        return [segment for segment in self._segments if segment.share in shares]
+
+    def update(self, options: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> None:
+        """Have the optimizer update ``segments``, and no other."""
+        if self.optimizer is None or not segments:
             return
         for group, place in self._places.items():
             self.optimizer.param_groups[place].update(options[group])
-        for segment in self._segments:
-            segment.flat.grad = segment.gradient if segment.used[0] else None
+        for segment in segments:
+            segment.flat.grad = segment.gradient
         self.optimizer.step()
-        for segment in self._segments:
+        for segment in segments:
             segment.flat.grad = None
 
-    def _load(self) -> None:
+    def load(self, shares: Sequence[Share]) -> None:
         """Take the parameters as they are: whoever has changed one since the last step meant to."""
-        pairs = [pair for share in self.shares for pair in share.current()]
+        pairs = [pair for share in shares for pair in share.current()]
         if pairs:
             held, current = zip(*pairs, strict=True)
             torch._foreach_copy_(list(held), list(current))
-        self._loaded.update(part.index for share in self.shares for part in share.parts)
+        self._loaded.update(part.index for share in shares for part in share.parts)
 
     def let_go(self) -> None:
         """Hold nothing of the buckets any more, which go. States stay, until they have moved into other segments."""
@@ -169,9 +179,51 @@ class Segments:
         for segment in self._segments:
             segment.gradient = segment.share.gradient
 
-    def put_down(self) -> None:
-        """Lay new shares into the buckets, from where all ranks gather them. Gradients are gone then."""
-        torch._foreach_copy_([share.gathered_own for share in self.shares], [share.flat for share in self.shares])
+
+class Before:
+    """What a share was, and the optimizer's state of it: to go back to."""
+
+    def __init__(self, segments: Segments, share: Share) -> None:
+        self._share, self._optimizer = share, segments.optimizer
+        self.segments = segments.of([share])
+        self.flat = torch.empty_like(share.flat)
+        self._states: list[dict[str, Any]] = [{} for _ in self.segments]
+
+    def fits(self, segments: Segments) -> bool:
+        """Whether the segments have not been cut anew since."""
+        return self._optimizer is segments.optimizer
+
+    def take(self) -> None:
+        """Remember what is now."""
+        self.flat.copy_(self._share.flat)
+        for segment, kept in zip(self.segments, self._states, strict=True):
+            state = self._state_of(segment)
+            for key in kept.keys() - state.keys():
+                del kept[key]
+            for key, value in state.items():
+                kept[key] = _copied(value, kept.get(key))
+
+    def restore(self) -> None:
+        """Go back."""
+        self._share.flat.copy_(self.flat)
+        for segment, kept in zip(self.segments, self._states, strict=True):
+            state = self._state_of(segment)
+            for key in state.keys() - kept.keys():
+                del state[key]
+            for key, value in kept.items():
+                state[key] = _copied(value, state.get(key))
+
+    def _state_of(self, segment: Segment) -> dict[str, Any]:
+        return {} if self._optimizer is None else self._optimizer.state[segment.flat]
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of a state's value: in memory that is there already, if it fits."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:
+        return into.copy_(value)
+    return value.clone()
 
 
 def _alike(first: ParameterState | None, second: ParameterState | None) -> bool:

@@ -70,6 +70,17 @@ class Share:
             for part, (held, current) in zip(self.parts, pairs, strict=True)
         ]
 
+    def is_current(self, before: torch.Tensor) -> bool:
+        """Whether parameters still are what the share was ``before``, rounded to their type."""
+        return all(
+            torch.equal(before[part.start : part.stop].to(current.dtype), current)
+            for part, (_, current) in zip(self.parts, map(self._pair, self.parts), strict=True)
+        )
+
+    def put_down(self) -> None:
+        """Lay the new share into the bucket, from where all ranks gather it. Gradients are gone then."""
+        self.gathered_own.copy_(self.flat)
+
     def take_replaced(self) -> None:
         """Gradients that somebody has put in the place of means, the same on all ranks, are what the step is to use."""
         for part in self.parts:

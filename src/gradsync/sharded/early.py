@@ -1,0 +1,209 @@
+"""Updates that do not wait for ``step()``: made and gathered while backward still runs.
+
+Reduce-scatters are half of the bytes of a step, and the wire has time left in backward when the next forward is too
+short for the other half. So some shares are updated as soon as their mean is there, and gathered at once, into memory
+beside the bucket. Neither gradients nor parameters change by it: ``step()`` takes what was made if it would have made
+the same, and otherwise undoes it and does what it always does. It would not, if since then
+
+- options of a parameter group have changed, gradients (clipped, unscaled), or parameters themselves;
+- means have been corrected for weights that were known late, or the backward has failed on some rank;
+- a parameter turned out to be used by nobody, and must not be updated.
+
+A rank may be alone with that, so all agree on it, in one number a step. When they had to undo, they pause.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.bucket.shared_gradient import SharedGradient
+from gradsync.communicator import Communicator, Handle
+from gradsync.sharded.gather import Gather
+from gradsync.sharded.segments import Before, Segments
+from gradsync.sharded.share import Share
+
+__all__ = ["EarlyUpdates"]
+
+Options = list[dict[str, Any]]
+
+# Steps without early updates after the first that had to be undone; twice as many after every further one.
+PAUSE = 2
+LONGEST_PAUSE = 1 << 16
+
+
+class _Update:
+    """One share, updated early. Kept from window to window, for its memory."""
+
+    def __init__(self, share: Share, segments: Segments, wire: Communicator) -> None:
+        self.share = share
+        self._segments, self.before = segments, Before(segments, share)
+        size, dtype = share.gathered.numel(), share.gathered.dtype
+        self.gathered = wire.allocate(size, dtype, share.gathered.device)[:size]
+        own = slice(wire.rank * share.plan.share, (wire.rank + 1) * share.plan.share)
+        self.own = self.gathered[own]
+        self.views = share.bucket.views_of(self.gathered)
+        self.handle: Handle | None = None
+        self.is_made = False
+        self.options: Options = []
+        self._versions = (0, 0)
+
+    def make(self, options: Options) -> None:
+        """Update the share by its mean."""
+        self.options = _copied(options)
+        if not self.before.fits(self._segments):
+            self.before = Before(self._segments, self.share)
+        self._segments.load([self.share])
+        self.before.take()
+        self._segments.update(self.options, self.before.segments)
+        self.is_made = True
+
+    def note_versions(self) -> None:
+        """From now on nobody but the user writes into the gradients."""
+        self._versions = _versions(self.share.bucket)
+
+    def holds(self, options: Options) -> bool:
+        """Whether a step with ``options`` would make the same of it, now."""
+        return (
+            self.is_made
+            and self._versions == _versions(self.share.bucket)
+            and _same(self.options, options)
+            and all(
+                isinstance(part.parameter.grad, SharedGradient) for each in self.before.segments for part in each.parts
+            )
+            and self.share.is_current(self.before.flat)
+        )
+
+    def undo(self) -> None:
+        if self.is_made:
+            self.before.restore()
+            self.is_made = False
+
+
+class EarlyUpdates:
+    """The early updates of one optimizer. ``options`` returns what the parameter groups say at the moment."""
+
+    def __init__(self, wire: Communicator, options: Callable[[], Options]) -> None:
+        self._wire, self._options = wire, options
+        self._lock = threading.Lock()
+        self._updates: dict[int, _Update] = {}
+        # Of the running window: whether there are any, on all ranks alike; and whether they hold, here.
+        self.are_asked_for = False
+        self._hold = False
+        self.pause, self._steps_to_pause = PAUSE, 0
+        # Steps that could take what was made, and those that could not.
+        self.held = self.undone = 0
+
+    def plan(self, early: Sequence[int], segments: Segments) -> None:
+        """From now on update the shares of these buckets early. On all ranks alike, between two windows."""
+        self.forget()
+        self._updates = {index: _Update(segments.shares[index], segments, self._wire) for index in early}
+
+    def forget(self) -> None:
+        """Buckets or segments go."""
+        self.withdraw()
+        self._updates = {}
+
+    def gather_of(self, share: Share, waited: Callable[[float], None]) -> Gather:
+        """The gather of a share that was claimed."""
+        update = self._updates[share.plan.index]
+        assert update.handle is not None
+        return Gather(share.bucket, update.views, update.handle, waited)
+
+    # -- in backward ---------------------------------------------------------------------------------------------
+
+    def window_began(self) -> None:
+        """Ranks have met before the first bucket."""
+        self.withdraw()
+        self.are_asked_for, self._hold = False, True
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        """Its reduce-scatter is under way: update and gather its share right after, if it is an early one."""
+        update = self._updates.get(bucket.index)
+        if update is None or self._steps_to_pause:
+            return
+        self.are_asked_for = True
+        update.handle = handle.then(lambda: self._make(update))
+
+    def _make(self, update: _Update) -> Handle:
+        with self._lock:
+            if self._hold:
+                update.make(self._options())
+        update.own.copy_(update.share.flat)
+        # Whatever has happened here: the others gather.
+        return self._wire.all_gather(update.gathered, update.own)
+
+    def received(self) -> None:
+        """Means are complete, and the user may change them."""
+        for update in self._updates.values():
+            update.note_versions()
+
+    # -- in the step ---------------------------------------------------------------------------------------------
+
+    def claim(self) -> list[Share]:
+        """The shares that were updated as this step would do it. Unless all hold, all are undone, and it is none."""
+        options = self._options()
+        made = [update for update in self._updates.values() if update.is_made]
+        if not self._hold or not all(update.holds(options) for update in made):
+            self.withdraw()
+            return []
+        for update in made:
+            update.is_made = False
+        return [update.share for update in made]
+
+    def agree(self, communicator: Communicator, claimed: Sequence[Share]) -> Callable[[], bool]:
+        """Whether the early gathers hold on all ranks. Collective; whoever calls what is returned learns it."""
+        failed = torch.tensor([float(not claimed)], device=communicator.device)
+        handle = communicator.all_reduce(failed, "max")
+
+        def ask() -> bool:
+            handle.wait()
+            return self._hold_everywhere(bool(failed.item() == 0.0))
+
+        return ask
+
+    def _hold_everywhere(self, hold: bool) -> bool:
+        if hold:
+            self.held += 1
+        else:
+            self._steps_to_pause = min(self.pause << self.undone, LONGEST_PAUSE)
+            self.undone += 1
+        return hold
+
+    def stepped(self) -> None:
+        """A step is over, on all ranks."""
+        self.are_asked_for = False
+        self._steps_to_pause = max(0, self._steps_to_pause - 1)
+
+    def withdraw(self) -> None:
+        """What was made is not wanted. (The gathers that are under way are nobody's, and end by themselves.)"""
+        with self._lock:
+            self._hold = False
+            for update in self._updates.values():
+                update.undo()
+
+
+def _versions(bucket: Bucket) -> tuple[int, int]:
+    return bucket.buffer._version, bucket.wire._version
+
+
+def _copied(options: Options) -> Options:
+    return [
+        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in options
+    ]
+
+
+def _same(first: Options, second: Options) -> bool:
+    return len(first) == len(second) and all(
+        one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
+    return bool(first == second)

@@ -1,0 +1,400 @@
+"""Shares that are updated and gathered before ``step()``: it takes them where it would have made the same, to the bit,
+and leaves no trace of them where it would not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from gradsync.communicator import choose_communicator
+from gradsync.errors import MisuseError, PeerFailedError
+from gradsync.sharded import ShardedOptimizer
+from gradsync.sharded.pace import MEASURE, SETTLE, Pace, spread
+from tests.ranks import Ranks, ThreadRanks
+from tests.test_sharded import assert_same, batch, filled, groups_of, make, parameters_of
+
+pytestmark = pytest.mark.timeout(120)
+
+in_threads_and_processes = pytest.mark.parametrize(
+    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
+)
+
+
+# A layer is a bucket.
+TINY = 7e-4
+
+
+class AtOnce(Pace):
+    """As if ``part`` had been measured in the first window."""
+
+    def __init__(self, part: float) -> None:
+        super().__init__()
+        self._part, self._has_agreed = part, False
+
+    def restart(self) -> None:
+        super().restart()
+        self._has_agreed = False
+
+    def window_began(self) -> bool:
+        is_first, self._has_agreed = not self._has_agreed, True
+        return is_first
+
+    def agree(self, communicator: Any, *, gathered: float) -> float:
+        return self._part
+
+
+class Branches(nn.Module):
+    """A chain of layers, of which the middle one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(7))
+        self.skipped: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != self.skipped:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def wrapped(wire: str = "auto", **settings: Any) -> DistributedDataParallel:
+    given = choose_communicator() if wire == "group" else None
+    return DistributedDataParallel(
+        filled(Branches().double()), bucket_cap_mb=TINY, communicator=given, find_unused_parameters=True, **settings
+    )
+
+
+def optimizer_for(
+    kind: str, part: float, model: DistributedDataParallel, settings: dict[str, Any], *, pause: int = 0
+) -> Any:
+    optimizer = make(kind, settings.pop("optimizer", torch.optim.AdamW), model, groups_of(model), lr=1e-2, **settings)
+    if kind == "sharded":
+        optimizer._pace, optimizer._early.pause = AtOnce(part), pause
+    return optimizer
+
+
+Disturb = Callable[[DistributedDataParallel, Any, int, int], None]
+
+
+def train(
+    kind: str,
+    part: float = 1.0,
+    disturb: Disturb | None = None,
+    wire: str = "auto",
+    every: int = 2,
+    pause: int = 0,
+    **settings: Any,
+) -> tuple[list[torch.Tensor], int, int]:
+    """Parameters after some steps, and how many took early updates, or undid them."""
+    rank = choose_communicator().rank
+    model = wrapped(wire)
+    optimizer = optimizer_for(kind, part, model, settings, pause=pause)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    for step in range(12):
+        model(batch(rank, step, width=9)).square().mean().backward()
+        if disturb is not None and step % every == every - 1:
+            disturb(model, optimizer, rank, step)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    parameters = parameters_of(model)
+    told = optimizer._early if kind == "sharded" else None
+    return parameters, getattr(told, "held", 0), getattr(told, "undone", 0)
+
+
+# -- they hold --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wire"),
+    [(("threads", 3), "auto"), (("processes", 2), "auto"), (("processes", 3), "group")],
+    indirect=["ranks"],
+    ids=["threads-3", "processes-2", "processes-3-group"],
+)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"optimizer": torch.optim.SGD, "momentum": 0.9}, {"optimizer": torch.optim.NAdam}],
+    ids=["AdamW", "SGD", "NAdam"],
+)
+def test_early_and_late_updates_are_the_same(ranks: Ranks, wire: str, settings: dict[str, Any]) -> None:
+    late = ranks.run(train, "sharded", 0.0, None, wire, **settings)
+    for part in (0.4, 1.0):
+        ours = ranks.run(train, "sharded", part, None, wire, **settings)
+        for (mine, held, undone), (theirs, none, _) in zip(ours, late, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+            # The order is learned in the first window, and buckets are laid out by it.
+            assert held >= 10
+            assert undone == none == 0
+    plain = ranks.run(train, "plain", 0.0, None, wire, **settings)[0]
+    assert_same([each[0] for each in late], plain[0])
+
+
+# -- they do not ------------------------------------------------------------------------------------------------------
+
+
+def change_options(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.7
+
+
+def clip_values(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def clip_norms(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
+def clip_our_norms(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    model.clip_grad_norm_(1e-2)
+
+
+def change_parameters(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    for parameter in model.parameters():
+        # Which no version tells of.
+        parameter.data.mul_(0.9)
+
+
+def replace_gradients(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    parameter = list(model.parameters())[step % 14]
+    parameter.grad = torch.full_like(parameter, 0.1)
+
+
+def zero_gradients(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def drop_gradients(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+
+
+def drop_one_gradient(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    list(model.parameters())[step % 14].grad = None
+
+
+def add_a_backward(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    model(batch(rank, 100 + step, width=9)).square().mean().backward()
+
+
+def skip_a_step(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    drop_gradients(model, optimizer, rank, step)
+    add_a_backward(model, optimizer, rank, step)
+
+
+def skip_a_layer(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    """In the next window, on all ranks."""
+    model.module.skipped = step % 7
+
+
+def consolidate(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.consolidate()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def look_alone(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    """One rank does something that changes no number, but might have."""
+    if rank == step // 2 % 2:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.0)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        *(change_options, clip_values, clip_norms, clip_our_norms, change_parameters, replace_gradients),
+        *(zero_gradients, drop_gradients, drop_one_gradient, add_a_backward, skip_a_step, skip_a_layer),
+        *(consolidate, look_alone),
+    ],
+    ids=lambda disturb: disturb.__name__,
+)
+@in_threads_and_processes
+def test_what_comes_between_backward_and_step_counts(ranks: Ranks, disturb: Disturb) -> None:
+    theirs, _, _ = ranks.run(train, "plain", 0.0, disturb)[0]
+    ours = ranks.run(train, "sharded", 0.7, disturb)
+    assert_same([parameters for parameters, _, _ in ours], theirs)
+    # A gradient need not belong to an early share; and after a further backward nothing is disturbed.
+    fewest = {replace_gradients: 1, drop_one_gradient: 1, skip_a_step: 0, add_a_backward: 0}.get(disturb, 5)
+    for _, held, undone in ours:
+        assert held >= 5, "those in between hold"
+        assert undone >= fewest
+
+
+@in_threads_and_processes
+def test_a_pause_follows_what_was_undone(ranks: Ranks) -> None:
+    for _, held, undone in ranks.run(train, "sharded", 1.0, clip_norms, every=1, pause=2):
+        # In steps 1, 3 and 7: pauses take 1, 3 and 7 more.
+        assert (held, undone) == (0, 3)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Faulty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Branches()
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            x = x.requires_grad_()
+            x.register_hook(_fail)
+        return self.layers(x)
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise RuntimeError("a fault in backward")
+
+
+def fail_a_backward(kind: str) -> list[torch.Tensor]:
+    rank = choose_communicator().rank
+    faulty = Faulty().double()
+    model = DistributedDataParallel(filled(faulty), bucket_cap_mb=TINY)
+    optimizer = optimizer_for(kind, 1.0, model, {})
+    for step in range(9):
+        faulty.fails = rank == 1 and step % 3 == 2
+        try:
+            model(batch(rank, step, width=9)).square().mean().backward()
+        except (RuntimeError, PeerFailedError):
+            # All have updated shares by then, with means of which nothing is to stay.
+            optimizer.zero_grad()
+            continue
+        assert step % 3 != 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@in_threads_and_processes
+def test_of_a_failed_backward_nothing_stays(ranks: Ranks) -> None:
+    theirs = ranks.run(fail_a_backward, "plain")[0]
+    assert_same(ranks.run(fail_a_backward, "sharded"), theirs)
+
+
+def raise_in_an_update() -> list[str]:
+    rank, step = choose_communicator().rank, 0
+
+    class Raising(torch.optim.SGD):
+        element_wise = True
+
+        def step(self, closure: Any = None) -> Any:
+            if rank == 1 and step >= 2:
+                raise ArithmeticError("no update today")
+            return super().step(closure)
+
+    model = wrapped("group")
+    optimizer = optimizer_for("sharded", 1.0, model, {"optimizer": Raising})
+    errors = []
+    for step in range(4):
+        try:
+            model(batch(rank, step, width=9)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except (ArithmeticError, PeerFailedError, MisuseError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def test_an_update_that_raises_is_told_to_all_and_ends_the_wire() -> None:
+    for errors in ThreadRanks(2).run(raise_in_an_update):
+        assert len(errors) == 2, "what is broken stays broken"
+        assert "ArithmeticError: no update today" in errors[0]
+
+
+# -- when, and which --------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1), st.lists(st.integers(1, 1000), max_size=30))
+def test_early_shares_are_spread_evenly(part: float, sizes: list[int]) -> None:
+    chosen = spread(part, sizes)
+    assert len(sizes) - 1 not in chosen
+    for end in range(len(sizes)):
+        early_bytes = sum(sizes[place] for place in chosen if place < end)
+        assert early_bytes <= part * sum(sizes[:end])
+        # No place was passed over that would have fitted.
+        if end and end - 1 not in chosen and end < len(sizes):
+            assert early_bytes + sizes[end - 1] > part * sum(sizes[:end])
+
+
+class Alone:
+    """A communicator of one rank, for what it needs here."""
+
+    world_size = 1
+    device = torch.device("cpu")
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+class Reducing:
+    """A reduce-scatter that ends when the test says so."""
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self.end = callback
+
+
+def part_of(*, forward: float, backward: float, wire: float, buckets: int = 12) -> float:
+    """What is chosen where all buckets are ready one after the other, and gathers take as long as reduce-scatters."""
+    now = 0.0
+    pace = Pace(clock=lambda: now)
+    began = 0.0
+    for _ in range(SETTLE + MEASURE):
+        assert not pace.window_began()
+        pace.forward_ended()
+        wire_free_at, handles = began, []
+        for bucket in range(buckets):
+            now = began + backward * (bucket + 1) / buckets
+            handle = Reducing()
+            pace.bucket_started(handle)  # type: ignore[arg-type]
+            wire_free_at = max(now, wire_free_at) + wire / 2 / buckets
+            handles.append((wire_free_at, handle))
+        for moment, handle in handles:
+            now = moment
+            if hasattr(handle, "end"):
+                handle.end()
+        pace.stepped()
+        pace.waited(wire)
+        began = now = now + wire + forward
+    assert pace.window_began()
+    return pace.agree(Alone(), gathered=1.0)  # type: ignore[arg-type]
+
+
+def test_as_much_is_early_as_the_wire_has_time_for_and_the_forward_has_not() -> None:
+    # Of three seconds of wire, two halves of backward and forward: a third of the gathers does not fit behind forward.
+    assert part_of(forward=1, backward=2, wire=3) == pytest.approx(1 / 3, abs=0.06)
+    # All of them do.
+    assert part_of(forward=1, backward=2, wire=1.9) == 0
+    # Backward has no time left.
+    assert part_of(forward=1, backward=2, wire=12) == pytest.approx(0, abs=0.01)
+    # More would be needed than there is time for: half a second for gathers of 1.5.
+    assert part_of(forward=0.1, backward=2, wire=3) == pytest.approx(1 / 3, abs=0.06)
+
+
+def refuse_gradients_after_the_step() -> None:
+    rank = choose_communicator().rank
+    model = wrapped()
+    optimizer = optimizer_for("sharded", 1.0, model, {})
+    for step in range(3):
+        model(batch(rank, step, width=9)).square().mean().backward()
+        optimizer.step()
+        if step < 2:
+            optimizer.zero_grad()
+    with pytest.raises(MisuseError, match="zero_grad"):
+        model(batch(rank, 3, width=9)).square().mean().backward()
+
+
+@in_threads_and_processes
+def test_gradients_are_gone_after_an_early_step_too(ranks: Ranks) -> None:
+    """Though they are still there."""
+    ranks.run(refuse_gradients_after_the_step)
