@@ -168,6 +168,21 @@ def test_luck_does_not_last(lucky: int | None) -> None:
     assert sorted(tried[-2:]) == sorted({2, lucky or 4})
 
 
+@pytest.mark.parametrize("tapers", [True, False])
+def test_what_is_tried_ends_as_the_guess_does(tapers: bool) -> None:
+    """Where the wire works by itself the guess ends in small buckets; elsewhere they would only cost."""
+    wire, tuner, total = InProcessWorld(1).communicator(0), BucketTuner(), 8 * MIB
+    guess = BucketCaps.tapered(MIB, least=1) if tapers else BucketCaps.uniform(MIB)
+    caps, tried = guess, []
+    while not tuner.finished:
+        tuner._times = [1.0 / (1 + len(tried))] * WINDOWS
+        caps = tuner.propose(wire, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
+        tried.append(caps)
+    finer = [each for each in tried if each != guess and max(each.caps) < total]
+    assert finer
+    assert all(each.from_the_end == tapers and (each.cap(0) < each.cap(9)) == tapers for each in finer)
+
+
 # -- a parameter that is larger than a bucket -------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def auto_caps(cost: LinkCost, total_bytes: int) -> BucketCaps:
     best = cost.best_bucket_bytes(total_bytes)
     if not cost.overlaps:
         return BucketCaps.uniform(best)
-    return BucketCaps(caps=(max(best // 4, MIN_BUCKET_BYTES // 4), max(best // 2, 1), best), from_the_end=True)
+    return BucketCaps.tapered(best, least=MIN_BUCKET_BYTES // 4)
 
 
 def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:

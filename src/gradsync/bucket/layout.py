@@ -143,6 +143,11 @@ class BucketCaps:
         return cls(caps=(cap,))
 
     @classmethod
+    def tapered(cls, cap: int, *, least: int) -> "BucketCaps":
+        """Smaller at the end, where nothing hides them; unless that were less than ``least`` bytes."""
+        return cls(caps=(max(cap // 4, least), max(cap // 2, least), cap), from_the_end=True)
+
+    @classmethod
     def one_parameter_each(cls) -> "BucketCaps":
         return cls(caps=(0,))
 

@@ -148,13 +148,16 @@ class BucketTuner:
 
     def _next(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
         """Finer buckets than in all trials but the guess, if there are any that make other buckets than one tried."""
-        total = sum(sizes(self._trials[0].caps))
+        guess = self._trials[0].caps
+        total = sum(sizes(guess))
         tried = [sizes(trial.caps) for trial in self._trials]
-        finest = min((trial.caps.caps[0] for trial in self._trials[1:]), default=total + 1)
+        finest = min((max(trial.caps.caps) for trial in self._trials[1:]), default=total + 1)
         for part in PARTS:
             cap = total // part
             if SMALLEST_BUCKET <= cap < finest:
-                candidate = BucketCaps.uniform(cap)
+                # Where the wire works by itself, what counts at the end is the last bucket.
+                tapers = guess.from_the_end and part > 1
+                candidate = BucketCaps.tapered(cap, least=SMALLEST_BUCKET) if tapers else BucketCaps.uniform(cap)
                 if sizes(candidate) not in tried:
                     return candidate
         return None

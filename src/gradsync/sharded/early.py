@@ -14,14 +14,14 @@ A rank may be alone with that, so all agree on it, in one number a step. When th
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradsync.bucket import Bucket
 from gradsync.bucket.shared_gradient import SharedGradient
-from gradsync.communicator import Communicator, Handle
-from gradsync.sharded.gather import Gather
+from gradsync.communicator import Communicator, Handle, Together
 from gradsync.sharded.segments import Before, Segments
 from gradsync.sharded.share import Share
 
@@ -45,6 +45,8 @@ class _Update:
         own = slice(wire.rank * share.plan.share, (wire.rank + 1) * share.plan.share)
         self.own = self.gathered[own]
         self.views = share.bucket.views_of(self.gathered)
+        # Whoever waits for the first knows that the update is made, or never will be.
+        self.update: Handle | None = None
         self.handle: Handle | None = None
         self.is_made = False
         self.options: Options = []
@@ -92,6 +94,7 @@ class EarlyUpdates:
         # Of the running window: whether there are any, on all ranks alike; and whether they hold, here.
         self.are_asked_for = False
         self._hold = False
+        self._verdict: Verdict | None = None
         self.pause, self._steps_to_pause = PAUSE, 0
         # Steps that could take what was made, and those that could not.
         self.held = self.undone = 0
@@ -99,6 +102,7 @@ class EarlyUpdates:
     def plan(self, early: Sequence[int], segments: Segments) -> None:
         """From now on update the shares of these buckets early. On all ranks alike, between two windows."""
         self.forget()
+        # In this order on all ranks: memory of some wires is made by all together.
         self._updates = {index: _Update(segments.shares[index], segments, self._wire) for index in early}
 
     def forget(self) -> None:
@@ -106,16 +110,11 @@ class EarlyUpdates:
         self.withdraw()
         self._updates = {}
 
-    def gather_of(self, share: Share, waited: Callable[[float], None]) -> Gather:
-        """The gather of a share that was claimed."""
-        update = self._updates[share.plan.index]
-        assert update.handle is not None
-        return Gather(share.bucket, update.views, update.handle, waited)
-
     # -- in backward ---------------------------------------------------------------------------------------------
 
     def window_began(self) -> None:
         """Ranks have met before the first bucket."""
+        self._hear()
         self.withdraw()
         self.are_asked_for, self._hold = False, True
 
@@ -125,15 +124,15 @@ class EarlyUpdates:
         if update is None or self._steps_to_pause:
             return
         self.are_asked_for = True
-        update.handle = handle.then(lambda: self._make(update))
+        update.update = handle.then(partial(self._make, update))
+        # Whatever has happened here: the others gather.
+        update.handle = update.update.then(partial(self._wire.all_gather, update.gathered, update.own))
 
-    def _make(self, update: _Update) -> Handle:
+    def _make(self, update: _Update) -> None:
         with self._lock:
             if self._hold:
                 update.make(self._options())
         update.own.copy_(update.share.flat)
-        # Whatever has happened here: the others gather.
-        return self._wire.all_gather(update.gathered, update.own)
 
     def received(self) -> None:
         """Means are complete, and the user may change them."""
@@ -145,6 +144,9 @@ class EarlyUpdates:
     def claim(self) -> list[Share]:
         """The shares that were updated as this step would do it. Unless all hold, all are undone, and it is none."""
         options = self._options()
+        for update in self._updates.values() if self.are_asked_for else ():
+            assert update.update is not None
+            update.update.wait()
         made = [update for update in self._updates.values() if update.is_made]
         if not self._hold or not all(update.holds(options) for update in made):
             self.withdraw()
@@ -153,29 +155,31 @@ class EarlyUpdates:
             update.is_made = False
         return [update.share for update in made]
 
-    def agree(self, communicator: Communicator, claimed: Sequence[Share]) -> Callable[[], bool]:
-        """Whether the early gathers hold on all ranks. Collective; whoever calls what is returned learns it."""
-        failed = torch.tensor([float(not claimed)], device=communicator.device)
-        handle = communicator.all_reduce(failed, "max")
+    def agree(self, communicator: Communicator, *, hold: bool) -> "Verdict":
+        """Whether they hold on all ranks; if not, all gather them again. Collective."""
+        self._verdict = Verdict(communicator, list(self._updates.values()), hold=hold)
+        return self._verdict
 
-        def ask() -> bool:
-            handle.wait()
-            return self._hold_everywhere(bool(failed.item() == 0.0))
+    def is_early(self, share: Share) -> bool:
+        """Whether it was asked for in this window, on all ranks alike."""
+        return self.are_asked_for and share.plan.index in self._updates
 
-        return ask
+    def stepped(self) -> None:
+        """A step is over, on all ranks."""
+        if not self.are_asked_for:
+            self._steps_to_pause = max(0, self._steps_to_pause - 1)
+        self.are_asked_for = False
 
-    def _hold_everywhere(self, hold: bool) -> bool:
-        if hold:
+    def _hear(self) -> None:
+        """Before the next window all ranks know."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return
+        if verdict.holds():
             self.held += 1
         else:
             self._steps_to_pause = min(self.pause << self.undone, LONGEST_PAUSE)
             self.undone += 1
-        return hold
-
-    def stepped(self) -> None:
-        """A step is over, on all ranks."""
-        self.are_asked_for = False
-        self._steps_to_pause = max(0, self._steps_to_pause - 1)
 
     def withdraw(self) -> None:
         """What was made is not wanted. (The gathers that are under way are nobody's, and end by themselves.)"""
@@ -183,6 +187,39 @@ class EarlyUpdates:
             self._hold = False
             for update in self._updates.values():
                 update.undo()
+
+
+class Verdict:
+    """What ranks say of their early updates, and what follows from it: in the background, at the same place in the
+    order of collectives on all ranks, whatever each of them is doing."""
+
+    def __init__(self, communicator: Communicator, updates: Sequence[_Update], *, hold: bool) -> None:
+        self._communicator, self._updates = communicator, updates
+        self._failed = torch.tensor([float(not hold)], device=communicator.device)
+        self._handle = communicator.all_reduce(self._failed, "max").then(self._gather_again)
+
+    def _gather_again(self) -> Handle | None:
+        if self._failed.item() == 0.0:
+            return None
+        for update in self._updates:
+            update.share.put_down()
+        # What the next forward needs first was reduced last.
+        shares = sorted((update.share for update in self._updates), key=lambda share: -share.plan.index)
+        return Together([self._communicator.all_gather(share.gathered, share.gathered_own) for share in shares])
+
+    def holds(self) -> bool:
+        """Wait for it."""
+        self._handle.wait()
+        return bool(self._failed.item() == 0.0)
+
+    def arrive(self, share: Share) -> Sequence[torch.Tensor]:
+        """Wait for those of an early share: where they are."""
+        update = next(update for update in self._updates if update.share is share)
+        if not self.holds():
+            return share.gathered_views
+        assert update.handle is not None
+        update.handle.wait()
+        return update.views
 
 
 def _versions(bucket: Bucket) -> tuple[int, int]:

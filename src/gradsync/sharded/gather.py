@@ -19,7 +19,6 @@ from torch import nn
 
 from gradsync.bucket import Bucket
 from gradsync.bucket.without_values import WITHOUT_VALUES
-from gradsync.communicator import Handle
 
 __all__ = ["AwaitedParameter", "Gather", "await_before_forward"]
 
@@ -62,13 +61,13 @@ class AwaitedParameter(nn.Parameter):
 
 
 class Gather:
-    """The new parameters of one bucket, which are gathered into ``views``. ``waited`` is told how long they took."""
+    """The new parameters of one bucket. ``arrive`` waits for them and says where they are; ``waited`` is told how long
+    that took."""
 
     def __init__(
-        self, bucket: Bucket, views: Sequence[torch.Tensor], handle: Handle, waited: Callable[[float], None]
+        self, bucket: Bucket, arrive: Callable[[], Sequence[torch.Tensor]], waited: Callable[[float], None]
     ) -> None:
-        self._bucket, self._views, self._handle = bucket, views, handle
-        self._waited = waited
+        self._bucket, self._arrive, self._waited = bucket, arrive, waited
         self._lock = threading.Lock()
         self._is_finished = False
         for parameter in bucket.parameters:
@@ -81,11 +80,11 @@ class Gather:
             if self._is_finished:
                 return
             began = time.perf_counter()
-            self._handle.wait()
+            views = self._arrive()
             self._waited(time.perf_counter() - began)
             # Whoever reads a parameter may be in inference mode, or recording gradients; this is neither's business.
             with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                torch._foreach_copy_(list(self._bucket.parameters), list(self._views))
+                torch._foreach_copy_(list(self._bucket.parameters), list(views))
             for parameter in self._bucket.parameters:
                 parameter.__class__ = nn.Parameter
                 del parameter._gather  # type: ignore[attr-defined]

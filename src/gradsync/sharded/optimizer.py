@@ -16,6 +16,7 @@ longer stands between backward and step, the optimizer's work is divided by the 
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, Self, overload
 
 import torch
@@ -31,7 +32,7 @@ from gradsync.reduction.scattered import Follower
 from gradsync.sharded.early import EarlyUpdates
 from gradsync.sharded.element_wise import require_element_wise
 from gradsync.sharded.gather import Gather, await_before_forward
-from gradsync.sharded.pace import Pace, spread
+from gradsync.sharded.pace import Pace, plan_early
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
 from gradsync.sharded.segments import ParameterState, Segments
 from gradsync.sharded.share import Part, Share, is_narrow
@@ -229,11 +230,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _plan_early(self, segments: Segments) -> None:
         sizes = [share.gathered.nbytes for share in segments.shares]
         reduced = sum(share.flat.nbytes for share in segments.shares) * self._wire.world_size
-        part = self._pace.agree(self._synchronizer.engine.communicator, gathered=sum(sizes) / max(reduced, 1))
-        self._early.plan(spread(part, sizes), segments)
+        times = self._pace.agree(self._synchronizer.engine.communicator)
+        self._early.plan(plan_early(times, sizes, gathered=sum(sizes) / max(reduced, 1)), segments)
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._pace.bucket_started(handle)
+        self._pace.bucket_started()
         self._early.bucket_started(bucket, handle)
 
     def window_ended(self, *, well: bool) -> None:
@@ -284,28 +285,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_inside(self, segments: Segments, options: Sequence[dict[str, Any]]) -> None:
-        """Update this rank's shares, and have all ranks gather them."""
-        communicator = self._synchronizer.engine.communicator
+        """Update this rank's shares, and have all ranks gather them: first those that the next forward needs first."""
         claimed = self._early.claim()
         self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
+        # The bucket that started last holds what is needed first. It is on its way while the others are updated.
+        by_need = segments.shares[::-1]
+        for shares in by_need[:1], by_need[1:]:
+            self._update([share for share in shares if share not in claimed], segments, options)
+            self._send(shares, hold=bool(claimed))
+        self._early.stepped()
+        self._pace.stepped()
+
+    def _update(self, shares: Sequence[Share], segments: Segments, options: Sequence[dict[str, Any]]) -> None:
         try:
-            segments.step(options, [share for share in segments.shares if share not in claimed])
+            segments.step(options, shares)
         except BaseException as error:
             # The others have updated their shares, and wait for this one.
             self._wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
             raise
-        holds = not self._early.are_asked_for or self._early.agree(communicator, claimed)()
-        # The bucket that started last holds what the next forward needs first.
-        for share in reversed(segments.shares):
-            if holds and share in claimed:
-                self._gathers.append(self._early.gather_of(share, self._pace.waited))
-                continue
-            share.put_down()
-            # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
-            handle = communicator.all_gather(share.gathered, share.gathered_own)
-            self._gathers.append(Gather(share.bucket, share.gathered_views, handle, self._pace.waited))
-        self._early.stepped()
-        self._pace.stepped()
+
+    def _send(self, shares: Sequence[Share], *, hold: bool) -> None:
+        """Have all ranks gather them, in this order."""
+        communicator, verdict = self._synchronizer.engine.communicator, None
+        for share in shares:
+            if self._early.is_early(share):
+                # Not before it is needed: on the way it is as late as any other.
+                verdict = verdict or self._early.agree(communicator, hold=hold)
+                arrive = partial(verdict.arrive, share)
+            else:
+                arrive = partial(_arrive, share, self._gather(share, communicator))
+            self._gathers.append(Gather(share.bucket, arrive, self._pace.waited))
+
+    def _gather(self, share: Share, communicator: Communicator) -> Handle:
+        share.put_down()
+        # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
+        handle = communicator.all_gather(share.gathered, share.gathered_own)
+        self._pace.gather_started(handle)
+        return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -436,6 +452,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._segments is not None:
             self._segments.cut(states)
         self._consolidated = None
+
+
+def _arrive(share: Share, handle: Handle) -> Sequence[torch.Tensor]:
+    handle.wait()
+    return share.gathered_views
 
 
 def _part_of(whole: ParameterState, part: Part) -> ParameterState:

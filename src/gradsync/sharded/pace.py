@@ -1,11 +1,12 @@
 """How long the wire has time in backward, and which shares are to be gathered then.
 
-With gathers of G seconds and a forward of F, a layer at the fraction x of the forward needs the gathers of all layers
-up to it, x G, after x F. Where G is longer, the forward waits. The wire may have time in backward to do some of them
-before: of layers that are spread evenly over the model, since what is reduced last is needed first. ::
+Reduce-scatters are paced by backward; gathers have the next forward to hide behind, in the order in which it needs
+them. With gathers of G seconds and a forward of F, a layer at the fraction x of the forward needs the gathers of all
+layers up to it, x G, after x F. Where G is longer, the forward waits. The wire may have time in backward to do some of
+them before: of layers that are spread evenly over the model, since what is reduced last is needed first. ::
 
-    backward   ─── reduce-scatters ───────────────▶│ forward
-    wire       2  1  0 [0]  5  4  3 [3]  8  7  6 [6]│ 8 7 5 4 2 1        [n]: an early gather
+    backward   ─── reduce-scatters ───────────────────▶│ forward
+    wire       0  1  2 [2]  3  4  5 [5]  6  7  8 ...  11│ 11 10 9 8 7 6 4 3 1 0        [n]: an early gather
 
 It is measured in a few windows without early gathers, and the same on all ranks: they take the mean.
 """
@@ -14,15 +15,28 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from gradsync.communicator import Communicator, Handle
 
-__all__ = ["Pace", "spread"]
+__all__ = ["Pace", "Times", "plan_early"]
 
 # Windows that are not measured after buckets were laid out, and those that are.
 SETTLE, MEASURE = 2, 5
+# Of the time that is left between reduce-scatters: they must not be late, and the last ones not at all.
+CAUTION = 0.75
+LAST_PART = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """In seconds: a forward; from the first reduce-scatter to the last; all gathers, one behind the other."""
+
+    forward: float
+    backward: float
+    gathers: float
 
 
 class Pace:
@@ -36,18 +50,23 @@ class Pace:
         """Measure anew: buckets are others."""
         self._windows = 0
         self._forwards: list[float] = []
-        self._free: list[float] = []
-        self._reducing: list[float] = []
+        self._backwards: list[float] = []
+        self._gathers: list[float] = []
         self._stepped_at: float | None = None
         self._waited = 0.0
         self._starts: list[float] = []
-        self._ends: list[float] = []
+        self._gathered = _Span()
 
     @property
     def is_measuring(self) -> bool:
         return SETTLE < self._windows <= SETTLE + MEASURE
 
     # -- what happens ----------------------------------------------------------------------------------------------
+
+    def gather_started(self, handle: Handle) -> None:
+        """New parameters are on their way, behind those before."""
+        if self.is_measuring:
+            self._gathered.add(handle, self._clock)
 
     def stepped(self) -> None:
         """A step has ended."""
@@ -65,51 +84,67 @@ class Pace:
 
     def window_began(self) -> bool:
         """Ranks have met before the first bucket: True if it is time to :meth:`agree`. On all ranks alike."""
-        self._end_window()
+        if self._starts:
+            self._backwards.append(self._starts[-1] - self._starts[0])
+        if self._gathered.seconds is not None:
+            self._gathers.append(self._gathered.seconds)
+        self._starts, self._gathered = [], _Span()
         self._windows += 1
         return self._windows == SETTLE + MEASURE + 1
 
-    def bucket_started(self, handle: Handle) -> None:
-        """A reduce-scatter has started."""
+    def bucket_started(self) -> None:
+        """A reduce-scatter has started; the last of them when backward has ended."""
         if self.is_measuring:
             self._starts.append(self._clock())
-            ends = self._ends
-            handle.when_done(lambda: ends.append(self._clock()))
 
-    def _end_window(self) -> None:
-        starts, ends = self._starts, self._ends
-        self._starts, self._ends = [], []
-        if starts and len(starts) == len(ends):
-            # The wire does one after the other.
-            spans = [
-                (max(start, before), end) for start, before, end in zip(starts, [starts[0], *ends], ends, strict=False)
-            ]
-            busy = sum(max(0.0, min(end, starts[-1]) - begin) for begin, end in spans)
-            self._free.append(max(0.0, starts[-1] - starts[0] - busy))
-            self._reducing.append(sum(end - begin for begin, end in spans))
-
-    # -- what follows ----------------------------------------------------------------------------------------------
-
-    def agree(self, communicator: Communicator, *, gathered: float) -> float:
-        """The part of the gathers that should come early, in bytes. Collective.
-
-        ``gathered`` is what gathers send, against reduce-scatters.
-        """
-        mine = [statistics.median(each) if each else 0.0 for each in (self._forwards, self._free, self._reducing)]
-        means = torch.tensor([*mine], dtype=torch.float64, device=communicator.device)
+    def agree(self, communicator: Communicator) -> Times:
+        """What was measured, the same on all ranks. Collective."""
+        mine = [statistics.median(each) if each else 0.0 for each in (self._forwards, self._backwards, self._gathers)]
+        means = torch.tensor(mine, dtype=torch.float64, device=communicator.device)
         communicator.all_reduce(means).wait()
-        forward, free, reducing = (means / communicator.world_size).tolist()
-        gathers = reducing * gathered
-        if gathers <= forward:
-            # They are hidden as it is.
-            return 0.0
-        return float(min(free / gathers, 1 - forward / gathers))
+        forward, backward, gathers = (means / communicator.world_size).tolist()
+        return Times(forward=forward, backward=backward, gathers=gathers)
 
 
-def spread(part: float, sizes: Sequence[int]) -> list[int]:
-    """Places of as much as ``part`` of all ``sizes``, evenly spread. Never the last, which is needed first."""
+class _Span:
+    """From the start of the first to the end of the last of several collectives."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._ended = 0.0
+        self._left = 0
+
+    def add(self, handle: Handle, clock: Callable[[], float]) -> None:
+        self._began = clock() if self._began is None else self._began
+        self._left += 1
+        handle.when_done(lambda: self._end(clock()))
+
+    def _end(self, now: float) -> None:
+        self._ended, self._left = max(self._ended, now), self._left - 1
+
+    @property
+    def seconds(self) -> float | None:
+        """If all have ended."""
+        return None if self._began is None or self._left else self._ended - self._began
+
+
+def plan_early(times: Times, sizes: Sequence[int], *, gathered: float) -> list[int]:
+    """Which of the buckets, with gathers of these ``sizes``, come early. ``gathered`` is what gathers send, against
+    reduce-scatters."""
+    if times.gathers <= times.forward:
+        # They are hidden as it is.
+        return []
+    # Reduce-scatters come with gaps, and each may be faster than all would be, by what queues on the way hold. Gathers
+    # follow each other without a gap, so they tell how long both take.
+    reducing = times.gathers / gathered * sum(sizes[:-1]) / sum(sizes)
+    part = min(CAUTION * (times.backward - reducing), times.gathers - times.forward) / times.gathers
+    return _spread(part, sizes[: int(len(sizes) * (1 - LAST_PART))])
+
+
+def _spread(part: float, sizes: Sequence[int]) -> list[int]:
+    """Places of as much as ``part`` of all ``sizes``, evenly spread."""
     chosen, done = [], 0.0
-    for place, before in enumerate(itertools.accumulate(sizes[:-1])):
+    for place, before in enumerate(itertools.accumulate(sizes)):
         if done + sizes[place] <= part * before:
             chosen.append(place)
             done += sizes[place]
