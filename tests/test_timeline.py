@@ -12,7 +12,8 @@ from torch import nn
 from gradsync import DistributedDataParallel, Timeline
 from gradsync.bucket.requests import Requests
 from gradsync.communicator import InProcessWorld, choose_communicator
-from gradsync.timeline import BucketTimes, StepTimes, render
+from gradsync.sharded import ShardedOptimizer
+from gradsync.timeline import BucketTimes, GatherTimes, StepTimes, render
 from tests.ranks import RankPool, Ranks, pool_of
 
 LAYERS, WIDTH = 4, 16
@@ -272,3 +273,40 @@ def test_the_text_of_a_step_draws_waiting_the_wire_and_the_end_of_backward() -> 
 def test_nothing_overlaps_in_a_step_whose_buckets_start_at_its_end() -> None:
     step = StepTimes(buckets=[BucketTimes(index=0, nbytes=1, start=0.5, finish=0.6)], backward_end=0.5, finished=0.6)
     assert not step.overlaps
+
+
+# -- the gathers of a sharded optimizer -------------------------------------------------------------------------------
+
+
+def watch_gathers() -> tuple[list[StepTimes], str]:
+    timeline = Timeline()
+    wrapper = DistributedDataParallel(Slow(), bucket_cap_mb=CAP, observer=timeline, find_unused_parameters=True)
+    optimizer = ShardedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    for _ in range(4):
+        wrapper(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return timeline.steps, str(timeline)
+
+
+def test_gathers_are_shown_before_the_backward_that_they_end_before(pair: RankPool) -> None:
+    for steps, picture in pair.run(watch_gathers):
+        assert steps[0].gathers == []
+        for step in steps[1:]:
+            # What the forward needs first goes first.
+            assert [gather.index for gather in step.gathers] == [times.index for times in reversed(step.buckets)]
+            assert all(gather.end is not None and gather.start < gather.end < 0 for gather in step.gathers)
+        assert "▒" in picture
+        assert "gathers begin" in picture
+
+
+def test_text_of_a_step_with_gathers() -> None:
+    step = StepTimes(
+        buckets=[BucketTimes(index=0, nbytes=2**20, ready=0.001, start=0.002, reduced=0.003, finish=0.004)],
+        gathers=[GatherTimes(index=0, nbytes=2**20, start=-0.004, end=-0.002)],
+        backward_end=0.003,
+        finished=0.004,
+    )
+    first, row = render(step, width=8).splitlines()
+    assert first == "gathers begin 4.00 ms before backward; it ends at 3.00 ms, synchronized at 4.00 ms"
+    assert row == "bucket   0     1.00 MiB ▒▒▒ [·██"

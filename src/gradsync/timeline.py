@@ -11,7 +11,7 @@ import torch
 from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Handle
 
-__all__ = ["BucketTimes", "StepTimes", "Timeline"]
+__all__ = ["BucketTimes", "GatherTimes", "StepTimes", "Timeline"]
 
 
 # What, of which bucket (index and bytes: a recorded step must not keep gradients alive), when.
@@ -34,10 +34,22 @@ class BucketTimes:
 
 
 @dataclass(kw_only=True)
+class GatherTimes:
+    """New parameters of one bucket on their way, in seconds since the backward began: before zero behind the forward,
+    after it early ones. ``end`` is None as long as they have not arrived."""
+
+    index: int
+    nbytes: int
+    start: float
+    end: float | None = None
+
+
+@dataclass(kw_only=True)
 class StepTimes:
-    """One synchronized backward."""
+    """One synchronized backward, and the gathers since the one before, of a sharded optimizer."""
 
     buckets: list[BucketTimes] = field(default_factory=list)
+    gathers: list[GatherTimes] = field(default_factory=list)
     backward_end: float = 0.0
     finished: float = 0.0
 
@@ -63,7 +75,9 @@ class Timeline:
         self._keep = keep
         self._lock = threading.Lock()
         self._marks: Marks = []
-        self._recorded: list[Marks] = []
+        # Of gathers since the last synchronization: what comes in pairs, a start and an end.
+        self._gathers: list[Marks] = []
+        self._recorded: list[tuple[Marks, list[Marks]]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, as that of a wrapper takes along, begins with nothing recorded."""
@@ -72,17 +86,17 @@ class Timeline:
     @property
     def steps(self) -> list[StepTimes]:
         """The recorded steps, oldest first."""
-        return [_read(marks) for marks in self._recorded]
+        return [_read(*marks) for marks in self._recorded]
 
     @property
     def last(self) -> StepTimes | None:
         """The step that was recorded last."""
-        return _read(self._recorded[-1]) if self._recorded else None
+        return _read(*self._recorded[-1]) if self._recorded else None
 
     def take(self) -> list[StepTimes]:
         """:attr:`steps`, which are forgotten."""
         recorded, self._recorded = self._recorded, []
-        return [_read(marks) for marks in recorded]
+        return [_read(*marks) for marks in recorded]
 
     def backward_began(self, *, synchronizes: bool) -> None:
         self._marks = []
@@ -105,9 +119,15 @@ class Timeline:
 
     def synchronization_finished(self) -> None:
         self._mark("synchronized", None)
-        self._recorded.append(self._marks)
+        self._recorded.append((self._marks, self._gathers))
         del self._recorded[: -self._keep]
-        self._marks = []
+        self._marks, self._gathers = [], []
+
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        marks: Marks = []
+        self._mark("gather", bucket, marks)
+        self._gathers.append(marks)
+        handle.when_done(lambda: self._mark("gathered", bucket, marks))
 
     def _mark(self, what: str, bucket: Bucket | None, marks: Marks | None = None) -> None:
         with self._lock:
@@ -135,7 +155,7 @@ def _since(mark: Any, origin: Any) -> float:
     return seconds
 
 
-def _read(marks: Marks) -> StepTimes:
+def _read(marks: Marks, gathers: list[Marks]) -> StepTimes:
     step = StepTimes()
     by_bucket: dict[tuple[int, int], dict[str, float]] = {}
     origin = marks[0][2]
@@ -150,27 +170,41 @@ def _read(marks: Marks) -> StepTimes:
     step.buckets = [
         BucketTimes(index=index, nbytes=nbytes, **by_bucket[index, nbytes]) for index, nbytes in sorted(by_bucket)
     ]
+    for started, *ended in gathers:
+        assert started[1] is not None
+        gather = GatherTimes(index=started[1][0], nbytes=started[1][1], start=_since(started[2], origin))
+        gather.end = _since(ended[0][2], origin) if ended else None
+        step.gathers.append(gather)
     return step
 
 
 def render(step: StepTimes, *, width: int = 60) -> str:
-    """The step as text: ``·`` waiting for its turn, ``█`` under way, ``|`` the end of backward."""
-    total = max(step.finished, 1e-9)
+    """The step as text: ``·`` waiting for its turn, ``█`` under way, ``|`` the end of backward; and new parameters on
+    their way, ``▒``, before backward began and after."""
+    first = min([0.0, *(gather.start for gather in step.gathers)])
+    total = max(step.finished - first, 1e-9)
 
     def column(seconds: float) -> int:
-        return min(int(seconds / total * width), width - 1)
+        return min(int((seconds - first) / total * width), width - 1)
+
+    def fill(row: list[str], since: float | None, until: float | None, sign: str) -> None:
+        if since is not None and until is not None:
+            row[column(since) : column(until) + 1] = sign * (column(until) + 1 - column(since))
 
     lines = [f"backward ends at {step.backward_end * 1e3:.2f} ms, synchronized at {step.finished * 1e3:.2f} ms"]
+    if first < 0:
+        lines[0] = f"gathers begin {-first * 1e3:.2f} ms before backward; it {lines[0].removeprefix('backward ')}"
     end = column(step.backward_end)
     for times in step.buckets:
         row = [" "] * width
         if times.ready is not None and times.start is not None:
             row[column(times.ready) : column(times.start)] = "·" * (column(times.start) - column(times.ready))
-        done = times.finish if times.reduced is None else times.reduced
-        if times.start is not None and done is not None:
-            first, last = column(times.start), column(done)
-            row[first : last + 1] = "█" * (last + 1 - first)
-        if row[end] == " ":
-            row[end] = "|"
+        for gather in step.gathers:
+            if gather.index == times.index:
+                fill(row, gather.start, gather.end, "▒")
+        fill(row, times.start, times.finish if times.reduced is None else times.reduced, "█")
+        for place, sign in ((column(0.0), "["), (end, "|")) if first < 0 else ((end, "|"),):
+            if row[place] == " ":
+                row[place] = sign
         lines.append(f"bucket {times.index:3d} {times.nbytes / 2**20:8.2f} MiB {''.join(row).rstrip()}")
     return "\n".join(lines)

@@ -65,13 +65,15 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One row of a timeline: waits from ``ready`` on, is under way from ``start`` to ``finish``."""
+    """One row of a timeline: waits from ``ready`` on, is under way from ``start`` to ``finish``. In ``gathers`` new
+    parameters are: when each began and ended, and a hint."""
 
     name: str
     ready: float
     start: float
     finish: float
     hint: str = ""
+    gathers: tuple[tuple[float, float, str], ...] = ()
 
 
 def _plain(axes: "Axes", grid: Literal["x", "y"]) -> None:
@@ -298,10 +300,11 @@ def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, floa
     """One row a bucket: a thin line while it waits, a bar while it is on the wire, cut where backward ends."""
     from matplotlib.ticker import MaxNLocator
 
+    gathers = [(row, *gather) for row, bar in enumerate(bars, start=1) for gather in bar.gathers]
     last = max([backward[1], *(bar.finish for bar in bars)]) or 1.0
     factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if last * f >= 2 or u == "µs")
     begin, end = (moment * factor for moment in backward)
-    low = min([begin, *(bar.ready * factor for bar in bars)])
+    low = min([begin, *(bar.ready * factor for bar in bars), *(since * factor for _, since, _, _ in gathers)])
 
     def draw(row: int, since: float, until: float, height: float, colour: str, hint: str) -> None:
         if until > since:
@@ -311,6 +314,8 @@ def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, floa
 
     waiting, hidden, exposed = colour("grey"), colour("green"), PARTS["synchronization"]
     names = {"backward": PARTS["backward"], "ready, waits": waiting, "on the wire behind backward": hidden}
+    if gathers:
+        names["new parameters"] = PARTS["update"]
     for name, shade in {**names, "exposed": exposed}.items():
         axes.barh(0, 0, color=shade, label=name)
     draw(0, begin, end, 0.86, PARTS["backward"], "backward computes")
@@ -320,6 +325,8 @@ def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, floa
         draw(row, start, min(finish, end), 0.76, hidden, bar.hint)
         draw(row, max(start, end), finish, 0.76, exposed, bar.hint)
         axes.plot([ready] * 2, [row - 0.38, row + 0.38], color=SOFT, linewidth=1.2)
+    for row, since, until, hint in gathers:
+        draw(row, since * factor, until * factor, 0.4, PARTS["update"], hint)
     axes.axvline(end, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     side: Any = "right" if end - low > (last * factor - low) / 4 else "left"
     axes.text(end, 1.01, "end of backward", transform=axes.get_xaxis_transform(), va="bottom", ha=side)

@@ -1,12 +1,13 @@
 """What the engine tells whoever watches it. The engine calls an observer; it never imports one."""
 
 import logging
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Handle
 
-__all__ = ["Observer", "Observers"]
+__all__ = ["GatherObserver", "Observer", "Observers"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -31,6 +32,14 @@ class Observer(Protocol):
 
     def synchronization_finished(self) -> None:
         """All gradients are means."""
+
+
+@runtime_checkable
+class GatherObserver(Protocol):
+    """An observer that is told of the gathers of a sharded optimizer, too. They come between two backwards, mostly."""
+
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        """New parameters of the bucket are on their way to all ranks."""
 
 
 class Observers:
@@ -63,8 +72,12 @@ class Observers:
     def synchronization_finished(self) -> None:
         self._tell("synchronization_finished")
 
-    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
-        for observer in self._observers:
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        told = [observer for observer in self._observers if isinstance(observer, GatherObserver)]
+        self._tell("gather_started", bucket, handle, to=told)
+
+    def _tell(self, event: str, *args: Any, to: Sequence[Any] | None = None, **kwargs: Any) -> None:
+        for observer in self._observers if to is None else to:
             try:
                 getattr(observer, event)(*args, **kwargs)
             except Exception:

@@ -108,6 +108,10 @@ def _buckets(step: StepTimes) -> dict[str, Any]:
             }
             for times in step.buckets
         ],
+        "gathers": [
+            {"bucket": gather.index, "start": gather.start, "finish": gather.end, "bytes": gather.nbytes}
+            for gather in step.gathers
+        ],
     }
 
 

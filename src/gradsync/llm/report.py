@@ -324,8 +324,19 @@ def _bars(record: Mapping[str, Any]) -> list[Bar]:
         ready = start if bucket.get("ready") is None else min(bucket["ready"], start)
         name = f"{bucket['bucket']} · {size(bucket.get('bytes') or 0)}"
         hint = f"bucket {name}: ready at {duration(ready)}, on the wire from {duration(start)} to "
-        bars.append(Bar(name=name, ready=ready, start=start, finish=finish, hint=hint + duration(finish)))
+        gathers = tuple(_gathers(record, bucket["bucket"]))
+        hint += duration(finish)
+        bars.append(Bar(name=name, ready=ready, start=start, finish=finish, hint=hint, gathers=gathers))
     return sorted(bars, key=lambda bar: bar.start)
+
+
+def _gathers(record: Mapping[str, Any], bucket: int) -> Iterator[tuple[float, float, str]]:
+    """When new parameters of the bucket were on their way, of a sharded optimizer."""
+    for gather in record.get("gathers", ()):
+        start, finish = gather.get("start"), gather.get("finish")
+        if gather["bucket"] == bucket and start is not None and finish is not None and finish > start:
+            behind = "behind the forward" if start < 0 else "early, behind backward"
+            yield start, finish, f"bucket {bucket}: new parameters took {duration(finish - start)}, {behind}"
 
 
 def _covered(bars: Sequence[Bar], until: float) -> float:

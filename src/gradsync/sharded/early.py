@@ -85,10 +85,13 @@ class _Update:
 
 
 class EarlyUpdates:
-    """The early updates of one optimizer. ``options`` returns what the parameter groups say at the moment."""
+    """The early updates of one optimizer. ``options`` returns what the parameter groups say at the moment; ``started``
+    is told of gathers."""
 
-    def __init__(self, wire: Communicator, options: Callable[[], Options]) -> None:
-        self._wire, self._options = wire, options
+    def __init__(
+        self, wire: Communicator, options: Callable[[], Options], started: Callable[[Bucket, Handle], None]
+    ) -> None:
+        self._wire, self._options, self._started = wire, options, started
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}
         # Of the running window: whether there are any, on all ranks alike; and whether they hold, here.
@@ -125,14 +128,19 @@ class EarlyUpdates:
             return
         self.are_asked_for = True
         update.update = handle.then(partial(self._make, update))
-        # Whatever has happened here: the others gather.
-        update.handle = update.update.then(partial(self._wire.all_gather, update.gathered, update.own))
+        update.handle = update.update.then(partial(self._gather, update))
 
     def _make(self, update: _Update) -> None:
         with self._lock:
             if self._hold:
                 update.make(self._options())
         update.own.copy_(update.share.flat)
+
+    def _gather(self, update: _Update) -> Handle:
+        """Whatever has happened here: the others do."""
+        handle = self._wire.all_gather(update.gathered, update.own)
+        self._started(update.share.bucket, handle)
+        return handle
 
     def received(self) -> None:
         """Means are complete, and the user may change them."""

@@ -138,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         communicator = synchronizer.engine.communicator
         self._wire = scattering_over(communicator, synchronizer.parameters[0].device)
         narrow = any(is_narrow(p, bucket) for bucket in synchronizer.buckets for p in bucket.parameters)
-        self._early = EarlyUpdates(self._wire, self._all_options)
+        self._early = EarlyUpdates(self._wire, self._all_options, self._tell)
         # Alone there is nobody to share with: all is outside, and updated where it lies, if that is precise enough.
         self.lives_in_buckets = communicator.world_size > 1 or narrow
         self._reduction_before = synchronizer.reduction
@@ -321,7 +321,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
         handle = communicator.all_gather(share.gathered, share.gathered_own)
         self._pace.gather_started(handle)
+        self._tell(share.bucket, handle)
         return handle
+
+    def _tell(self, bucket: Bucket, handle: Handle) -> None:
+        """Whoever watches the engine."""
+        observer = self._synchronizer.engine.observer
+        if observer is not None:
+            observer.gather_started(bucket, handle)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
