@@ -80,7 +80,7 @@ def optimizer_for(
 ) -> Any:
     optimizer = make(kind, settings.pop("optimizer", torch.optim.AdamW), model, groups_of(model), lr=1e-2, **settings)
     if kind == "sharded":
-        optimizer._pace, optimizer._early.pause = AtOnce(part), pause
+        optimizer._journey.pace, optimizer._journey.early.pause = AtOnce(part), pause
     return optimizer
 
 
@@ -109,7 +109,7 @@ def train(
         schedule.step()
         optimizer.zero_grad()
     parameters = parameters_of(model)
-    told = optimizer._early if kind == "sharded" else None
+    told = optimizer._journey.early if kind == "sharded" else None
     return parameters, getattr(told, "held", 0), getattr(told, "undone", 0)
 
 

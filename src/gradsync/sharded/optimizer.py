@@ -6,7 +6,7 @@ forward.
     backward          every bucket is reduce-scattered                       reduction/scattered.py
     step()            this rank's share of each is updated                   sharded/share.py
                       new parameters are gathered, first those that the
-                      next forward needs first                               sharded/gather.py
+                      next forward needs first                               sharded/journey.py, sharded/gather.py
     the next forward  a layer waits for its own parameters, if they are
                       not there yet
 
@@ -16,23 +16,19 @@ longer stands between backward and step, the optimizer's work is divided by the 
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol, Self, overload
 
 import torch
 from torch import nn
 
 from gradsync.bucket import Bucket
-from gradsync.communicator import Communicator, Handle, scattering_over
 from gradsync.engine.phase import Phase
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
-from gradsync.reduction.scattered import Follower
-from gradsync.sharded.early import EarlyUpdates
 from gradsync.sharded.element_wise import require_element_wise
-from gradsync.sharded.gather import Gather, await_before_forward
-from gradsync.sharded.pace import Pace, plan_early
+from gradsync.sharded.gather import await_before_forward
+from gradsync.sharded.journey import Journey
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
 from gradsync.sharded.segments import ParameterState, Segments
 from gradsync.sharded.share import Part, Share, is_narrow
@@ -81,9 +77,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": list(group["params"])} for group in self._outside.param_groups]
         super().__init__(groups, self._outside.defaults)
         self._check_parameters(self.param_groups)
-        self._segments: Segments | None = None
-        self._gathers: list[Gather] = []
-        self._pace = Pace()
         self._steps = 0
         # The state in the form of a plain optimizer's, and when it was brought together.
         self._consolidated: dict[int, dict[str, Any]] | None = None
@@ -136,9 +129,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "pass them as params; or close() the other one"
             )
         communicator = synchronizer.engine.communicator
-        self._wire = scattering_over(communicator, synchronizer.parameters[0].device)
+        self._journey = Journey(synchronizer, self._all_options)
         narrow = any(is_narrow(p, bucket) for bucket in synchronizer.buckets for p in bucket.parameters)
-        self._early = EarlyUpdates(self._wire, self._all_options, self._tell)
         # Alone there is nobody to share with: all is outside, and updated where it lies, if that is precise enough.
         self.lives_in_buckets = communicator.world_size > 1 or narrow
         self._reduction_before = synchronizer.reduction
@@ -146,26 +138,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.lives_in_buckets:
             return
         try:
-            synchronizer.reduce_with(_scattered(synchronizer.reduction, self._wire, self))
+            synchronizer.reduce_with(_scattered(synchronizer.reduction, self._journey))
         except BaseException:
             synchronizer.engine.sharing.tenant = None
             raise
 
     def received(self) -> None:
         """The means are there: :class:`~gradsync.engine.sharing.Tenant`."""
-        self._early.received()
+        self._journey.early.received()
 
     def leave(self) -> None:
         """The buckets are wanted for gradients: :class:`~gradsync.engine.sharing.Tenant`."""
-        self._early.withdraw()
-        self.flush()
-        self._pace.forward_ended()
+        self._journey.settle()
+        self._journey.pace.forward_ended()
 
     def move_out(self) -> None:
         """Buckets are about to go: :class:`~gradsync.engine.sharing.Tenant`."""
-        self._early.forget()
-        if self._segments is not None:
-            self._segments.let_go()
+        self._journey.let_go()
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were laid out anew: the state follows its parameters. Collective."""
@@ -183,15 +172,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._rest(index, state)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
-        self._segments = Segments(shares, group_of, self._make, states)
+        self._journey.take(Segments(shares, group_of, self._make, states))
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
-        self._pace.restart()
 
     def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
         """The state of every parameter that has any. Collective."""
         synchronizer = self._synchronizer
-        if self._segments is not None:
-            yield from gather_states(self._segments, synchronizer.engine.communicator)
+        if self._journey.segments is not None:
+            yield from gather_states(self._journey.segments, synchronizer.engine.communicator)
         for index, parameter in enumerate(synchronizer.parameters):
             if self._outside.state.get(parameter):
                 yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
@@ -220,33 +208,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _group_options(self, number: int) -> dict[str, Any]:
         return {key: value for key, value in self.param_groups[number].items() if key != "params"}
 
-    # -- as the follower of reduce-scatters: see :class:`~gradsync.reduction.scattered.Follower` ----------------------
-
-    def window_began(self) -> None:
-        if self._segments is not None and self._gathers_early and self._pace.window_began():
-            self._plan_early(self._segments)
-        self._early.window_began()
-
-    def _plan_early(self, segments: Segments) -> None:
-        sizes = [share.gathered.nbytes for share in segments.shares]
-        reduced = sum(share.flat.nbytes for share in segments.shares) * self._wire.world_size
-        times = self._pace.agree(self._synchronizer.engine.communicator)
-        self._early.plan(plan_early(times, sizes, gathered=sum(sizes) / max(reduced, 1)), segments)
-
-    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._pace.bucket_started()
-        self._early.bucket_started(bucket, handle)
-
-    def window_ended(self, *, well: bool) -> None:
-        if not well:
-            self._early.withdraw()
-
-    @property
-    def _gathers_early(self) -> bool:
-        """On an accelerator the host does not know in time whether what was made early holds."""
-        tuner = self._synchronizer.engine.options.tuner
-        return self._wire.device.type == "cpu" and (tuner is None or tuner.finished)
-
     # -- the step --------------------------------------------------------------------------------------------------
 
     @overload
@@ -268,67 +229,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the engine that this optimizer shares out was detached from the model, or the model was given another "
                 "process group. Make the optimizer anew, and load the state of this one"
             )
-        if self._synchronizer.engine.switches.steps_locally and self._segments is not None:
+        if self._synchronizer.engine.switches.steps_locally and self._journey.segments is not None:
             raise MisuseError(
                 "a sharded optimizer cannot take local steps: every rank has the state of its own share only. Use a "
                 "plain optimizer for them"
             )
         self.flush()
-        options = self._all_options()
-        self._step_outside(options)
-        if self._segments is not None:
-            self._step_inside(self._segments, options)
+        self._step_outside(self._all_options())
+        self._journey.step()
         self._steps += 1
         if self._stands_for is not None:
             # Which schedulers look for.
             self._stands_for._opt_called = True  # type: ignore[attr-defined]
         return loss
-
-    def _step_inside(self, segments: Segments, options: Sequence[dict[str, Any]]) -> None:
-        """Update this rank's shares, and have all ranks gather them: first those that the next forward needs first."""
-        claimed = self._early.claim()
-        self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
-        # The bucket that started last holds what is needed first. It is on its way while the others are updated.
-        by_need = segments.shares[::-1]
-        for shares in by_need[:1], by_need[1:]:
-            self._update([share for share in shares if share not in claimed], segments, options)
-            self._send(shares, hold=bool(claimed))
-        self._early.stepped()
-        self._pace.stepped()
-
-    def _update(self, shares: Sequence[Share], segments: Segments, options: Sequence[dict[str, Any]]) -> None:
-        try:
-            segments.step(options, shares)
-        except BaseException as error:
-            # The others have updated their shares, and wait for this one.
-            self._wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
-            raise
-
-    def _send(self, shares: Sequence[Share], *, hold: bool) -> None:
-        """Have all ranks gather them, in this order."""
-        communicator, verdict = self._synchronizer.engine.communicator, None
-        for share in shares:
-            if self._early.is_early(share):
-                # Not before it is needed: on the way it is as late as any other.
-                verdict = verdict or self._early.agree(communicator, hold=hold)
-                arrive = partial(verdict.arrive, share)
-            else:
-                arrive = partial(_arrive, share, self._gather(share, communicator))
-            self._gathers.append(Gather(share.bucket, arrive, self._pace.waited))
-
-    def _gather(self, share: Share, communicator: Communicator) -> Handle:
-        share.put_down()
-        # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
-        handle = communicator.all_gather(share.gathered, share.gathered_own)
-        self._pace.gather_started(handle)
-        self._tell(share.bucket, handle)
-        return handle
-
-    def _tell(self, bucket: Bucket, handle: Handle) -> None:
-        """Whoever watches the engine."""
-        observer = self._synchronizer.engine.observer
-        if observer is not None:
-            observer.gather_started(bucket, handle)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -350,9 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def flush(self) -> None:
         """Wait until all parameters are the new ones."""
-        while self._gathers:
-            self._gathers[0].finish()
-            self._gathers.pop(0)
+        self._journey.flush()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -365,14 +276,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._is_closed:
             return
-        self._early.withdraw()
-        self.flush()
+        self._journey.settle()
         if self.lives_in_buckets and any(p.grad is not None for p in indexed(self.param_groups)):
             raise MisuseError(
                 "a sharded optimizer was to be closed while gradients are there, of which every rank has its share "
                 "only. Call step() and zero_grad() before close()"
             )
-        self._is_closed, self._segments = True, None
+        self._is_closed, self._journey.segments = True, None
         self._synchronizer.engine.sharing.tenant = None
         if self.lives_in_buckets:
             self._synchronizer.reduce_with(self._reduction_before)
@@ -383,8 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take further parameters of the model. All ranks must do so alike."""
         if self._is_ready:
             self._require_open()
-            self._early.forget()
-            self.flush()
+            self._journey.settle()
             given = param_group["params"]
             param_group = {**param_group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
             self._check_parameters([param_group])
@@ -402,8 +311,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def consolidate(self, to: int | None = None) -> None:
         """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
         self._require_open()
-        self._early.withdraw()
-        self.flush()
+        self._journey.settle()
         communicator = self._synchronizer.engine.communicator
         keeps = to is None or to == communicator.rank
         state: dict[int, dict[str, Any]] = {}
@@ -436,11 +344,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Go on with the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
-        self._early.withdraw()
-        self.flush()
+        self._journey.settle()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        shares = [] if self._segments is None else self._segments.shares
+        segments = self._journey.segments
+        shares = [] if segments is None else segments.shares
         parts = {part.index: part for share in shares for part in share.parts}
         inside = {slot.parameter for share in shares for slot in share.plan.slots}
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
@@ -456,14 +364,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 states[index] = _part_of(whole, parts[index])
             elif index not in inside:
                 self._rest(index, whole)
-        if self._segments is not None:
-            self._segments.cut(states)
+        if segments is not None:
+            segments.cut(states)
         self._consolidated = None
-
-
-def _arrive(share: Share, handle: Handle) -> Sequence[torch.Tensor]:
-    handle.wait()
-    return share.gathered_views
 
 
 def _part_of(whole: ParameterState, part: Part) -> ParameterState:
@@ -483,11 +386,11 @@ def _synchronizer_of(model: Any) -> Synchronizer:
     return synchronizer
 
 
-def _scattered(reduction: Reduction, wire: Communicator, follower: Follower) -> ScatteredMean:
+def _scattered(reduction: Reduction, journey: Journey) -> ScatteredMean:
     if isinstance(reduction, Mean):
-        return ScatteredMean(wire=wire, follower=follower)
+        return ScatteredMean(wire=journey.wire, follower=journey)
     if isinstance(reduction, Cast | ScatteredMean):
-        return ScatteredMean(reduction.dtype, wire, follower)
+        return ScatteredMean(reduction.dtype, journey.wire, journey)
     raise ConfigurationError(
         f"a sharded optimizer needs means, or shares of them, and {reduction!r} sends something else. Wrap the model "
         "without it"

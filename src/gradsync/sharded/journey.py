@@ -1,0 +1,150 @@
+"""From the means of shares to the parameters of all ranks: updated, sent, waited for.
+
+Mostly in ``step()``; some before it, see :mod:`gradsync.sharded.early`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.communicator import Communicator, Handle, scattering_over
+from gradsync.engine.synchronizer import Synchronizer
+from gradsync.sharded.early import EarlyUpdates
+from gradsync.sharded.gather import Gather
+from gradsync.sharded.pace import Pace, plan_early
+from gradsync.sharded.segments import Segments
+from gradsync.sharded.share import Share
+
+__all__ = ["Journey"]
+
+Options = list[dict[str, Any]]
+
+
+class Journey:
+    """What is under way of one sharded optimizer, whose groups say ``options()`` at the moment. It follows
+    reduce-scatters: :class:`~gradsync.reduction.scattered.Follower`."""
+
+    def __init__(self, synchronizer: Synchronizer, options: Callable[[], Options]) -> None:
+        self._synchronizer = synchronizer
+        self._communicator = synchronizer.engine.communicator
+        self._options = options
+        # Reduce-scatters take it, and gathers between them.
+        self.wire = scattering_over(self._communicator, synchronizer.parameters[0].device)
+        self.early = EarlyUpdates(self.wire, options, self._tell)
+        self.pace = Pace()
+        self.segments: Segments | None = None
+        self._gathers: list[Gather] = []
+
+    def take(self, segments: Segments) -> None:
+        """Buckets were laid out anew, or shares are cut by other parameter groups."""
+        self.early.forget()
+        self.pace.restart()
+        self.segments = segments
+
+    def let_go(self) -> None:
+        """Buckets are about to go."""
+        self.early.forget()
+        if self.segments is not None:
+            self.segments.let_go()
+
+    # -- in backward -----------------------------------------------------------------------------------------------
+
+    def window_began(self) -> None:
+        """Ranks have met before the first bucket, and may meet further."""
+        if self.segments is not None and self._may_be_early and self.pace.window_began():
+            self._plan(self.segments)
+        self.early.window_began()
+
+    @property
+    def _may_be_early(self) -> bool:
+        """On an accelerator the host does not know in time whether what was made early holds."""
+        tuner = self._synchronizer.engine.options.tuner
+        return self.wire.device.type == "cpu" and (tuner is None or tuner.finished)
+
+    def _plan(self, segments: Segments) -> None:
+        sizes = [share.gathered.nbytes for share in segments.shares]
+        reduced = sum(share.flat.nbytes for share in segments.shares) * self.wire.world_size
+        times = self.pace.agree(self._communicator)
+        self.early.plan(plan_early(times, sizes, gathered=sum(sizes) / max(reduced, 1)), segments)
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        """The reduce-scatter of the bucket was started."""
+        self.pace.bucket_started()
+        self.early.bucket_started(bucket, handle)
+
+    def window_ended(self, *, well: bool) -> None:
+        """Unless ``well``, means are not, or not quite, what came off the wire."""
+        if not well:
+            self.early.withdraw()
+
+    # -- in the step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Update this rank's shares, and have all ranks gather them: first those that the next forward needs first."""
+        segments = self.segments
+        if segments is None:
+            return
+        claimed = self.early.claim()
+        self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
+        # The bucket that started last holds what is needed first. It is on its way while the others are updated.
+        by_need = segments.shares[::-1]
+        for shares in by_need[:1], by_need[1:]:
+            self._update([share for share in shares if share not in claimed], segments)
+            self._send(shares, hold=bool(claimed))
+        self.early.stepped()
+        self.pace.stepped()
+
+    def _update(self, shares: Sequence[Share], segments: Segments) -> None:
+        try:
+            segments.step(self._options(), shares)
+        except BaseException as error:
+            # The others have updated their shares, and wait for this one.
+            self.wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
+            raise
+
+    def _send(self, shares: Sequence[Share], *, hold: bool) -> None:
+        """Have all ranks gather them, in this order. ``hold``: early updates of this rank do."""
+        verdict = None
+        for share in shares:
+            if self.early.is_early(share):
+                # Not before it is needed: on the way it is as late as any other.
+                verdict = verdict or self.early.agree(self._communicator, hold=hold)
+                arrive = partial(verdict.arrive, share)
+            else:
+                arrive = partial(_arrive, share, self._gather(share, self._communicator))
+            self._gathers.append(Gather(share.bucket, arrive, self.pace.waited))
+
+    def _gather(self, share: Share, communicator: Communicator) -> Handle:
+        share.put_down()
+        # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
+        handle = communicator.all_gather(share.gathered, share.gathered_own)
+        self.pace.gather_started(handle)
+        self._tell(share.bucket, handle)
+        return handle
+
+    def _tell(self, bucket: Bucket, handle: Handle) -> None:
+        """Whoever watches the engine."""
+        observer = self._synchronizer.engine.observer
+        if observer is not None:
+            observer.gather_started(bucket, handle)
+
+    # -- and after it ----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until all parameters are the new ones."""
+        while self._gathers:
+            self._gathers[0].finish()
+            self._gathers.pop(0)
+
+    def settle(self) -> None:
+        """State and parameters are wanted as the last step left them."""
+        self.early.withdraw()
+        self.flush()
+
+
+def _arrive(share: Share, handle: Handle) -> Sequence[torch.Tensor]:
+    handle.wait()
+    return share.gathered_views
