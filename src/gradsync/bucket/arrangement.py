@@ -45,8 +45,8 @@ class Arrangement:
         self.buckets: list[Bucket] = []
         self.places: list[Place | None] = [None] * len(parameters)
         self.taken: set[int] = set()
-        # Into how many parts buckets are shared out.
-        self.shares = 1
+        # Into how many parts buckets are shared out, and what they are a multiple of.
+        self.shares = self.unit = 1
         # The one place that knows how large buckets may be: the tuner and a loaded state change it.
         self.caps = options.caps
         self.specs = specs
@@ -190,7 +190,7 @@ class Arrangement:
     def _plan(self, caps: BucketCaps) -> BucketLayout:
         trained = [index for index in self.order.order if self._trainable[index]]
         ballot = self._communicator.world_size + Requests.PLACES
-        return plan_layout(self.specs, trained, caps, ballot=ballot, shares=self.shares)
+        return plan_layout(self.specs, trained, caps, ballot=ballot, shares=self.shares, unit=self.unit)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
         """After a change in the middle of a backward: what had landed has landed here too."""

@@ -15,6 +15,7 @@ that of the request (:mod:`gradsync.bucket.requests`). Where a layout is to be s
 padded at its end, so that all shares are of one size and begin aligned.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -156,13 +157,19 @@ class BucketCaps:
 
 
 def plan_layout(
-    specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps, *, ballot: int, shares: int = 1
+    specs: Sequence[ParameterSpec],
+    order: Sequence[int],
+    caps: BucketCaps,
+    *,
+    ballot: int,
+    shares: int = 1,
+    unit: int = 1,
 ) -> BucketLayout:
     """Plan buckets for the parameters in ``order`` (indices into ``specs``, in the order gradients become ready).
 
     A bucket holds one dtype on one device. A parameter larger than the cap has a bucket of its own, which crosses the
     wire in pieces of about the cap. Delayed parameters come after all others and share no bucket with them. Every
-    payload divides into ``shares`` equal parts.
+    payload divides into ``shares`` equal parts, and is a multiple of ``unit`` numbers.
     """
     sparse = tuple(sorted(index for index in order if specs[index].sparse))
     prompt = [index for index in order if not specs[index].sparse and not specs[index].delayed]
@@ -170,7 +177,7 @@ def plan_layout(
     groups = _fill(specs, prompt, caps) + _fill(specs, delayed, caps)
     largest = max(caps.caps)
     plans = [
-        _place(specs, group, index, ballot=ballot if index == len(groups) - 1 else 0, shares=shares, cap=largest)
+        _place(specs, group, index, ballot=ballot if index == len(groups) - 1 else 0, fit=(shares, unit), cap=largest)
         for index, group in enumerate(groups)
     ]
     return BucketLayout(buckets=tuple(plans), sparse=sparse)
@@ -207,9 +214,9 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
 
 
 def _place(
-    specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, ballot: int, shares: int, cap: int
+    specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, ballot: int, fit: tuple[int, int], cap: int
 ) -> BucketPlan:
-    first = specs[group[0]]
+    first, shares = specs[group[0]], fit[0]
     unit = max(1, ALIGNMENT // first.wire_dtype.itemsize)
     slots: list[Slot] = []
     offset = 0
@@ -217,7 +224,8 @@ def _place(
         numel = specs[parameter].wire_numel
         slots.append(Slot(parameter=parameter, offset=offset, numel=numel))
         offset += -(-numel // unit) * unit
-    offset = -(-offset // (unit * shares)) * unit * shares
+    multiple = math.lcm(unit * shares, fit[1])
+    offset = -(-offset // multiple) * multiple
     numel = offset + len(slots) + ballot
     # Equal pieces, none of them larger than the cap by much, and none so small that it is not worth a collective.
     pieces = max(numel * first.wire_dtype.itemsize // max(cap, MIN_PIECE_BYTES), 1) if cap else 1

@@ -130,6 +130,7 @@ class BackwardEngine:
         self.pipeline.lay([])
         reduction = self.pipeline.reduction
         self.arrangement.shares = self.communicator.world_size if reduction.scatters else 1
+        self.arrangement.unit = reduction.unit(self.communicator.world_size)
         self.arrangement.build()
         tuner = self.options.tuner
         if self.observer is not None and tuner is not None and tuner.finished:

@@ -146,6 +146,9 @@ class Auto(Reduction):
     def keeps_layout(self) -> bool:
         return self.current.keeps_layout
 
+    def unit(self, ranks: int) -> int:
+        return self.current.unit(ranks)
+
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
         """What cannot serve these parameters is not a candidate."""
         for name, make in list(self._candidates.items()):

@@ -51,6 +51,10 @@ class Reduction(Protocol):
         """
         return False
 
+    def unit(self, ranks: int) -> int:
+        """How many numbers belong together: buckets are filled up to a multiple of it, which spares copies."""
+        return 1
+
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
         """Raise ConfigurationError if it cannot serve a model of these parameters. Called once, when it is set."""
         return

@@ -34,6 +34,9 @@ class Cast(Compressing):
         # Beside large numbers that share its scale a flag would vanish.
         return not self._coding.scales
 
+    def unit(self, ranks: int) -> int:
+        return self._coding.multiple * ranks if self._coding.scales else 1
+
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         wire = bucket.wire if self.carries_tail else bucket.payload.data
         if not self.carries_tail and sends_nothing(bucket, communicator):

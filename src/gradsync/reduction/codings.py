@@ -71,12 +71,14 @@ class Rounded:
         if not self.scales:
             _put(coded.view(self.dtype), values, add)
             return
-        _decode_pieces(self._decode, _pieces(values, coded, self.multiple), add)
-
-    def _decode(self, scales: torch.Tensor, numbers: torch.Tensor, values: torch.Tensor) -> None:
-        blocks = values.unflatten(-1, (-1, self.multiple))
-        blocks.copy_(numbers.view(self.dtype).unflatten(-1, (-1, self.multiple)))
-        blocks.mul_(scales.unsqueeze(-1))
+        for values_here, scales, numbers in _pieces(values, coded, self.multiple):
+            blocks = values_here.unflatten(-1, (-1, self.multiple))
+            rounded = numbers.view(self.dtype).unflatten(-1, (-1, self.multiple))
+            if add is None:
+                blocks.copy_(rounded).mul_(scales.unsqueeze(-1))
+            else:
+                # Scales are powers of two, so that products are exact and only the sum is rounded.
+                blocks.addcmul_(rounded.float(), scales.unsqueeze(-1), value=add)
 
 
 class Blocks:

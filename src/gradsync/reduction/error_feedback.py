@@ -81,6 +81,9 @@ class ErrorFeedback(Reduction):
     def keeps_layout(self) -> bool:
         return self.inner.keeps_layout
 
+    def unit(self, ranks: int) -> int:
+        return self.inner.unit(ranks)
+
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
         self.inner.examine(specs)
         self._shapes = {spec.name: spec.shape for spec in specs}
@@ -96,11 +99,7 @@ class ErrorFeedback(Reduction):
         values, put_back = wide_values(bucket)
         # Where nobody has a gradient the mean is thrown away, and whoever has none here cannot know.
         empty = frozenset(bucket.empty)
-        held = [
-            (view, self._residuals[name]) for name, view in _present(bucket, values, empty) if name in self._residuals
-        ]
-        if held:
-            torch._foreach_add_([view for view, _ in held], [residual.to(view.device) for view, residual in held])
+        self._add_residuals(bucket, values, empty)
         sent = _Sent(bucket=bucket, lost=self._memory.take(bucket, values), empty=empty)
         self._sent.append(sent)
 
@@ -111,6 +110,17 @@ class ErrorFeedback(Reduction):
                 put_back()
 
         return self.inner.send(values, bucket, communicator, sent.lost).then(look)
+
+    def _add_residuals(self, bucket: Bucket, values: torch.Tensor, empty: frozenset[int]) -> None:
+        whole = self._memory.held(bucket)
+        if whole is not None and whole.shape == values.shape and not empty:
+            values.add_(whole)
+            return
+        held = [
+            (view, self._residuals[name]) for name, view in _present(bucket, values, empty) if name in self._residuals
+        ]
+        if held:
+            torch._foreach_add_([view for view, _ in held], [residual.to(view.device) for view, residual in held])
 
     @torch.no_grad()
     def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
@@ -159,7 +169,12 @@ class _Memory:
 
     def take(self, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
         spare = self._spare.pop(bucket.index, None)
-        return torch.empty_like(like) if spare is None or spare.shape != like.shape else spare
+        # Between gradients there is nothing, and nobody writes there.
+        return torch.zeros_like(like) if spare is None or spare.shape != like.shape else spare
+
+    def held(self, bucket: Bucket) -> torch.Tensor | None:
+        """What is held back of this bucket, if it all lies in one piece of memory, as the bucket does."""
+        return self._held.get(bucket.index)
 
     def give(self, bucket: Bucket, memory: torch.Tensor, *, kept: bool) -> None:
         """What was held back of this bucket before lay in one piece of memory, which is free if this is ``kept``."""

@@ -32,6 +32,9 @@ class Exchanged(Compressing):
     def __init__(self, coding: Coding) -> None:
         self.coding = coding
 
+    def unit(self, ranks: int) -> int:
+        return self.coding.multiple * ranks
+
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
@@ -125,12 +128,15 @@ class _Exchange:
         return full[own] if own < self._full else rest[own - self._full]
 
     def _sum(self) -> Handle:
-        total = self._values.new_zeros(self._share)
+        # In the order of ranks, where it matters: of two numbers the sum is the same either way.
+        mine = self._communicator.rank
+        own_first = len(self._arrived) == 2 or mine == 0
+        total = self._own(self._rows, self._rest) if own_first else self._values.new_zeros(self._share)
         for rank, row in enumerate(self._arrived):
-            if rank == self._communicator.rank:
-                total.add_(self._own(self._rows, self._rest))
-            else:
+            if rank != mine:
                 self._coding.decode(row, total, add=1.0)
+            elif not own_first:
+                total.add_(self._own(self._rows, self._rest))
         own = self._arrived.new_empty(self._row)
         self._coding.encode(total, own)
         if self._lost is not None:

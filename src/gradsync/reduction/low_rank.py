@@ -116,8 +116,9 @@ class _Product:
         lefts = [self._matrices[slot] @ right for slot, right in rights.items()]
         self._first, parts = _lay_out([*lefts, *self._rest])
         self._lefts, self._sums = parts[: len(lefts)], parts[len(lefts) :]
-        self._second, seconds = _lay_out([torch.empty_like(right) for right in rights.values()])
-        self.rights = dict(zip(rights, seconds, strict=True))
+        # On their side: a thin matrix times a wide one takes a third of what a tall one times a thin one does.
+        self._second, seconds = _lay_out([right.new_empty(right.shape[::-1]) for right in rights.values()])
+        self.rights = {slot: second.T for slot, second in zip(rights, seconds, strict=True)}
 
     def start(self) -> Handle:
         return self._communicator.all_reduce(self._first).then(self._project).then(self._multiply)
@@ -127,7 +128,7 @@ class _Product:
             target.copy_(whole)
         for left, (slot, right) in zip(self._lefts, self.rights.items(), strict=True):
             left.copy_(torch.linalg.qr(left)[0])
-            torch.mm(self._matrices[slot].T, left, out=right)
+            torch.mm(left.T, self._matrices[slot], out=right.T)
         if self._lost is not None:
             self._lose(self._lost)
         return self._communicator.all_reduce(self._second)
