@@ -140,6 +140,36 @@ def test_early_and_late_updates_are_the_same(ranks: Ranks, wire: str, settings: 
     assert_same([each[0] for each in late], plain[0])
 
 
+def train_otherwise(kind: str, part: float, how: str) -> tuple[list[torch.Tensor], int, int]:
+    """Through a narrower wire; in windows whose weights are known late; with narrow parameters and wide shares."""
+    rank = choose_communicator().rank
+    settings = {"narrow wire": {"reduction": "bf16"}, "narrow parameters": {"accumulation_dtype": torch.float32}}
+    narrow = how == "narrow parameters"
+    module = filled(Branches().to(torch.bfloat16 if narrow else torch.float32))
+    model = DistributedDataParallel(module, bucket_cap_mb=TINY, **settings.get(how, {}))
+    optimizer = optimizer_for(kind, part, model, {})
+    for step in range(8):
+        x = batch(rank, step, width=9).to(next(module.parameters()).dtype)
+        if how == "late weights":
+            for micro in model.accumulate(range(2)):
+                model.backward(model(x * (1 + micro)).square().sum(), weight=1.0 + (rank + step + micro) % 3)
+        else:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model), optimizer._journey.early.held, optimizer._journey.early.undone
+
+
+@pytest.mark.parametrize("how", ["narrow wire", "narrow parameters", "late weights"])
+@in_threads_and_processes
+def test_other_roads_lead_to_the_same_bits(ranks: Ranks, how: str) -> None:
+    late = ranks.run(train_otherwise, "sharded", 0.0, how)
+    early = ranks.run(train_otherwise, "sharded", 1.0, how)
+    for (mine, held, undone), (theirs, _, _) in zip(early, late, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+        assert held + undone >= 6
+
+
 # -- they do not ------------------------------------------------------------------------------------------------------
 
 
