@@ -24,9 +24,9 @@ from rich.console import Console
 from torch import nn
 
 from gradsync.bench.machine import commit, describe_machine, versions
-from gradsync.bench.measure import Rounds
+from gradsync.bench.measure import Rounds, Steady
 from gradsync.bench.peers import PEERS
-from gradsync.bench.record import EVERY, LIMITS, Cell, CellRecord, ResultFolder, read_records
+from gradsync.bench.record import EVERY, LIMITS, Cell, CellRecord, ResultFolder, RowFile, read_records
 from gradsync.bench.report import REPORT, build_report
 from gradsync.bench.runner import Outcome, RunPlan, run
 from gradsync.bench.scenario import Picture, Scenario, Table, colour_of, timing_table
@@ -445,3 +445,19 @@ def test_a_folder_is_drawn_again_by_the_command(
     assert run_command(monkeypatch, "report", str(folder.path)) == 0
     assert "a cell" in capsys.readouterr().out
     assert (folder.path / REPORT).is_file()
+
+
+def test_bytes_that_a_step_leaves_on_the_wire_are_its_own(tmp_path: Path) -> None:
+    """Half of a step's bytes go while the next one runs, or when all is waited for."""
+    sent, left = 0, 0
+
+    def step() -> None:
+        nonlocal sent, left
+        sent, left = sent + left + 50, 50
+
+    def flush() -> None:
+        nonlocal sent, left
+        sent, left = sent + left, 0
+
+    rounds = Rounds(Cell(name="one", ranks=1), RowFile(tmp_path / "rows"), meter=lambda: sent)
+    assert rounds._time(Steady(step=step, flush=flush, times=10)).sent == 100

@@ -183,6 +183,19 @@ def test_what_is_tried_ends_as_the_guess_does(tapers: bool) -> None:
     assert all(each.from_the_end == tapers and (each.cap(0) < each.cap(9)) == tapers for each in finer)
 
 
+@pytest.mark.parametrize(("tapers", "coarsest"), [(True, 8), (False, 1)])
+def test_whoever_wants_pieces_gets_them_where_they_cost_nothing(tapers: bool, coarsest: int) -> None:
+    wire, tuner, total = InProcessWorld(1).communicator(0), BucketTuner(), 16 * MIB
+    tuner.fewest = 8
+    caps = guess = BucketCaps.tapered(3 * MIB, least=1) if tapers else BucketCaps.uniform(3 * MIB)
+    tried = []
+    while not tuner.finished:
+        tuner._times = [1.0] * WINDOWS
+        caps = tuner.propose(wire, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
+        tried.append(caps)
+    assert max(max(each.caps) for each in tried if each != guess) == total // coarsest
+
+
 # -- a parameter that is larger than a bucket -------------------------------------------------------------------------
 
 

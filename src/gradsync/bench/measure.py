@@ -128,9 +128,9 @@ class Rounds:
     def _time(self, step: Step) -> Sample:
         self._meet()
         steady = step if isinstance(step, Steady) else None
+        before = self._meter()
         if steady is not None:
             steady.step()
-        before = self._meter()
         began = time.perf_counter()
         parts = step()
         seconds = time.perf_counter() - began
@@ -139,7 +139,9 @@ class Rounds:
         # A rank that is done first would otherwise miss what still passes through its interface.
         self._meet()
         times = 1 if steady is None else steady.times
-        return Sample(seconds=seconds / times, sent=(self._meter() - before) // times, parts=parts or {})
+        # Bytes of all steps: what the one before the clock left on the wire is among them.
+        steps = 1 if steady is None else steady.times + 1
+        return Sample(seconds=seconds / times, sent=(self._meter() - before) // steps, parts=parts or {})
 
     def _meet(self) -> None:
         if isinstance(self._control, ProcessGroupCommunicator):

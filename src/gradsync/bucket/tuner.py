@@ -58,6 +58,8 @@ class BucketTuner:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.rounds = 0
+        # What follows a synchronization may want pieces too, which is not seen here. Not where they only cost.
+        self.fewest = 1
         self._trials: list[_Trial] = []
         # Who is still to be tried again; None as long as there are new sizes to try.
         self._finalists: list[BucketCaps] | None = None
@@ -152,7 +154,7 @@ class BucketTuner:
         total = sum(sizes(guess))
         tried = [sizes(trial.caps) for trial in self._trials]
         finest = min((max(trial.caps.caps) for trial in self._trials[1:]), default=total + 1)
-        for part in PARTS:
+        for part in PARTS if not guess.from_the_end else [part for part in PARTS if part >= self.fewest]:
             cap = total // part
             if SMALLEST_BUCKET <= cap < finest:
                 # Where the wire works by itself, what counts at the end is the last bucket.

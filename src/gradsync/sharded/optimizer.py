@@ -37,6 +37,9 @@ from gradsync.wrap.replica import Replica
 
 __all__ = ["ShardedOptimizer"]
 
+# Buckets at least, where the wire works by itself: a forward should not wait long for parameters that it does not need.
+PIECES = 8
+
 
 class Synchronized(Protocol):
     """A model whose gradients are synchronized: a DistributedDataParallel, or what synchronize_gradients returns."""
@@ -137,6 +140,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         synchronizer.engine.sharing.tenant = self
         if not self.lives_in_buckets:
             return
+        if synchronizer.engine.options.tuner is not None:
+            synchronizer.engine.options.tuner.fewest = PIECES
         try:
             synchronizer.reduce_with(_scattered(synchronizer.reduction, self._journey))
         except BaseException:
