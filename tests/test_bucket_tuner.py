@@ -194,6 +194,8 @@ def test_whoever_wants_pieces_gets_them_where_they_cost_nothing(tapers: bool, co
         caps = tuner.propose(wire, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
         tried.append(caps)
     assert max(max(each.caps) for each in tried if each != guess) == total // coarsest
+    # The guess is too coarse, though nothing was faster.
+    assert (tried[-1] == guess) != tapers
 
 
 # -- a parameter that is larger than a bucket -------------------------------------------------------------------------

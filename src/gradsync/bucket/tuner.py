@@ -59,7 +59,7 @@ class BucketTuner:
         self._clock = clock
         self.rounds = 0
         # What follows a synchronization may want pieces too, which is not seen here. Not where they only cost.
-        self.fewest = 1
+        self.fewest, self._total = 1, 0
         self._trials: list[_Trial] = []
         # Who is still to be tried again; None as long as there are new sizes to try.
         self._finalists: list[BucketCaps] | None = None
@@ -124,7 +124,7 @@ class BucketTuner:
             other = None if self._grows_worse() else self._next(sizes)
             if other is not None:
                 return other
-            ranked = sorted(self._trials, key=lambda trial: trial.seconds)
+            ranked = sorted(self._fine, key=lambda trial: trial.seconds)
             self._finalists = [trial.caps for trial in ranked[:FINALISTS]] if len(ranked) > 1 else []
         return self._finalists.pop() if self._finalists else None
 
@@ -136,9 +136,16 @@ class BucketTuner:
         seconds: list[float] = message.tolist()
         return [-each for each in seconds]
 
+    @property
+    def _fine(self) -> list[_Trial]:
+        """The trials of as many pieces as are wanted; all, if there is none."""
+        if self.fewest == 1 or not self._trials[0].caps.from_the_end:
+            return self._trials
+        return [trial for trial in self._trials if max(trial.caps.caps) <= self._total // self.fewest] or self._trials
+
     def _best(self) -> _Trial:
-        best = self._trials[0]
-        for trial in self._trials[1:]:
+        best, *others = self._fine
+        for trial in others:
             if trial.seconds < best.seconds * (1 - WORTH_CHANGING):
                 best = trial
         return best
@@ -151,7 +158,7 @@ class BucketTuner:
     def _next(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
         """Finer buckets than in all trials but the guess, if there are any that make other buckets than one tried."""
         guess = self._trials[0].caps
-        total = sum(sizes(guess))
+        total = self._total = sum(sizes(guess))
         tried = [sizes(trial.caps) for trial in self._trials]
         finest = min((max(trial.caps.caps) for trial in self._trials[1:]), default=total + 1)
         for part in PARTS if not guess.from_the_end else [part for part in PARTS if part >= self.fewest]:
