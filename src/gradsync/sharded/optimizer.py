@@ -38,7 +38,7 @@ from gradsync.wrap.replica import Replica
 __all__ = ["ShardedOptimizer"]
 
 # Buckets at least, where the wire works by itself: a forward should not wait long for parameters that it does not need.
-PIECES = 16
+PIECES = 11
 
 
 class Synchronized(Protocol):
