@@ -161,9 +161,10 @@ class BucketTuner:
         total = self._total = sum(sizes(guess))
         tried = [sizes(trial.caps) for trial in self._trials]
         finest = min((max(trial.caps.caps) for trial in self._trials[1:]), default=total + 1)
-        for part in PARTS if not guess.from_the_end else [part for part in PARTS if part >= self.fewest]:
+        fewest = self.fewest if guess.from_the_end else 1
+        for part in PARTS:
             cap = total // part
-            if SMALLEST_BUCKET <= cap < finest:
+            if part >= fewest and SMALLEST_BUCKET <= cap < finest:
                 # Where the wire works by itself, what counts at the end is the last bucket.
                 tapers = guess.from_the_end and part > 1
                 candidate = BucketCaps.tapered(cap, least=SMALLEST_BUCKET) if tapers else BucketCaps.uniform(cap)

@@ -150,7 +150,8 @@ class Segments:
 
     def of(self, shares: Sequence[Share]) -> list[Segment]:
         """The segments of ``shares``."""
-        return [segment for segment in self._segments if segment.share in shares]
+        wanted = set(shares)
+        return [segment for segment in self._segments if segment.share in wanted]
 
     def update(self, options: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> None:
         """Have the optimizer update ``segments``, and no other."""
