@@ -45,9 +45,9 @@ class _Update:
         own = slice(wire.rank * share.plan.share, (wire.rank + 1) * share.plan.share)
         self.own = self.gathered[own]
         self.views = share.bucket.views_of(self.gathered)
-        # Whoever waits for the first knows that the update is made, or never will be.
-        self.update: Handle | None = None
-        self.handle: Handle | None = None
+        # Whoever has waited for the first knows that the update is made, or never will be.
+        self.making: Handle | None = None
+        self.gathering: Handle | None = None
         self.is_made = False
         self.options: Options = []
         self._versions = (0, 0)
@@ -127,8 +127,8 @@ class EarlyUpdates:
         if update is None or self._steps_to_pause:
             return
         self.are_asked_for = True
-        update.update = handle.then(partial(self._make, update))
-        update.handle = update.update.then(partial(self._gather, update))
+        update.making = handle.then(partial(self._make, update))
+        update.gathering = update.making.then(partial(self._gather, update))
 
     def _make(self, update: _Update) -> None:
         with self._lock:
@@ -153,8 +153,8 @@ class EarlyUpdates:
         """The shares that were updated as this step would do it. Unless all hold, all are undone, and it is none."""
         options = self._options()
         for update in self._updates.values() if self.are_asked_for else ():
-            assert update.update is not None
-            update.update.wait()
+            assert update.making is not None
+            update.making.wait()
         made = [update for update in self._updates.values() if update.is_made]
         if not self._hold or not all(update.holds(options) for update in made):
             self.withdraw()
@@ -225,8 +225,8 @@ class Verdict:
         update = next(update for update in self._updates if update.share is share)
         if not self.holds():
             return share.gathered_views
-        assert update.handle is not None
-        update.handle.wait()
+        assert update.gathering is not None
+        update.gathering.wait()
         return update.views
 
 

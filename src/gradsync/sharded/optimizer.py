@@ -290,6 +290,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_closed, self._journey.segments = True, None
         self._synchronizer.engine.sharing.tenant = None
         if self.lives_in_buckets:
+            if self._synchronizer.engine.options.tuner is not None:
+                self._synchronizer.engine.options.tuner.fewest = 1
             self._synchronizer.reduce_with(self._reduction_before)
 
     # -- groups and state ------------------------------------------------------------------------------------------
