@@ -26,6 +26,7 @@ PUBLIC = {
     "LocalSteps",
     "MismatchError",
     "MisuseError",
+    "OverlappedOptimizer",
     "PeerFailedError",
     "ShardedOptimizer",
     "SyncPolicy",

@@ -22,7 +22,7 @@ from gradsync.errors import (
 )
 from gradsync.layer_drop import LayerDrop
 from gradsync.local_steps import LocalSteps
-from gradsync.sharded import ShardedOptimizer
+from gradsync.sharded import OverlappedOptimizer, ShardedOptimizer
 from gradsync.timeline import Timeline
 from gradsync.version import __version__
 
@@ -38,6 +38,7 @@ __all__ = [
     "LocalSteps",
     "MismatchError",
     "MisuseError",
+    "OverlappedOptimizer",
     "PeerFailedError",
     "ShardedOptimizer",
     "SyncPolicy",

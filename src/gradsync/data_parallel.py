@@ -16,7 +16,7 @@ from gradsync.communicator import Choice, Communicator, choose_communicator, fit
 from gradsync.engine.compiling import compiler_here
 from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
+from gradsync.reduction import Cast, Mean, Reduction
 from gradsync.wrap.accumulation import Accumulation
 from gradsync.wrap.after_backward import InBackwardOptimizers, call_after_backward
 from gradsync.wrap.alone import TrainingAlone
@@ -352,10 +352,10 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
 
     def current_policy(self) -> SyncPolicy:
         """What was chosen at wrapping, and has been exchanged since."""
-        reduction = self.synchronizer.reduction
+        tenant = self.synchronizer.engine.sharing.tenant
         # An optimizer of shares stays with the engine it was made for.
-        whole = reduction.whole if isinstance(reduction, ScatteredMean) else reduction
-        return dataclasses.replace(self._policy, reduction=whole)
+        reduction = self.synchronizer.reduction if tenant is None else tenant.whole
+        return dataclasses.replace(self._policy, reduction=reduction)
 
     def _connect_to(self, wire: Choice) -> None:
         """Without a word to the other ranks, so there is nothing to choose by."""

@@ -16,6 +16,7 @@ from gradsync.bucket import Bucket
 from gradsync.bucket.shared_gradient import Circle, is_zeroed, unshare_views
 from gradsync.communicator import Communicator
 from gradsync.errors import MisuseError
+from gradsync.reduction import Reduction
 
 __all__ = ["Sharing", "Tenant"]
 
@@ -25,6 +26,10 @@ class Tenant(Protocol):
 
     # Or only would, if there were other ranks.
     lives_in_buckets: bool
+
+    @property
+    def whole(self) -> Reduction:
+        """What would be put on the wire without it."""
 
     def received(self) -> None:
         """The means of its share are there. Whoever changes them from now on is the user."""

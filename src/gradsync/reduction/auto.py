@@ -17,17 +17,18 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradsync.bucket import Bucket, BucketLayout
+from gradsync.bucket import Bucket
 from gradsync.bucket.layout import ParameterSpec
 from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.communicator import Communicator, Handle
 from gradsync.errors import ConfigurationError
 from gradsync.reduction.base import Reduction
+from gradsync.reduction.changing import TRIAL, Changing, StepWatch, in_ms
 from gradsync.reduction.mean import Mean
 from gradsync.reduction.speed import Speed, measure_speed
 
@@ -35,8 +36,6 @@ __all__ = ["DECIDED_AFTER", "Auto", "predict"]
 
 LOGGER = logging.getLogger("gradsync")
 
-# Windows of a trial, without the first, whose buckets are new.
-TRIAL = 6
 # By then bucket sizes have been chosen.
 SETTLED_AFTER = TUNED_AFTER[-1] + 1
 # Exact, candidate, exact, candidate.
@@ -74,42 +73,7 @@ def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) 
     return Prediction(name=name, step=compute + exposed + busy, exposed=exposed)
 
 
-@dataclass(kw_only=True)
-class _Watch:
-    """How long windows take, and how much of that passes after backward has nothing left to hide the wire."""
-
-    clock: Callable[[], float]
-    steps: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    began: float | None = None
-    flushed: float | None = None
-
-    def window_began(self) -> None:
-        now = self.clock()
-        if self.began is not None:
-            self.steps.append(now - self.began)
-        self.began = now
-
-    def window_ended(self) -> None:
-        if self.flushed is not None:
-            self.waits.append(self.clock() - self.flushed)
-        self.flushed = None
-
-    def read(self, communicator: Communicator) -> tuple[float, float]:
-        """The seconds of a window, and those waited in it, over all ranks. Collective.
-
-        The slowest rank counts: the others wait for it, and not for the wire.
-        """
-        steps, waits = self.steps[-TRIAL:], self.waits[-TRIAL:]
-        numbers = [statistics.median(steps), -statistics.median(waits or [0.0])]
-        message = torch.tensor(numbers, dtype=torch.float64, device=communicator.device)
-        communicator.all_reduce(message, "max").wait()
-        step, wait = message.tolist()
-        self.steps, self.waits, self.began = [], [], None
-        return step, -wait
-
-
-class Auto(Reduction):
+class Auto(Changing):
     """Exact for the first windows, then one of ``candidates``, mildest first, if and only if steps become faster.
 
     ``current`` is what gradients are reduced with now; ``chosen`` is its name once that is settled, and ``report`` says
@@ -126,7 +90,7 @@ class Auto(Reduction):
         self.current: Reduction = self._exact
         self.chosen: str | None = None
         self.report = ""
-        self._watch = _Watch(clock=clock)
+        self._watch = StepWatch(clock=clock)
         self._first: int | None = None
         self._tried: tuple[Prediction, Reduction] | None = None
         self._times: dict[bool, list[float]] = {True: [], False: []}
@@ -138,17 +102,6 @@ class Auto(Reduction):
 
     # -- the reduction of the running window -------------------------------------------------------------------------
 
-    @property
-    def carries_tail(self) -> bool:
-        return self.current.carries_tail
-
-    @property
-    def keeps_layout(self) -> bool:
-        return self.current.keeps_layout
-
-    def unit(self, ranks: int) -> int:
-        return self.current.unit(ranks)
-
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
         """What cannot serve these parameters is not a candidate."""
         for name, make in list(self._candidates.items()):
@@ -157,24 +110,15 @@ class Auto(Reduction):
             except ConfigurationError:
                 del self._candidates[name]
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        return self.current.landing_scale(bucket, communicator, divisor)
-
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         # The last bucket, which is that of the ballot, starts when backward has ended.
         if self.chosen is None and bucket.plan.ballot:
-            self._watch.flushed = self._watch.clock()
-        return self.current.start(bucket, communicator, divisor)
+            self._watch.backward_ended()
+        return super().start(bucket, communicator, divisor)
 
     def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
         self._watch.window_ended()
-        self.current.ended(well=well, correction=correction)
-
-    def rescaled(self, factor: float | torch.Tensor) -> None:
-        self.current.rescaled(factor)
-
-    def rebuilt(self, layout: BucketLayout) -> None:
-        self.current.rebuilt(layout)
+        super().ended(well=well, correction=correction)
 
     # -- choosing ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +138,7 @@ class Auto(Reduction):
             return False
         if trials == 0:
             # What was seen while sizes were tried says nothing.
-            self._watch.steps, self._watch.waits = [], []
+            self._watch.forget()
             return False
         step, wait = self._watch.read(communicator)
         self._times[self.current is self._exact].append(step)
@@ -212,7 +156,8 @@ class Auto(Reduction):
         worthy = [each for each in predictions if each.step <= step * (1 - WORTH_TRYING)]
         if not worthy:
             best = min(predictions, key=lambda each: each.step)
-            self._settle("mean", f"{_ms(step)} a step, with {best.name} {_ms(best.step)} are expected", communicator)
+            words = f"{in_ms(step)} a step, with {best.name} {in_ms(best.step)} are expected"
+            self._settle("mean", words, communicator)
             return False
         hiding = [each for each in worthy if each.hides_the_wire]
         best = hiding[0] if hiding else min(worthy, key=lambda each: each.step)
@@ -230,8 +175,8 @@ class Auto(Reduction):
         exact, tried = statistics.mean(self._times[True]), statistics.mean(self._times[False])
         keeps = tried <= exact * (1 - WORTH_KEEPING)
         self.current, self._tried = candidate if keeps else self._exact, None
-        reason = f"{_ms(tried)} a step with {predicted.name}, as against {_ms(exact)}; expected were "
-        self._settle(predicted.name if keeps else "mean", reason + _ms(predicted.step), communicator)
+        reason = f"{in_ms(tried)} a step with {predicted.name}, as against {in_ms(exact)}; expected were "
+        self._settle(predicted.name if keeps else "mean", reason + in_ms(predicted.step), communicator)
         return self.current is not before
 
     def _settle(self, name: str, reason: str, communicator: Communicator | None = None) -> None:
@@ -264,12 +209,8 @@ class Auto(Reduction):
     def _take_loaded(self) -> bool:
         state, self._loaded = self._loaded or {}, None
         self._first, self._tried, self._times = None, None, {True: [], False: []}
-        self._watch.steps, self._watch.waits, self._watch.began = [], [], None
+        self._watch.forget(began=True)
         self.chosen, self.report = state.get("chosen"), state.get("report", "")
         self.current = self._exact if self.chosen in (None, "mean") else self._candidates[self.chosen]()
         self.current.load_state_dict(state.get("state", {}))
         return True
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

@@ -1,5 +1,6 @@
-"""An optimizer whose work and state are shared out over the ranks, and whose bytes travel behind the next forward."""
+"""Optimizers whose bytes travel behind the next forward: shared out over the ranks, or whole on each of them."""
 
 from gradsync.sharded.optimizer import ShardedOptimizer
+from gradsync.sharded.overlapped import OverlappedOptimizer
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["OverlappedOptimizer", "ShardedOptimizer"]

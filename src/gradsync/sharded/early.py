@@ -15,19 +15,17 @@ A rank may be alone with that, so all agree on it, in one number a step. When th
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from gradsync.bucket import Bucket
 from gradsync.bucket.shared_gradient import SharedGradient
 from gradsync.communicator import Communicator, Handle, Together
+from gradsync.sharded.options import Options, copied, same
 from gradsync.sharded.segments import Before, Segments
 from gradsync.sharded.share import Share
 
 __all__ = ["EarlyUpdates"]
-
-Options = list[dict[str, Any]]
 
 # Steps without early updates after the first that had to be undone; twice as many after every further one.
 PAUSE = 2
@@ -54,7 +52,7 @@ class _Update:
 
     def make(self, options: Options) -> None:
         """Update the share by its mean."""
-        self.options = _copied(options)
+        self.options = copied(options)
         if not self.before.fits(self._segments):
             self.before = Before(self._segments, self.share)
         self._segments.load([self.share])
@@ -71,7 +69,7 @@ class _Update:
         return (
             self.is_made
             and self._versions == _versions(self.share.bucket)
-            and _same(self.options, options)
+            and same(self.options, options)
             and all(
                 isinstance(part.parameter.grad, SharedGradient) for each in self.before.segments for part in each.parts
             )
@@ -232,23 +230,3 @@ class Verdict:
 
 def _versions(bucket: Bucket) -> tuple[int, int]:
     return bucket.buffer._version, bucket.wire._version
-
-
-def _copied(options: Options) -> Options:
-    return [
-        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in options
-    ]
-
-
-def _same(first: Options, second: Options) -> bool:
-    return len(first) == len(second) and all(
-        one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-        for one, other in zip(first, second, strict=True)
-    )
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
-    return bool(first == second)

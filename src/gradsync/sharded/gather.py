@@ -10,17 +10,15 @@ forward of the module that has it, so before that the parameters of the module a
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradsync.bucket import Bucket
 from gradsync.bucket.without_values import WITHOUT_VALUES
 
-__all__ = ["AwaitedParameter", "Gather", "await_before_forward"]
+__all__ = ["AwaitedParameter", "Gathers", "await_before_forward"]
 
 # What says nothing of values, and need not wait for them.
 _HARMLESS = WITHOUT_VALUES | {
@@ -61,34 +59,45 @@ class AwaitedParameter(nn.Parameter):
 
 
 class Gather:
-    """The new parameters of one bucket. ``arrive`` waits for them and says where they are; ``waited`` is told how long
-    that took."""
+    """New values of ``parameters``, on their way. ``arrive`` waits for them, and puts them into the parameters."""
 
-    def __init__(
-        self, bucket: Bucket, arrive: Callable[[], Sequence[torch.Tensor]], waited: Callable[[float], None]
-    ) -> None:
-        self._bucket, self._arrive, self._waited = bucket, arrive, waited
+    def __init__(self, parameters: Sequence[nn.Parameter], arrive: Callable[[], None]) -> None:
+        self._parameters, self._arrive = parameters, arrive
         self._lock = threading.Lock()
         self._is_finished = False
-        for parameter in bucket.parameters:
+        for parameter in parameters:
             parameter._gather = self  # type: ignore[attr-defined]
             parameter.__class__ = AwaitedParameter
 
     def finish(self) -> None:
-        """Wait until they are there, and hand them over. Raises what has become of the wire, each time."""
+        """Wait until they are there. Raises what has become of the wire, each time."""
         with self._lock:
             if self._is_finished:
                 return
-            began = time.perf_counter()
-            views = self._arrive()
-            self._waited(time.perf_counter() - began)
             # Whoever reads a parameter may be in inference mode, or recording gradients; this is neither's business.
             with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                torch._foreach_copy_(list(self._bucket.parameters), list(views))
-            for parameter in self._bucket.parameters:
+                self._arrive()
+            for parameter in self._parameters:
                 parameter.__class__ = nn.Parameter
                 del parameter._gather  # type: ignore[attr-defined]
             self._is_finished = True
+
+
+class Gathers:
+    """What is on its way, in the order in which it is needed."""
+
+    def __init__(self) -> None:
+        self._gathers: list[Gather] = []
+
+    def expect(self, parameters: Sequence[nn.Parameter], arrive: Callable[[], None]) -> None:
+        """From now on whoever reads one of ``parameters`` waits for ``arrive``."""
+        self._gathers.append(Gather(parameters, arrive))
+
+    def finish(self) -> None:
+        """Wait for all of it."""
+        while self._gathers:
+            self._gathers[0].finish()
+            self._gathers.pop(0)
 
 
 def await_before_forward(module: nn.Module) -> None:

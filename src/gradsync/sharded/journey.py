@@ -3,9 +3,9 @@
 Mostly in ``step()``; some before it, see :mod:`gradsync.sharded.early`.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,14 +13,13 @@ from gradsync.bucket import Bucket
 from gradsync.communicator import Communicator, Handle, scattering_over
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.sharded.early import EarlyUpdates
-from gradsync.sharded.gather import Gather
+from gradsync.sharded.gather import Gathers
+from gradsync.sharded.options import Options
 from gradsync.sharded.pace import Pace, plan_early
 from gradsync.sharded.segments import Segments
 from gradsync.sharded.share import Share
 
 __all__ = ["Journey"]
-
-Options = list[dict[str, Any]]
 
 
 class Journey:
@@ -36,10 +35,10 @@ class Journey:
         self.early = EarlyUpdates(self.wire, options, self._tell)
         self.pace = Pace()
         self.segments: Segments | None = None
-        self._gathers: list[Gather] = []
+        self._gathers = Gathers()
 
-    def take(self, segments: Segments) -> None:
-        """Buckets were laid out anew, or shares are cut by other parameter groups."""
+    def take(self, segments: Segments | None) -> None:
+        """Buckets were laid out anew, or shares are cut by other parameter groups; None if there are none any more."""
         self.early.forget()
         self.pace.restart()
         self.segments = segments
@@ -115,7 +114,7 @@ class Journey:
                 arrive = partial(verdict.arrive, share)
             else:
                 arrive = partial(_arrive, share, self._gather(share, self._communicator))
-            self._gathers.append(Gather(share.bucket, arrive, self.pace.waited))
+            self._gathers.expect(share.bucket.parameters, partial(self._hand_over, share, arrive))
 
     def _gather(self, share: Share, communicator: Communicator) -> Handle:
         share.put_down()
@@ -135,9 +134,14 @@ class Journey:
 
     def flush(self) -> None:
         """Wait until all parameters are the new ones."""
-        while self._gathers:
-            self._gathers[0].finish()
-            self._gathers.pop(0)
+        self._gathers.finish()
+
+    def _hand_over(self, share: Share, arrive: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Wait for the new parameters of a bucket, and put them into the old ones."""
+        began = time.perf_counter()
+        views = arrive()
+        self.pace.waited(time.perf_counter() - began)
+        torch._foreach_copy_(list(share.bucket.parameters), list(views))
 
     def settle(self) -> None:
         """State and parameters are wanted as the last step left them."""

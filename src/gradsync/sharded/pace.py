@@ -21,10 +21,11 @@ import torch
 
 from gradsync.communicator import Communicator, Handle
 
-__all__ = ["Pace", "Times", "plan_early"]
+__all__ = ["PLANNED_AFTER", "Pace", "Times", "plan_early"]
 
 # Windows that are not measured after buckets were laid out, and those that are.
 SETTLE, MEASURE = 2, 5
+PLANNED_AFTER = SETTLE + MEASURE + 1
 # Of the time that is left between reduce-scatters: they must not be late, and the last ones not at all.
 CAUTION = 0.75
 LAST_PART = 0.25
@@ -90,7 +91,7 @@ class Pace:
             self._gathers.append(self._gathered.seconds)
         self._starts, self._gathered = [], _Span()
         self._windows += 1
-        return self._windows == SETTLE + MEASURE + 1
+        return self._windows == PLANNED_AFTER
 
     def bucket_started(self) -> None:
         """A reduce-scatter has started; the last of them when backward has ended."""

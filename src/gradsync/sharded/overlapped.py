@@ -1,0 +1,227 @@
+"""``OverlappedOptimizer``: means that travel behind the next forward, for optimizers of any kind.
+
+::
+
+    backward          every bucket is reduce-scattered                       reduction/scattered.py
+    step()            the means are gathered, first those of what the next
+                      forward needs first
+    the next forward  a layer waits for the means of its own bucket, and
+                      updates what is in it
+
+Nothing is shared out but the wire's time: every rank updates whole parameters by whole means, as it would without. So
+the optimizer may look at whole matrices, as Muon, LAMB and Shampoo do. It works on parameters that lie in the memory of
+the model's, and have gradients of their own: ``zero_grad()`` clears the model's, long before the last mean is used.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradsync.bucket import Bucket
+from gradsync.bucket.shared_gradient import SharedGradient
+from gradsync.communicator import Handle, scattering_over
+from gradsync.errors import ConfigurationError
+from gradsync.reduction import ScatteredMean
+from gradsync.sharded.gather import Gathers
+from gradsync.sharded.mode import Mode
+from gradsync.sharded.options import Options, copied, is_equal
+from gradsync.sharded.resident import Resident, Synchronized
+from gradsync.sharded.saving import check_groups, indexed
+from gradsync.sharded.twins import PutOffStep, Twin, doubled
+
+__all__ = ["OverlappedOptimizer"]
+
+
+class OverlappedOptimizer(Resident):
+    """``optimizers`` of the parameters of ``model``, as one whose means arrive behind the next forward.
+
+    They are taken with their groups, options and state. The groups are the very same objects: a scheduler that was made
+    with one of them moves it. Step this one from then on, and not them::
+
+        optimizer = OverlappedOptimizer(model, Muon(matrices), torch.optim.AdamW(others))
+
+    After :meth:`step` parameters wait for their means. Whatever reads one waits, and has it updated; :meth:`flush` does
+    that for all. With ``mode="auto"`` it is tried against plain steps, and the faster of both is kept.
+    """
+
+    def __init__(self, model: Synchronized, *optimizers: torch.optim.Optimizer, mode: Mode = "next-forward") -> None:
+        for optimizer in optimizers:
+            _require_steps(optimizer)
+        if not optimizers:
+            raise ConfigurationError("OverlappedOptimizer needs at least one optimizer of the model, got none")
+        self._originals = optimizers
+        groups = [{**group} for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(model, groups, {}, mode)
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._stands_for.extend(optimizers)
+
+    def _prepare(self) -> None:
+        communicator = self._synchronizer.engine.communicator
+        self._wire = scattering_over(communicator, self._synchronizer.parameters[0].device)
+        self._twins = {id(p): Twin(p) for p in indexed(self.param_groups)}
+        self._inner = [doubled(optimizer, self._twins) for optimizer in self._originals]
+        self._gathers = Gathers()
+        self._inside: list[Bucket] = []
+        # Whose updates may not all be made.
+        self._running: PutOffStep | None = None
+
+    # -- in the buckets of the engine ------------------------------------------------------------------------------
+
+    def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
+        return ScatteredMean(dtype, self._wire)
+
+    def received(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        self.flush()
+
+    def move_out(self) -> None:
+        self._inside = []
+
+    def moved(self, buckets: Sequence[Bucket]) -> None:
+        self._inside = list(buckets) if self._scatters else []
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        for optimizer in self._originals:
+            for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+                hook(optimizer, (), {})
+        self._begin_step()
+        for optimizer in self._originals:
+            for hook in list(optimizer._optimizer_step_post_hooks.values()):
+                hook(optimizer, (), {})
+
+    def _begin_step(self) -> None:
+        step = self._running = PutOffStep(options=copied(self._all_options()), optimizers=self._inner)
+        inside = {id(parameter) for bucket in self._inside for parameter in bucket.parameters}
+        outside = [p for p in indexed(self.param_groups) if id(p) not in inside]
+        step.update({self._twins[id(p)]: p.grad for p in outside if p.grad is not None})
+        # The bucket that started last holds what is needed first.
+        by_need = self._inside[::-1]
+        gradients = [self._gradients_of(bucket) for bucket in by_need]
+        self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
+        for bucket, used in zip(by_need, gradients, strict=True):
+            arrive = _Once(partial(self._arrive, step, used, self._gather(bucket)))
+            self._gathers.expect(bucket.parameters, arrive)
+
+    def _gradients_of(self, bucket: Bucket) -> dict[Twin, torch.Tensor]:
+        """What parameters of the bucket will be updated by: where the mean will lie, or what is in its place."""
+        payload = bucket.wire[: bucket.plan.payload]
+        found = {}
+        for parameter, view in zip(bucket.parameters, bucket.views_of(payload), strict=True):
+            if parameter.grad is None or id(parameter) not in self._twins:
+                continue
+            shared = isinstance(parameter.grad, SharedGradient)
+            # Who has put another in its place may zero it before it is used.
+            found[self._twins[id(parameter)]] = view if shared else parameter.grad.clone()
+        return found
+
+    def _gather(self, bucket: Bucket) -> Handle:
+        communicator, plan = self._synchronizer.engine.communicator, bucket.plan
+        payload = bucket.wire[: plan.payload]
+        own = payload[communicator.rank * plan.share : (communicator.rank + 1) * plan.share]
+        handle = communicator.all_gather(payload, own)
+        observer = self._synchronizer.engine.observer
+        if observer is not None:
+            observer.gather_started(bucket, handle)
+        return handle
+
+    def _arrive(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor], handle: Handle) -> None:
+        handle.wait()
+        try:
+            step.update(gradients)
+        except BaseException as error:
+            # The others have updated what this rank has not.
+            self._wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
+            raise
+
+    def flush(self) -> None:
+        """Wait until all parameters are the new ones."""
+        self._gathers.finish()
+        step, self._running = self._running, None
+        if step is not None:
+            self._hand_back(step.options)
+
+    def _hand_back(self, before: Options) -> None:
+        """What optimizers have written into their groups, unless somebody has written there since the step."""
+        groups = [group for optimizer in self._inner for group in optimizer.param_groups]
+        for mine, theirs, old in zip(self.param_groups, groups, before, strict=True):
+            for key, value in theirs.items():
+                if key != "params" and not is_equal(value, old.get(key)) and is_equal(mine.get(key), old.get(key)):
+                    mine[key] = value
+
+    def _settle(self) -> None:
+        self.flush()
+
+    # -- groups and state ------------------------------------------------------------------------------------------
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        self._twins.update({id(p): Twin(p) for p in group["params"]})
+        inner = self._inner[-1]
+        inner.add_param_group({**group, "params": [self._twins[id(p)].itself for p in group["params"]]})
+        for key, value in inner.param_groups[-1].items():
+            if key != "params":
+                group.setdefault(key, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As one optimizer with all groups would have it."""
+        self._settle()
+        packed = super().state_dict()
+        states = {twin: state for optimizer in self._inner for twin, state in optimizer.state.items()}
+        twins = [self._twins[id(p)].itself for p in indexed(self.param_groups)]
+        packed["state"] = {place: states[twin] for place, twin in enumerate(twins) if states.get(twin)}
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the state of such an optimizer, or of a plain one with the same groups. On all ranks alike."""
+        self._require_open()
+        check_groups(state_dict["param_groups"], self.param_groups)
+        self._settle()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        first = 0
+        for optimizer in self._inner:
+            packed = optimizer.state_dict()
+            count = len(indexed(optimizer.param_groups))
+            saved = {place: state_dict["state"].get(first + place) for place in range(count)}
+            packed["state"] = {place: state for place, state in saved.items() if state is not None}
+            optimizer.load_state_dict(packed)
+            first += count
+
+
+class _Once:
+    """Runs once. What it raised it raises again: half an update must not be made a second time."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._error: BaseException | None = None
+
+    def __call__(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = error
+            raise
+
+
+def _require_steps(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"OverlappedOptimizer takes optimizers of the model's parameters, got {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, Resident):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} lives in the buckets already. OverlappedOptimizer takes plain optimizers"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS evaluates its closure several times a step, so nothing can be left to the next forward. Use it as a "
+            "plain optimizer"
+        )

@@ -1,0 +1,390 @@
+"""Optimizers of any kind whose means travel behind the next forward, and the choice between that and plain steps."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
+from gradsync.communicator import choose_communicator
+from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
+from gradsync.sharded.gather import AwaitedParameter
+from gradsync.sharded.mode import DECIDED_AFTER, SETTLED_AFTER, TRIALS
+from tests.ranks import Ranks, ThreadRanks
+from tests.test_sharded import TINY, assert_same, batch, filled, in_threads_and_processes, net, parameters_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales the update of a matrix by its norms; counts its steps in the group, as some do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.9).add_(parameter.grad)
+                ratio = parameter.norm() / momentum.norm().clamp(min=1e-9)
+                parameter.add_(momentum, alpha=float(-group["lr"] * ratio / group["step"] ** 0.5))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def vectors(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() != 2]
+
+
+def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Muon(matrices(model), lr=1e-2), torch.optim.AdamW(vectors(model), lr=1e-2)]
+
+
+def lamb(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [Lamb([{"params": matrices(model)}, {"params": vectors(model), "lr": 2e-2}])]
+
+
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
+
+
+class Several:
+    """Plain optimizers, as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def wrapped(bucket_cap_mb: Any = TINY) -> DistributedDataParallel:
+    return DistributedDataParallel(net(), bucket_cap_mb=bucket_cap_mb)
+
+
+def train(kind: str, make: Make, steps: int, bucket_cap_mb: Any = TINY) -> tuple[list[torch.Tensor], list[Any]]:
+    rank, model = choose_communicator().rank, wrapped(bucket_cap_mb)
+    optimizers = make(model)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) for optimizer in optimizers]
+    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    for step in range(steps):
+        for micro in model.accumulate(range(3)):
+            model(batch(rank, step, micro)).square().mean().backward()
+        model.clip_grad_norm_(0.05)
+        optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        optimizer.zero_grad(set_to_none=bool(step % 3))
+    if kind != "plain":
+        optimizer.flush()
+    groups = [{key: value for key, value in g.items() if key != "params"} for o in optimizers for g in o.param_groups]
+    return parameters_of(model), groups
+
+
+@pytest.mark.parametrize("make", [both, lamb])
+@pytest.mark.parametrize(
+    ("ranks", "bucket_cap_mb"),
+    [(("threads", 3), TINY), (("processes", 2), TINY), (("processes", 3), "auto")],
+    indirect=["ranks"],
+    ids=["threads-3", "processes-2", "processes-3-auto"],
+)
+def test_it_trains_to_the_parameters_of_plain_optimizers(ranks: Ranks, make: Make, bucket_cap_mb: Any) -> None:
+    """With schedules, clipping, windows of three micro-batches, and numbers that an optimizer keeps in its groups."""
+    theirs, groups = ranks.run(train, "plain", make, 12, bucket_cap_mb)[0]
+    ours = ranks.run(train, "overlapped", make, 12, bucket_cap_mb)
+    assert_same([mine for mine, _ in ours], theirs)
+    assert ours[0][1] == groups
+
+
+def wait_for_means() -> None:
+    model = wrapped()
+    optimizer = OverlappedOptimizer(model, *both(model))
+    for step in range(4):
+        model(batch(choose_communicator().rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(type(p) is AwaitedParameter for p in model.parameters())
+    first = next(model.parameters())
+    before = optimizer._twins[id(first)].itself.detach().clone()
+    assert not torch.equal(first.detach(), before)
+    optimizer.flush()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@in_threads_and_processes
+def test_after_a_step_parameters_wait_for_their_means(ranks: Ranks) -> None:
+    ranks.run(wait_for_means)
+
+
+def with_unused(kind: str) -> list[torch.Tensor]:
+    """A layer is used every other step; a gradient is replaced by another, and zeroed after the step."""
+    rank = choose_communicator().rank
+    torch.manual_seed(0)
+    module = nn.ModuleList([filled(nn.Linear(7, 7).double()) for _ in range(3)])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = module
+
+        def forward(self, x: torch.Tensor, *, third: bool) -> torch.Tensor:
+            x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+            return self.layers[2](x) if third else x
+
+    model = DistributedDataParallel(Model(), bucket_cap_mb=TINY)
+    optimizers = lamb(model)
+    optimizer: Any = optimizers[0] if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    for step in range(6):
+        model(batch(rank, step), third=step % 2 == 0).square().mean().backward()
+        weight = model.module.layers[0].weight
+        replaced = torch.full_like(weight, 0.25)
+        weight.grad = replaced
+        optimizer.step()
+        replaced.zero_()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@in_threads_and_processes
+def test_unused_parameters_and_replaced_gradients_are_as_ever(ranks: Ranks) -> None:
+    assert_same(ranks.run(with_unused, "overlapped"), ranks.run(with_unused, "plain")[0])
+
+
+def trained_and_saved(steps: int, state: dict[str, Any] | None, kind: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    rank, model = choose_communicator().rank, wrapped()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+    optimizer: Any = optimizers[0] if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    first = 0
+    if state is not None:
+        # Ranks that are threads would update one tensor.
+        state = copy.deepcopy(state)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = 5
+    for step in range(first, first + steps):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = {"model": copy.deepcopy(model.module.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+    return parameters_of(model), saved
+
+
+@pytest.mark.parametrize("writer", ["plain", "overlapped"])
+@pytest.mark.parametrize("reader", ["plain", "overlapped"])
+@in_threads_and_processes
+def test_states_are_those_of_a_plain_optimizer(ranks: Ranks, writer: str, reader: str) -> None:
+    _, state = ranks.run(trained_and_saved, 5, None, writer)[0]
+    _, plain = ranks.run(trained_and_saved, 5, None, "plain")[0]
+    assert state["optimizer"].keys() == plain["optimizer"].keys()
+    assert state["optimizer"]["state"].keys() == plain["optimizer"]["state"].keys()
+    whole, _ = ranks.run(trained_and_saved, 9, None, "plain")[0]
+    assert_same([mine for mine, _ in ranks.run(trained_and_saved, 4, state, reader)], whole)
+
+
+def test_states_of_several_optimizers_are_loaded_one_after_the_other() -> None:
+    def work() -> None:
+        model, twin = wrapped(), wrapped()
+        optimizer, other = OverlappedOptimizer(model, *both(model)), OverlappedOptimizer(twin, *both(twin))
+        rank = choose_communicator().rank
+        for step in range(8):
+            model(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                twin.module.load_state_dict(model.module.state_dict())
+                other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif step > 3:
+                twin(batch(rank, step)).square().mean().backward()
+                other.step()
+                other.zero_grad()
+        assert all(map(torch.equal, parameters_of(model), parameters_of(twin)))
+
+    ThreadRanks(2).run(work)
+
+
+class Fragile(Lamb):
+    """Raises in the middle of an update."""
+
+    raises, times = False, 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if self.raises:
+            self.times += 1
+            raise RuntimeError("out of luck")
+
+
+def raise_in_an_update() -> tuple[list[str], int]:
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer = OverlappedOptimizer(model, Fragile(model.parameters()))
+    told = []
+    for step in range(3):
+        if step == 2:
+            optimizer._inner[0].raises = rank == 0
+        try:
+            model(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except (RuntimeError, GradsyncError) as error:
+            told.append(str(error))
+    for _ in range(2):
+        try:
+            optimizer.flush()
+        except (RuntimeError, GradsyncError) as error:
+            told.append(str(error))
+    if not told:
+        with pytest.raises(GradsyncError) as raised:
+            model(batch(rank, 3)).square().mean().backward()
+            optimizer.step()
+        told.append(str(raised.value))
+    return told, optimizer._inner[0].times
+
+
+@in_threads_and_processes
+def test_an_optimizer_that_raises_is_not_run_again_and_all_ranks_hear_of_it(ranks: Ranks) -> None:
+    told = ranks.run(raise_in_an_update)
+    assert told[0] == (["out of luck"] * 3, 1)
+    assert all("out of luck" in words[0] and not times for words, times in told[1:])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda model: OverlappedOptimizer(model), "at least one optimizer"),
+        (lambda model: OverlappedOptimizer(model, torch.optim.LBFGS(model.parameters())), "closure several times"),
+        (lambda model: OverlappedOptimizer(model, net()), "got Sequential"),
+        (lambda model: OverlappedOptimizer(model, *both(model), mode="later"), "got 'later'"),
+        (lambda model: ShardedOptimizer(torch.optim.SGD, model, lr=0.1, mode="often"), "got 'often'"),
+        (lambda model: OverlappedOptimizer(model, torch.optim.SGD(net().parameters())), "does not belong"),
+        (lambda model: OverlappedOptimizer(net(), *both(model)), "gradients gradsync averages"),
+    ],
+    ids=["none", "lbfgs", "module", "mode", "mode-sharded", "foreign", "unwrapped"],
+)
+def test_what_cannot_be_honoured_is_refused_and_nothing_is_left(wrong: Callable[[Any], Any], words: str) -> None:
+    def work() -> None:
+        model = wrapped()
+        with pytest.raises(ConfigurationError, match=words):
+            wrong(model)
+        first = OverlappedOptimizer(model, *both(model))
+        with pytest.raises(ConfigurationError, match="another sharded optimizer"):
+            OverlappedOptimizer(model, *both(model))
+        with pytest.raises(ConfigurationError, match="lives in the buckets already"):
+            OverlappedOptimizer(model, first)
+        first.close()
+        with pytest.raises(MisuseError, match="was closed"):
+            first.step()
+        # Means are whole again.
+        model(batch(0, 0)).square().mean().backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+    ThreadRanks(2).run(work)
+
+
+# -- plain, or behind the next forward -------------------------------------------------------------------------------
+
+
+class Clock:
+    """Windows take so long, in seconds, by what they are reduced with."""
+
+    def __init__(self, plain: float, behind: float) -> None:
+        self._seconds = {False: plain, True: behind}
+        self._now = 0.0
+        self.optimizer: Any = None
+
+    def __call__(self) -> float:
+        self._now += self._seconds[self.optimizer.choice.scatters]
+        return self._now
+
+
+def choose(kind: str, clock: Clock | None, steps: int, state: Any = None) -> dict[str, Any]:
+    rank, model = choose_communicator().rank, wrapped()
+    options = {"lr": 1e-2}
+    if kind == "plain":
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **options)
+    elif kind == "overlapped":
+        optimizer = OverlappedOptimizer(model, torch.optim.AdamW(model.parameters(), **options), mode="auto")
+    else:
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, mode="auto", **options)
+    if clock is not None:
+        clock = copy.deepcopy(clock)
+        clock.optimizer = optimizer
+        optimizer.choice._watch.clock = clock
+    if state is not None:
+        optimizer.choice.load_state_dict(state)
+    scattered = []
+    for step in range(steps):
+        model(batch(rank, step)).square().mean().backward()
+        scattered.append(model.synchronizer.reduction.scatters)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"parameters": parameters_of(model), "scattered": scattered}
+    if clock is not None:
+        found |= {"chosen": optimizer.choice.chosen, "report": optimizer.choice.report}
+        found["saved"] = model.synchronizer.reduction.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "overlapped"])
+@pytest.mark.parametrize(("plain", "behind", "chosen"), [(2.0, 1.0, "next-forward"), (1.0, 0.995, "plain")])
+@in_threads_and_processes
+def test_auto_takes_what_is_faster_and_stays_exact(
+    ranks: Ranks, kind: str, plain: float, behind: float, chosen: str
+) -> None:
+    """The state moves from every rank to its owner and back, through all trials."""
+    steps = DECIDED_AFTER + 3
+    theirs = ranks.run(choose, "plain", None, steps)[0]
+    ours = ranks.run(choose, kind, Clock(plain, behind), steps)
+    assert_same([mine["parameters"] for mine in ours], theirs["parameters"])
+    tried = [number for number, scattered in enumerate(ours[0]["scattered"]) if scattered]
+    # Windows are counted from nought, and a trial begins in the window in which the one before it ends.
+    first, end = SETTLED_AFTER + TRIALS[0] - 1, SETTLED_AFTER + TRIALS[1] - 1
+    assert tried[: end - first] == list(range(first, end))
+    assert ours[0]["scattered"][-1] is (chosen == "next-forward")
+    assert {mine["chosen"] for mine in ours} == {chosen}
+    assert ("behind the next forward from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "next-forward")
+    assert ("steps wait for the whole mean from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "plain")
+
+
+def test_a_choice_is_loaded_and_not_made_again() -> None:
+    ranks = ThreadRanks(2)
+    saved = ranks.run(choose, "sharded", Clock(2.0, 1.0), DECIDED_AFTER + 2)[0]["saved"]
+    assert saved["mode"] == "next-forward"
+    loaded = ranks.run(choose, "sharded", Clock(1.0, 2.0), 5, saved)
+    assert all(each["chosen"] == "next-forward" and all(each["scattered"]) for each in loaded)
+
+
+def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gradsync"):
+        ThreadRanks(2).run(choose, "sharded", Clock(2.0, 1.0), DECIDED_AFTER + 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "mode auto: the wire works behind the next forward from now on: 1000.0 ms a step, as against 2000.0 ms"
+    ]
+
+
+def test_plain_steps_have_whole_means_and_whole_states() -> None:
+    def work() -> None:
+        model = wrapped()
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, mode="plain", lr=1e-2)
+        model(batch(choose_communicator().rank, 0)).square().mean().backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        assert not any(type(p) is AwaitedParameter for p in model.parameters())
+        optimizer.consolidate()
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+
+    ThreadRanks(2).run(work)
