@@ -255,9 +255,8 @@ def raise_in_an_update() -> tuple[list[str], int]:
     return told, optimizer._inner[0].times
 
 
-@in_threads_and_processes
-def test_an_optimizer_that_raises_is_not_run_again_and_all_ranks_hear_of_it(ranks: Ranks) -> None:
-    told = ranks.run(raise_in_an_update)
+def test_an_optimizer_that_raises_is_not_run_again_and_all_ranks_hear_of_it() -> None:
+    told = ThreadRanks(3).run(raise_in_an_update)
     assert told[0] == (["out of luck"] * 3, 1)
     assert all("out of luck" in words[0] and not times for words, times in told[1:])
 

@@ -1,4 +1,4 @@
-"""``Accelerator(shard_optimizer=True)`` trains as without it, saves the same checkpoint and goes on from either."""
+"""Prepared optimizers that work behind the next forward train as plain ones, and their checkpoints are the same."""
 
 from pathlib import Path
 from typing import Any
@@ -7,28 +7,38 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync import Accelerator, ConfigurationError, GradientAccumulationPlugin, ShardedOptimizer
-from gradsync.communicator import choose_communicator
+from gradsync import (
+    Accelerator,
+    ConfigurationError,
+    GradientAccumulationPlugin,
+    OverlappedOptimizer,
+    ShardedOptimizer,
+)
+from gradsync.communicator import InProcessWorld, choose_communicator
 from tests.ranks import Ranks, ThreadRanks
 from tests.test_sharded import assert_same, batch, groups_of, net, parameters_of
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def prepare(shard: bool, **options: Any) -> tuple[Accelerator, nn.Module, Any, Any]:
+KINDS = {"plain": {}, "sharded": {"shard_optimizer": True}, "overlapped": {"overlap": "next-forward"}}
+CLASSES = {"plain": torch.optim.AdamW, "sharded": ShardedOptimizer, "overlapped": OverlappedOptimizer}
+
+
+def prepare(kind: str) -> tuple[Accelerator, nn.Module, Any, Any]:
     plugin = GradientAccumulationPlugin(num_steps=2, scheduler_steps="once")
-    accelerator = Accelerator(
-        communicator=choose_communicator(), gradient_accumulation_plugin=plugin, shard_optimizer=shard, **options
-    )
+    options: Any = KINDS[kind]
+    accelerator = Accelerator(communicator=choose_communicator(), gradient_accumulation_plugin=plugin, **options)
     module = net()
     optimizer = torch.optim.AdamW(groups_of(module), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
-    return accelerator, *accelerator.prepare(module, optimizer, schedule)
+    prepared = accelerator.prepare(module, optimizer, schedule)
+    assert type(prepared[1].optimizer) is CLASSES[kind]
+    return accelerator, *prepared
 
 
 def run(prepared: tuple[Accelerator, nn.Module, Any, Any], steps: range) -> list[torch.Tensor]:
     accelerator, model, optimizer, schedule = prepared
-    assert isinstance(optimizer.optimizer, ShardedOptimizer) == accelerator.shard_optimizer
     for step in steps:
         for micro in range(2):
             with accelerator.accumulate(model):
@@ -41,39 +51,49 @@ def run(prepared: tuple[Accelerator, nn.Module, Any, Any], steps: range) -> list
     return parameters_of(model)
 
 
-def train(shard: bool) -> list[torch.Tensor]:
-    return run(prepare(shard), range(12))
+def train(kind: str) -> list[torch.Tensor]:
+    return run(prepare(kind), range(12))
 
 
+@pytest.mark.parametrize("kind", ["sharded", "overlapped"])
 @pytest.mark.parametrize("ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
-def test_a_prepared_optimizer_may_be_shared_out(ranks: Ranks) -> None:
-    assert_same(ranks.run(train, True), ranks.run(train, False)[0])
+def test_a_prepared_optimizer_may_work_behind_the_next_forward(ranks: Ranks, kind: str) -> None:
+    assert_same(ranks.run(train, kind), ranks.run(train, "plain")[0])
 
 
-def train_and_save(shard: bool, folder: Path) -> None:
-    prepared = prepare(shard)
+def train_and_save(kind: str, folder: Path) -> None:
+    prepared = prepare(kind)
     run(prepared, range(6))
     prepared[0].save_state(str(folder))
 
 
-def load_and_train(shard: bool, folder: Path) -> list[torch.Tensor]:
-    prepared = prepare(shard)
+def load_and_train(kind: str, folder: Path) -> list[torch.Tensor]:
+    prepared = prepare(kind)
     prepared[0].load_state(str(folder))
     return run(prepared, range(6, 12))
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["to plain", "to sharded"])
-@pytest.mark.parametrize("before", [False, True], ids=["from plain", "from sharded"])
-def test_a_checkpoint_is_the_same_either_way(tmp_path: Path, before: bool, after: bool) -> None:
+@pytest.mark.parametrize("after", KINDS, ids="to {}".format)
+@pytest.mark.parametrize("before", KINDS, ids="from {}".format)
+def test_a_checkpoint_is_the_same_either_way(tmp_path: Path, before: str, after: str) -> None:
     ranks = ThreadRanks(2)
     ranks.run(train_and_save, before, tmp_path)
-    assert_same(ranks.run(load_and_train, after, tmp_path), ranks.run(train, False)[0])
+    assert_same(ranks.run(load_and_train, after, tmp_path), ranks.run(train, "plain")[0])
 
 
-def test_an_optimizer_of_no_prepared_model_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["sharded", "overlapped"])
+def test_an_optimizer_of_no_prepared_model_is_refused(kind: str) -> None:
     def work() -> None:
-        accelerator = Accelerator(communicator=choose_communicator(), shard_optimizer=True)
+        options: Any = KINDS[kind]
+        accelerator = Accelerator(communicator=choose_communicator(), **options)
         with pytest.raises(ConfigurationError, match="one prepared model"):
             accelerator.prepare(torch.optim.SGD(net().parameters()))
 
     ThreadRanks(1).run(work)
+
+
+def test_what_excludes_each_other_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        Accelerator(communicator=InProcessWorld(1).communicator(0), shard_optimizer=True, overlap="backward")
+    with pytest.raises(ConfigurationError, match="got 'always'"):
+        Accelerator(communicator=InProcessWorld(1).communicator(0), overlap="always")  # type: ignore[arg-type]

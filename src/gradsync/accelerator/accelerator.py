@@ -24,6 +24,7 @@ from gradsync.accelerator.helpers import extract_model_from_parallel
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
 from gradsync.accelerator.over_processes import OverProcesses
+from gradsync.accelerator.overlapping import Overlap, Overlapping
 from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.preparation import PreparedModels
@@ -34,7 +35,6 @@ from gradsync.accelerator.tracking import Tracking, acquaint
 from gradsync.accelerator.world import World, connect
 from gradsync.communicator import Communicator
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.sharded import ShardedOptimizer
 from gradsync.wrap.accumulation import backward_through
 
 __all__ = ["Accelerator"]
@@ -59,7 +59,8 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
 
     Started by torchrun, mpirun or srun it finds the other processes; otherwise it is a world of one, without a process
     group. ``communicator`` replaces all that. With ``shard_optimizer=True`` every process updates its share of the
-    parameters, as :class:`~gradsync.ShardedOptimizer` does.
+    parameters, as :class:`~gradsync.ShardedOptimizer` does; with ``overlap="next-forward"`` each updates all of them
+    when their means come, as :class:`~gradsync.OverlappedOptimizer` does. ``overlap="auto"`` takes what is faster.
 
     Different from Accelerate: a short last window is divided by its real length, several models have a window each,
     ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md has all of it, with the switches.
@@ -93,6 +94,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         dispatch_batches: bool | None = None,
         communicator: Communicator | None = None,
         shard_optimizer: bool = False,
+        overlap: Overlap | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if not name.startswith("_") and name != "self"}
         refuse_absent(arguments)
@@ -111,7 +113,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         self.dataloader_config = chosen_loaders(dataloader_config, split_batches, even_batches, dispatch_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.shard_optimizer = shard_optimizer
+        self.overlapping = Overlapping(shards=shard_optimizer, overlap=overlap)
         world = connect(
             read_environment(), cpu=cpu or launched.cpu, communicator=communicator, **settings["InitProcessGroupKwargs"]
         )
@@ -209,25 +211,11 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         _refuse_again(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
-        prepared = PreparedOptimizer(self._shared_out(optimizer), self.windows, self.precision.scaler)
+        overlapped = self.overlapping.apply(optimizer, self.models.attachments)
+        prepared = PreparedOptimizer(overlapped, self.windows, self.precision.scaler)
         prepared.originals.append(optimizer)
         self.prepared.optimizers.append(prepared)
         return prepared
-
-    def _shared_out(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer, shared out over the processes if that was asked for."""
-        if not self.shard_optimizer or isinstance(optimizer, ShardedOptimizer):
-            return optimizer
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = [
-            each for each in self.models.attachments if not trained.isdisjoint(map(id, each.synchronizer.parameters))
-        ]
-        if len(owners) != 1:
-            raise ConfigurationError(
-                f"shard_optimizer=True needs an optimizer of one prepared model, and this one has parameters of "
-                f"{len(owners)}. Prepare model and optimizer together, and give every model its own optimizer"
-            )
-        return ShardedOptimizer.of(optimizer, owners[0])
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One scheduler, which will move when its optimizer has stepped; how far, says the plugin."""

@@ -26,13 +26,15 @@ from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine.observer import Observer
 from gradsync.engine.policy import Schedule
 from gradsync.local_steps import LocalSteps
-from gradsync.sharded import ShardedOptimizer
+from gradsync.sharded import OverlappedOptimizer, ShardedOptimizer
+from gradsync.sharded.mode import Mode
 
 __all__ = [
     "ALONE",
     "DDP",
     "FSDP2",
     "OURS",
+    "OVERLAPPED",
     "PEERS",
     "SHARDED",
     "TUNED",
@@ -42,6 +44,7 @@ __all__ = [
     "Fabric",
     "Gradsync",
     "GradsyncLocal",
+    "GradsyncOverlapped",
     "GradsyncSharded",
     "HookedDDP",
     "MakeOptimizer",
@@ -56,7 +59,7 @@ __all__ = [
 ]
 
 ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
-SHARDED, ZERO = "gradsync sharded", "DDP tuned + ZeRO"
+SHARDED, OVERLAPPED, ZERO = "gradsync sharded", "gradsync overlapped", "DDP tuned + ZeRO"
 TorchDDP = nn.parallel.DistributedDataParallel
 # Made after wrapping: some peers put other parameters into the model.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -139,14 +142,29 @@ class GradsyncSharded(Peer):
 
     name: str = SHARDED
     observer: Observer | None = None
+    mode: Mode = "next-forward"
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
         wrapper = DistributedDataParallel(model, observer=self.observer)
         wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
-        wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper)
+        wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper, self.mode)
         wrapped.flush = wrapped.optimizer.flush
         wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
         wrapped.framed_backward = wrapper.backward
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradsyncOverlapped(Peer):
+    """gradsync's wrapper with an optimizer that every rank runs whole, when means come behind the next forward."""
+
+    name: str = OVERLAPPED
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapper = DistributedDataParallel(model)
+        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped.optimizer = OverlappedOptimizer(wrapper, wrapped.optimizer)
+        wrapped.flush = wrapped.optimizer.flush
         return wrapped
 
 

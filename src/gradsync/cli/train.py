@@ -50,6 +50,9 @@ def train(
     shard_optimizer: Annotated[
         bool, WIRE("--shard-optimizer", help="Every rank updates its share; gathered behind the next forward.")
     ] = False,
+    overlap: Annotated[
+        str | None, WIRE(help="Hide the wire behind: backward, next-forward, or auto, the faster of both.")
+    ] = None,
     run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
     resume: Annotated[bool, RUN("--resume", help="Go on from the newest checkpoint in --run-folder.")] = False,
     checkpoint_every: Annotated[int, RUN(help="Steps between checkpoints.")] = 100,

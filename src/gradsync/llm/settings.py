@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gradsync.accelerator.overlapping import Overlap, Overlapping
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import reduction_by_name
 
@@ -22,6 +23,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a number of at least 0": (lambda value: value >= 0, ("weight_decay",)),
     "a number greater than 0": (lambda value: value > 0, ("epochs", "bucket_mb")),
     f"one of {', '.join(get_args(Precision))}": (get_args(Precision).__contains__, ("precision",)),
+    f"one of {', '.join(get_args(Overlap))}": (get_args(Overlap).__contains__, ("overlap",)),
 }
 
 
@@ -50,6 +52,7 @@ class TrainSettings:
     bucket_mb: float | None = None
     reduction: str = "mean"
     shard_optimizer: bool = False
+    overlap: Overlap | None = None
     run_folder: Path = Path("runs/train")
     checkpoint_every: int = 100
     keep: int = 2
@@ -64,6 +67,7 @@ class TrainSettings:
                 if value is not None and not holds(value):
                     raise ConfigurationError(f"--{name.replace('_', '-')} must be {expected}, got {value!r}")
         self._check_reduction()
+        Overlapping(shards=self.shard_optimizer, overlap=self.overlap)
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
 
@@ -73,10 +77,11 @@ class TrainSettings:
                 reduction_by_name(self.reduction)
             except ConfigurationError as error:
                 raise ConfigurationError(f"--reduction {LOCAL}:STEPS, or else {error}") from None
-        elif self.shard_optimizer:
+        elif self.shard_optimizer or self.overlap not in (None, "backward"):
+            other = "--shard-optimizer" if self.shard_optimizer else f"--overlap {self.overlap}"
             raise ConfigurationError(
-                f"--reduction {self.reduction} and --shard-optimizer exclude each other: who steps locally needs the "
-                "whole state of the optimizer"
+                f"--reduction {self.reduction} and {other} exclude each other: who steps locally has no means to wait "
+                "for, and needs the whole state of the optimizer"
             )
 
     @property

@@ -321,6 +321,7 @@ def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Acc
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
         shard_optimizer=settings.shard_optimizer,
+        overlap=settings.overlap,
         # The schedule is made of windows, whatever the number of ranks.
         gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],

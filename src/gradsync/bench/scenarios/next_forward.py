@@ -6,9 +6,8 @@ is several steps in a row, since what one of them leaves on the wire is the next
 starts, and what the last leaves is waited for after it has stopped.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,9 +16,11 @@ from gradsync.bench.peers import (
     ALONE,
     FSDP2,
     OURS,
+    OVERLAPPED,
     SHARDED,
     TUNED,
     Gradsync,
+    GradsyncOverlapped,
     GradsyncSharded,
     NoWrapper,
     Peer,
@@ -30,17 +31,20 @@ from gradsync.bench.record import Cell, CellRecord
 from gradsync.bench.scenario import Scenario, Table, colour_of, known
 from gradsync.bench.windows import settle, tuned_ddp
 from gradsync.bench.workload import EmulatedWorkload, RealWorkload, Workload
+from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.charts.canvas import SOFT
 from gradsync.charts.kinds import draw_rows
 from gradsync.clipping import clip_grad_norm_
 from gradsync.lab.rate import Rate
+from gradsync.sharded import ShardedOptimizer
+from gradsync.sharded.mode import DECIDED_AFTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["NextForward"]
 
-CLIPPED = ", clipped"
+CLIPPED, AUTO = ", clipped", f"{SHARDED}, auto"
 # In seconds of forward and backward together.
 COMPUTE, LAYERS, RATE = 0.06, 12, "400mbit"
 # The wire against forward and backward: hidden by half of backward, as long as both, and far longer.
@@ -97,17 +101,25 @@ class NextForward(Scenario):
         if isinstance(workload, EmulatedWorkload):
             rounds.fact("forward seconds", workload.profile.forward_seconds)
         tuned = tuned_ddp(rounds, workload)
-        peers: list[Peer] = [NoWrapper(), tuned, Gradsync(), GradsyncSharded()]
+        chosen = GradsyncSharded(name=AUTO, mode="auto")
+        peers: list[Peer] = [NoWrapper(), tuned, Gradsync(), GradsyncSharded(), chosen, GradsyncOverlapped()]
         if isinstance(workload, RealWorkload):
             peers += [ZeroRedundancy(bucket_mb=tuned.bucket_mb), FSDP2()]
         times = STEPS_A_SAMPLE if isinstance(workload, EmulatedWorkload) else STEPS_A_SAMPLE // 2
-        variants = {peer.name: _steady(workload, peer, times) for peer in peers}
-        for peer in (tuned, GradsyncSharded()):
-            variants[peer.name + CLIPPED] = _steady(workload, peer, times, clips=True)
-        for name in (OURS, SHARDED, SHARDED + CLIPPED):
-            settle(variants[name].step)
+        wrapped = {peer.name: workload.wrap(peer) for peer in peers}
+        variants = {name: _steady(workload, each, times) for name, each in wrapped.items()}
+        for peer, clip in ((tuned, torch.nn.utils.clip_grad_norm_), (GradsyncSharded(), clip_grad_norm_)):
+            variants[peer.name + CLIPPED] = _steady(workload, workload.wrap(peer), times, clip=clip)
+        for name in (OURS, SHARDED, AUTO, OVERLAPPED, SHARDED + CLIPPED):
+            settle(variants[name].step, after=DECIDED_AFTER if name == AUTO else TUNED_AFTER[-1])
             variants[name].flush()
+        optimizer = wrapped[AUTO].optimizer
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.choice is not None:
+            rounds.fact("auto", optimizer.choice.report)
         rounds.run(variants)
+
+    def note(self, record: CellRecord) -> str:
+        return f"Auto: {record.facts['auto']}." if "auto" in record.facts else ""
 
     def draw(self, axes: "Axes", record: CellRecord) -> None:
         rows = {name: record.ms(name) for name in record.samples}
@@ -122,12 +134,13 @@ class NextForward(Scenario):
             "against DDP tuned",
             "against DDP tuned, both clipped",
             "against gradsync",
+            "auto, against gradsync",
             "against the bound",
         ]
         rows = []
         for record in records:
             bound = _bounds(record).get(BOUND)
-            pairs = [(SHARDED, TUNED), (SHARDED + CLIPPED, TUNED + CLIPPED), (SHARDED, OURS)]
+            pairs = [(SHARDED, TUNED), (SHARDED + CLIPPED, TUNED + CLIPPED), (SHARDED, OURS), (AUTO, OURS)]
             gains = [record.times(other, ours) for ours, other in pairs]
             apart = None if bound is None or SHARDED not in record.samples else record.ms(SHARDED) / 1e3 / bound
             rows.append([record.cell.name, *("–" if gain is None else f"{gain:.2f}× as fast" for gain in gains)])
@@ -160,19 +173,14 @@ def _bounds(record: CellRecord) -> dict[str, float]:
     return {PLAIN_BOUND: max(compute, forward + seconds), BOUND: max(compute, seconds)}
 
 
-def _steady(workload: Workload, peer: Peer, times: int, *, clips: bool = False) -> Steady:
-    wrapped = workload.wrap(peer)
-    clip: Callable[[Wrapped], object] = partial(_clip, peer) if clips else lambda _: None
-
+def _steady(
+    workload: Workload, wrapped: Wrapped, times: int, *, clip: Callable[[Iterable[Any], float], object] | None = None
+) -> Steady:
     def step() -> None:
         wrapped.backward(workload.forward(wrapped.model))
-        clip(wrapped)
+        if clip is not None:
+            clip(wrapped.model.parameters(), MAX_NORM)
         wrapped.optimizer.step()
         wrapped.optimizer.zero_grad()
 
     return Steady(step=step, flush=wrapped.flush, times=times)
-
-
-def _clip(peer: Peer, wrapped: Wrapped) -> object:
-    clip = clip_grad_norm_ if isinstance(peer, GradsyncSharded) else torch.nn.utils.clip_grad_norm_
-    return clip(wrapped.model.parameters(), MAX_NORM)
