@@ -29,6 +29,8 @@ class Workload(ABC):
     """A model, and what is known of it before anything runs."""
 
     learning_rate: float
+    # A class of torch's.
+    optimizer: str
 
     @property
     @abstractmethod
@@ -48,7 +50,8 @@ class Workload(ABC):
     def wrap(self, peer: Peer, *, window: int = 1) -> Wrapped:
         """The same weights for everyone."""
         torch.manual_seed(SEED)
-        return peer.wrap(self.model(), partial(torch.optim.SGD, lr=self.learning_rate, foreach=True), window=window)
+        made = getattr(torch.optim, self.optimizer)
+        return peer.wrap(self.model(), partial(made, lr=self.learning_rate, foreach=True), window=window)
 
     def note(self, rounds: Rounds, *, senders: int | None = None) -> None:
         """Its size, and what bounds a step that synchronizes it once, among so many ``senders`` or all ranks."""
@@ -61,6 +64,7 @@ class EmulatedWorkload(Workload):
     """The layers of a profile, which sleep instead of computing."""
 
     profile: Profile
+    optimizer: str = "SGD"
     learning_rate = 1e-4
 
     @classmethod
@@ -95,6 +99,7 @@ class RealWorkload(Workload):
     # The share of a rank.
     batch: int
     length: int
+    optimizer: str = "SGD"
     learning_rate = 1e-3
 
     @cached_property

@@ -15,6 +15,7 @@ import gc
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ MORE = 1.5
 # Model and computation of the emulated cells; what is sent takes about as long as what is computed.
 SMALL = {"layers": 2, "seconds": 0.02}
 SLOW_PARAMETERS, FAST_PARAMETERS = 300_000, 750_000
-WHOLE = {"layers": 8, "width": 512, "batch": 1, "length": 8}
+WHOLE: dict[str, Any] = {"layers": 8, "width": 512, "batch": 1, "length": 8}
 TINY = RealWorkload(layers=1, width=16, batch=1, length=4)
 # Wrappers make their buckets anew in the first steps.
 MEMORY_STEPS = 7
@@ -128,8 +129,8 @@ def _emulated(*, quick: bool) -> list[Cell]:
 
 def _real(*, quick: bool) -> list[Cell]:
     rounds = 30 if quick else 100
-    heavy = {**WHOLE, "layers": 6, "width": 256} if quick else WHOLE
-    light = {"layers": 4, "width": 128, "batch": 1, "length": 64}
+    heavy: dict[str, Any] = {**WHOLE, "layers": 6, "width": 256} if quick else WHOLE
+    light: dict[str, Any] = {"layers": 4, "width": 128, "batch": 1, "length": 64}
     return [
         Cell(
             name=f"1 host, {RealWorkload(**options).parameters / 1e6:.1f}M parameters",
