@@ -71,7 +71,7 @@ check: .venv/.dev
 # Strict: a link that leads nowhere, or a name that the reference does not have, fails. The variable silences a notice of
 # the theme about another program.
 docs: .venv/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo 'build/site/index.html'
 
 # Without isolation: what builds is pinned, too.

@@ -33,7 +33,7 @@ SCRIPTS = {block.script for block in blocks("python", "py") if block.script is n
 EXTRAS = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-dep")[2], re.M)
 
 
-class UnknownCommand(Exception):
+class UnknownCommandError(Exception):
     """A command that nobody could type."""
 
 
@@ -54,7 +54,7 @@ def check(line: str) -> None:
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         known = words.pop(0).partition("=")[0]
         if f"`{known}`" not in (ROOT / "docs/reference/environment.md").read_text():
-            raise UnknownCommand(f"{known} is no variable of ours")
+            raise UnknownCommandError(f"{known} is no variable of ours")
     if words:
         _check_words(words)
 
@@ -70,7 +70,7 @@ def _check_words(words: list[str]) -> None:
     elif program in LAUNCHERS:
         places = [place for place, word in enumerate(rest) if word in ("gradsync", "python")]
         if not places:
-            raise UnknownCommand(f"{program} starts nothing that is known here")
+            raise UnknownCommandError(f"{program} starts nothing that is known here")
         _check_words(rest[places[0] :])
     elif program == "python":
         _check_python(rest)
@@ -80,9 +80,9 @@ def _check_words(words: list[str]) -> None:
         makefile = (ROOT / "Makefile").read_text()
         missing = [target for target in rest if "=" not in target and not re.search(rf"^{target}:", makefile, re.M)]
         if missing:
-            raise UnknownCommand(f"make has no {missing[0]}")
+            raise UnknownCommandError(f"make has no {missing[0]}")
     else:
-        raise UnknownCommand(f"nobody knows how to check {program}")
+        raise UnknownCommandError(f"nobody knows how to check {program}")
 
 
 def _check_ours(words: list[str]) -> None:
@@ -93,19 +93,19 @@ def _check_ours(words: list[str]) -> None:
         name, *words = words
         if name.startswith("-"):
             if not any(name in parameter.opts for parameter in command.params):
-                raise UnknownCommand(f"{line} has no option {name}")
+                raise UnknownCommandError(f"{line} has no option {name}")
             continue
         if name not in command.commands:
-            raise UnknownCommand(f"{line} has no command {name}")
+            raise UnknownCommandError(f"{line} has no command {name}")
         command, line = command.commands[name], f"{line} {name}"
     if hasattr(command, "commands"):
         return
     try:
         context = command.make_context(line, list(words))
     except Exception as error:
-        raise UnknownCommand(f"{line}: {error}") from error
+        raise UnknownCommandError(f"{line}: {error}") from error
     if line == "gradsync bench" and context.params["scenario"] not in SCENARIO_NAMES:
-        raise UnknownCommand(f"there is no scenario {context.params['scenario']}")
+        raise UnknownCommandError(f"there is no scenario {context.params['scenario']}")
     if line == "gradsync lab run":
         inner = words[words.index("--") + 1 :]
         if inner[0] == "gradsync":
@@ -116,25 +116,25 @@ def _check_python(words: list[str]) -> None:
     if words[0] == "-m":
         name, rest = words[1], words[2:]
         if importlib.util.find_spec(name) is None:
-            raise UnknownCommand(f"there is no module {name}")
+            raise UnknownCommandError(f"there is no module {name}")
         if name == "gradsync":
             _check_ours(rest)
         return
     name = words[0]
     if name not in SCRIPTS | OF_THE_READER and not (ROOT / name).is_file():
-        raise UnknownCommand(f"there is no file {name}")
+        raise UnknownCommandError(f"there is no file {name}")
 
 
 def _check_pip(words: list[str]) -> None:
     if words[0] != "install":
-        raise UnknownCommand(f"pip {words[0]} is not what a page would ask for")
+        raise UnknownCommandError(f"pip {words[0]} is not what a page would ask for")
     for word in words[1:]:
         found = re.fullmatch(r"(?:gradsync|\.)(?:\[(?P<extras>[\w,]+)\])?", word)
         if found is None:
-            raise UnknownCommand(f"{word} is not ours to install")
+            raise UnknownCommandError(f"{word} is not ours to install")
         for extra in filter(None, (found["extras"] or "").split(",")):
             if extra not in EXTRAS:
-                raise UnknownCommand(f"there is no extra {extra}")
+                raise UnknownCommandError(f"there is no extra {extra}")
 
 
 def test_every_command_can_be_typed() -> None:
@@ -144,7 +144,7 @@ def test_every_command_can_be_typed() -> None:
     for where, line in found:
         try:
             check(line)
-        except (UnknownCommand, SystemExit) as error:
+        except (UnknownCommandError, SystemExit) as error:
             wrong.append(f"{where}: {line}: {error}")
     assert not wrong, "\n".join(wrong)
 
@@ -174,5 +174,5 @@ def test_every_command_can_be_typed() -> None:
     ],
 )
 def test_a_command_that_cannot_be_typed_is_seen(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((UnknownCommand, SystemExit)):
+    with pytest.raises((UnknownCommandError, SystemExit)):
         check(line)

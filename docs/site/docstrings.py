@@ -6,6 +6,8 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`([^`]+)`")
+# A page of the documentation, as it is named in the source.
+PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
 # What is not indented, directly followed by what is: a name and what it stands for.
 TERM = re.compile(r"^(?P<term>[^\s`|*-].*)\n(?P<first> {4}\S.*(?:\n {4}.*)*)", re.MULTILINE)
 
@@ -34,6 +36,8 @@ def _paragraph(text: str, obj: griffe.Object) -> str:
     head, literal, block = _literal(text)
     if not literal:
         head = TERM.sub(_definition, head)
+    # From a page of the reference.
+    head = PAGE.sub(r"[docs/\1.md](../\1.md)", head)
     return ROLE.sub(lambda role: _reference(role[1], obj), head) + block
 
 
