@@ -150,7 +150,7 @@ def programs() -> dict[str, str]:
 def test_every_block_of_python_runs_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them in one test: they share the processes that run them. Over Gloo, whatever devices there are."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    paths = {}
+    paths: dict[str, Path] = {}
     for where, code in programs().items():
         paths[where] = tmp_path / f"{len(paths)}.py"
         paths[where].write_text(code)

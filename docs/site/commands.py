@@ -11,15 +11,9 @@ from gradsync.cli.main import app
 PROGRAM = "gradsync"
 
 
-def describe(command_line: str) -> str:
-    """The page's part on ``command_line``, such as ``gradsync lab up``; of a group of commands, on all of them."""
-    program, *names = command_line.split()
-    if program != PROGRAM:
-        raise ValueError(f"a command begins with {PROGRAM}, got {command_line!r}")
-    command = get_command(app)
-    for name in names:
-        command = subcommands(command)[name]
-    return "\n".join(part(command, command_line, level=2))
+def describe() -> str:
+    """The program with its options, then each of its commands."""
+    return "\n".join(part(get_command(app), PROGRAM, level=2))
 
 
 def subcommands(command: Any) -> dict[str, Any]:
@@ -45,10 +39,9 @@ def part(command: Any, line: str, level: int) -> Iterator[str]:
             names = ", ".join(f"`{name}`" for name in names_of(parameter))
             yield f"| {names} | {default(parameter)} | {cell(getattr(parameter, 'help', None) or '')} |"
         yield ""
-    # The program itself is described by what it has; each of its commands has a place of its own in the page.
-    if line != PROGRAM:
-        for name, child in subcommands(command).items():
-            yield from part(child, f"{line} {name}", level + 1)
+    # Commands of the program stand beside it in the page, those of a group below it.
+    for name, child in subcommands(command).items():
+        yield from part(child, f"{line} {name}", level if line == PROGRAM else level + 1)
 
 
 def usage(command: Any, line: str) -> str:

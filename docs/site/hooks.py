@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 # Where files at the root have their page.
 AT_THE_ROOT = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")
-# A line of a page that stands for what a command says of itself.
-COMMAND = re.compile(r"^<!-- help: (.+) -->$", re.MULTILINE)
+# A line that stands for what the commands say of themselves, and the page that has it.
+COMMANDS, COMMANDS_PAGE = "<!-- commands -->", "reference/command-line.md"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -37,10 +37,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if page.file.src_uri == "reference/command-line.md":
-        from commands import describe  # takes torch with it, which a page of words need not wait for
+    if page.file.src_uri == COMMANDS_PAGE:
+        from commands import describe  # found only now, and torch comes with it
 
-        markdown = COMMAND.sub(lambda found: describe(found[1]), markdown)
+        markdown = markdown.replace(COMMANDS, describe())
     if page.file.generated_by is None:
         markdown = LINK.sub(lambda link: from_docs(link[1]), markdown)
     # GitHub reads Markdown inside, and so is it here if it is asked for.
