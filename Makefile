@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test more soak kills laws peers-tests check dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test more soak kills laws peers-tests check docs dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
@@ -24,6 +24,7 @@ help:
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
 	@echo 'make peers-tests   the tests of torch and of Accelerate, with our classes in the place of theirs (minutes)'
 	@echo 'make check     lint, formatting, types'
+	@echo 'make docs      build the site of the documentation in build/site: open build/site/index.html'
 	@echo 'make doctor    say whether this machine is fit, and how fast its wire is'
 	@echo 'make install   create .venv with the pinned packages and gradsync itself'
 	@echo 'make bench     measure what synchronization costs, against all peers (about 20 minutes, as root)'
@@ -67,6 +68,12 @@ check: .venv/.dev
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
+# Strict: a link that leads nowhere, or a name that the reference does not have, fails. The variable silences a notice of
+# the theme about another program.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	@echo 'build/site/index.html'
+
 # Without isolation: what builds is pinned, too.
 dist: .venv/.dev
 	rm -rf build dist
@@ -107,7 +114,11 @@ clean:
 	$(BIN)/pip install --quiet --requirement requirements/bench.txt
 	@touch $@
 
-.venv/.dev: .venv/.bench requirements/dev.txt
+.venv/.docs: .venv/.installed requirements/docs.txt
+	$(BIN)/pip install --quiet --requirement requirements/docs.txt
+	@touch $@
+
+.venv/.dev: .venv/.bench .venv/.docs requirements/dev.txt
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt
 	@touch $@
 

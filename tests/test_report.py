@@ -1,15 +1,10 @@
 """The report of a run: its charts in numbers, its page as text, and what a browser makes of it."""
 
-import contextlib
 import io
 import itertools
 import math
-import os
 import random
 import re
-import shutil
-import signal
-import subprocess
 import sys
 import zlib
 from html.parser import HTMLParser
@@ -29,12 +24,11 @@ from gradsync.llm.recording import Recording
 from gradsync.llm.report import write_report
 from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
+from tests.browser import browse, needs_chromium
 
 pytest.importorskip("jinja2", reason="the report needs the extra gradsync[train]")
 pytest.importorskip("matplotlib", reason="the report needs the extra gradsync[train]")
 
-CHROMIUM = shutil.which("chromium")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 CHARTS = ("loss", "throughput", "norm", "rate", "time", "timeline")
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -508,39 +502,6 @@ def test_a_training_ends_well_without_the_packages_of_the_page(tmp_path: Path, m
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
-
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--enable-logging=stderr",
-    "--v=0",
-    "--virtual-time-budget=3000",
-)
-
-
-def browse(page: Path, tmp_path: Path, *flags: str) -> tuple[str, list[str]]:
-    """What a browser prints about a page, and what came to its console."""
-    assert CHROMIUM is not None
-    profile = tmp_path / f"profile-{len(list(tmp_path.glob('profile-*')))}"
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        printed, log = process.communicate(timeout=90)
-    finally:
-        # Its own session: whatever it has started ends with it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, log
-    return printed, [line for line in log.splitlines() if "CONSOLE" in line]
 
 
 def painted(image: Path) -> float:

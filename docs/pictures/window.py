@@ -5,23 +5,25 @@
 No library is needed; the picture is text.
 """
 
-from pathlib import Path
+from drawing import (
+    BACKWARD_FILL,
+    FORWARD_FILL,
+    HEIGHT,
+    LINE,
+    MUTED,
+    STEP_FILL,
+    WIRE_FILL,
+    box,
+    legend,
+    text,
+    write,
+)
 
 # Tokens of each rank's micro-batches.
 RANKS = [[96, 128, 64], [112, 80], []]
 SCALE = 2.0
-LEFT, TOP, ROW, HEIGHT = 92, 86, 62, 36
+LEFT, TOP, ROW = 92, 86, 62
 FORWARD = 0.36
-INK, MUTED, LINE = "#1f2937", "#6b7280", "#d1d5db"
-FORWARD_FILL, BACKWARD_FILL, WIRE_FILL, STEP_FILL = "#dbeafe", "#60a5fa", "#f59e0b", "#10b981"
-
-
-def text(x: float, y: float, words: str, *, size: int = 13, fill: str = INK, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}">{words}</text>'
-
-
-def box(x: float, y: float, width: float, fill: str, height: float = HEIGHT) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="4" fill="{fill}"/>'
 
 
 def micro_batch(x: float, y: float, tokens: int) -> list[str]:
@@ -67,24 +69,13 @@ def main() -> None:
     parts.append(text(LEFT, below, formula, anchor="start"))
     parts.append(text(LEFT, below + 22, f"here Σ w = {total} = {sum(map(sum, RANKS))}", fill=MUTED, anchor="start"))
     below += 26
-    legend = [
+    entries = [
         (FORWARD_FILL, "forward"),
         (BACKWARD_FILL, "backward, accumulates in place"),
         (WIRE_FILL, "buckets on the wire, from the last backward on"),
     ]
-    x = float(LEFT)
-    for fill, words in legend:
-        parts.append(box(x, below + 16, 14, fill, 14))
-        parts.append(text(x + 20, below + 28, words, size=12, fill=MUTED, anchor="start"))
-        x += 36 + 6.6 * len(words)
-    width, height = end + 110, below + 48
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" font-family="system-ui, sans-serif"><rect width="100%" height="100%" fill="white"/>'
-        + "".join(parts)
-        + "</svg>\n"
-    )
-    Path(__file__).with_name("window.svg").write_text(svg, encoding="utf-8")
+    parts += legend(float(LEFT), below + 16, entries)
+    write(__file__, end + 110, below + 48, parts)
 
 
 if __name__ == "__main__":

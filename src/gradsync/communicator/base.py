@@ -51,8 +51,10 @@ from gradsync.errors import GradsyncError
 __all__ = ["Communicator", "Counts", "Handle", "ReduceOp", "Stage"]
 
 ReduceOp = Literal["sum", "average", "max"]
-# Elements a rank, in rank order, of shares that differ in size. None: all are equal.
+"""How the tensors of all ranks become one."""
+
 Counts = Sequence[int] | None
+"""Elements a rank, in rank order, of shares that differ in size. None: all are equal."""
 
 
 @runtime_checkable
@@ -86,8 +88,8 @@ class Handle(Protocol):
         """In words, for errors and logs: ``collective 12 (all_reduce sum of 1000 × torch.float32)``."""
 
 
-# What may follow a collective: it computes, and may start collectives and return the handle of the last.
 Stage = Callable[[], Handle | None]
+"""What may follow a collective: it computes, and may start collectives and return the handle of the last."""
 
 
 @runtime_checkable

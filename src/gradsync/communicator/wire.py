@@ -38,6 +38,7 @@ from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, Mi
 __all__ = ["Shares", "Wire"]
 
 Shares = tuple[int, ...] | None
+"""Elements a rank, as :data:`Counts` that were checked. None: all are equal."""
 
 
 class Wire:
