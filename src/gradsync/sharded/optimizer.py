@@ -14,13 +14,15 @@ An all-reduce is a reduce-scatter and an all-gather: the same bytes cross the wi
 longer stands between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
 from gradsync.bucket import Bucket
+from gradsync.communicator.agreement import make_together
 from gradsync.errors import MisuseError
 from gradsync.reduction import ScatteredMean
 from gradsync.sharded.element_wise import require_element_wise
@@ -29,8 +31,11 @@ from gradsync.sharded.mode import Mode
 from gradsync.sharded.resident import Resident, Synchronized, constructor_options, trained_parameters
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
 from gradsync.sharded.segments import ParameterState, Segments
-from gradsync.sharded.share import Part, Share
+from gradsync.sharded.share import Part, Place, Share
 from gradsync.sharded.states import gather_states
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = ["ShardedOptimizer"]
 
@@ -213,34 +218,101 @@ class ShardedOptimizer(Resident):
         packed["state"] = dict(self._consolidated or {})
         return packed
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
-        self._journey.settle()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        segments = self._journey.segments
-        shares = [] if segments is None else segments.shares
-        parts = {part.index: part for share in shares for part in share.parts}
-        inside = {slot.parameter for share in shares for slot in share.plan.slots}
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
-        states: dict[int, ParameterState] = {}
         wholes = {
             index: from_parameter(saved, parameter, self._synchronizer.specs[index])
             for index, parameter in enumerate(self._synchronizer.parameters)
             if (saved := state_dict["state"].get(places.get(id(parameter)))) is not None
         }
+        parts = self._parts()
+        self._load(
+            {index: _part_of(whole, parts[index]) if index in parts else whole for index, whole in wholes.items()},
+            state_dict["param_groups"],
+        )
+
+    @torch.no_grad()
+    def _load(self, states: Mapping[int, ParameterState], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with ``states``: of what is in a share of this rank's that part, and else the whole."""
+        self._journey.settle()
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        parts, inside = self._parts(), self._inside()
         self._outside.state.clear()
-        for index, whole in wholes.items():
-            if index in parts:
-                states[index] = _part_of(whole, parts[index])
-            elif index not in inside:
-                self._rest(index, whole)
-        if segments is not None:
-            segments.cut(states)
+        for index, state in states.items():
+            if index not in inside:
+                self._rest(index, state)
+        if self._journey.segments is not None:
+            self._journey.segments.cut({index: state for index, state in states.items() if index in parts})
         self._consolidated = None
+
+    def _parts(self) -> dict[int, Part]:
+        """What this rank has of parameters that lie in buckets."""
+        shares = [] if self._journey.segments is None else self._journey.segments.shares
+        return {part.index: part for share in shares for part in share.parts}
+
+    def _inside(self) -> set[int]:
+        """The parameters that lie in buckets, on whatever rank."""
+        shares = [] if self._journey.segments is None else self._journey.segments.shares
+        return {slot.parameter for share in shares for slot in share.plan.slots}
+
+    # -- in pieces, for torch.distributed.checkpoint ---------------------------------------------------------------
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What this rank has of the state, for ``torch.distributed.checkpoint.save``, on all ranks."""
+        from gradsync.sharded.pieces import pieces_of
+
+        self._require_open()
+        self._journey.settle()
+        specs, parts = self._synchronizer.specs, self._parts()
+        states = {} if self._journey.segments is None else self._journey.segments.states()
+        mine = {specs[index].name: (state, self._place(index, parts)) for index, state in states.items()}
+        if self._synchronizer.engine.communicator.rank == 0:
+            # The same on every rank.
+            for index, parameter in enumerate(self._synchronizer.parameters):
+                if self._outside.state.get(parameter):
+                    state = from_parameter(self._outside.state[parameter], parameter, specs[index])
+                    mine[specs[index].name] = state, self._place(index, parts)
+        return pieces_of(mine, self._all_options())
+
+    def load_sharded(self, checkpoint: "str | PathLike[str] | StorageReader", name: str = "optimizer") -> None:
+        """Go on with what ``torch.distributed.checkpoint`` has saved under ``name``: see :meth:`sharded_state_dict`.
+
+        On all ranks alike, whose number may be another one.
+        """
+        from gradsync.sharded.pieces import StateReader
+
+        self._require_open()
+        specs, parts, inside = self._synchronizer.specs, self._parts(), self._inside()
+        given = {id(p) for p in indexed(self.param_groups)}
+        wanted = [i for i, p in enumerate(self._synchronizer.parameters) if id(p) in given]
+        sizes, groups = {specs[i].name: specs[i].wire_numel for i in wanted}, len(self.param_groups)
+        communicator = self._synchronizer.engine.communicator
+        # A disk may be there on one host and not on another, and reading is a collective.
+        reader = make_together(
+            communicator, "read the checkpoint", lambda: StateReader(checkpoint, name, sizes, groups)
+        )
+        places = {specs[i].name: self._place(i, parts) for i in wanted if i in parts or i not in inside}
+        states, options = reader.read(places, self._synchronizer.parameters[0].device, communicator.group)
+        numbers = {spec.name: index for index, spec in enumerate(specs)}
+        self._load({numbers[parameter]: self._placed(state) for parameter, state in states.items()}, options)
+
+    def _placed(self, state: ParameterState) -> ParameterState:
+        """Some optimizers want their numbers where the parameters are."""
+        if any(group.get("fused") or group.get("capturable") for group in self.param_groups):
+            device = self._synchronizer.parameters[0].device
+            for key, value in state.scalars.items():
+                state.scalars[key] = value.to(device) if isinstance(value, torch.Tensor) else value
+        return state
+
+    def _place(self, index: int, parts: Mapping[int, Part]) -> Place:
+        whole, part = self._synchronizer.specs[index].wire_numel, parts.get(index)
+        if part is None:
+            return Place(whole=whole, offset=0, count=whole)
+        return Place(whole=whole, offset=part.offset, count=part.stop - part.start)
 
 
 def _part_of(whole: ParameterState, part: Part) -> ParameterState:

@@ -10,7 +10,7 @@ from gradsync.bucket import Bucket
 from gradsync.bucket.layout import ParameterSpec, Slot
 from gradsync.bucket.shared_gradient import SharedGradient
 
-__all__ = ["Part", "Share", "is_narrow"]
+__all__ = ["Part", "Place", "Share", "is_narrow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,15 @@ class Part:
     offset: int
     # The share holds it in a wider type than its own.
     is_narrow: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """``count`` elements of a parameter's ``whole``, flat, from ``offset`` on."""
+
+    whole: int
+    offset: int
+    count: int
 
 
 class Share:
