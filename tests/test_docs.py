@@ -125,6 +125,28 @@ optimizer.step()
 """,
         "assert set(state) == {'model', 'optimizer', 'local'}\nlocal.finish()",
     ),
+    ("sharded-optimizer.md", "dcp.save("): Around(
+        WRAPPED
+        + """
+from pathlib import Path
+folder = Path(__file__).with_suffix("")
+optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+def one_step():
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+one_step()
+""",
+        """
+before = model.module.weight.detach().clone()
+one_step()
+expected = model.module.weight.detach().clone()
+dcp.load(weights, checkpoint_id=folder)
+optimizer.load_sharded(folder)
+one_step()
+assert not torch.equal(before, expected) and torch.equal(model.module.weight, expected)
+""",
+    ),
     ("wire.md", "RoundRobinCommunicator.over"): Around(PLAIN),
 }
 
