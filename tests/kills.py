@@ -23,7 +23,7 @@ from typing import Any
 
 from gradsync.llm.run_folder import read_metrics
 
-__all__ = ["Course", "Life", "compare", "draw", "live_through", "losses_of", "train_undisturbed"]
+__all__ = ["Course", "Life", "compare", "draw", "live_through", "live_with_restarts", "losses_of", "train_undisturbed"]
 
 STEPS = 120
 CHECKPOINT_EVERY = 5
@@ -174,6 +174,40 @@ def live(life: Life, folder: Path, *, resume: bool) -> tuple[int, str]:
     told = re.search(r"resumed from step (\d+)", said)
     # Killed before it could say so, it has lost nothing either: the checkpoints are as they were.
     return (int(told[1]) if told else newest_checkpoint(folder) if life.after is not None else 0), said
+
+
+def live_with_restarts(folder: Path, launcher: str, victims: list[int]) -> str:
+    """What one command wrote that was allowed three restarts, and whose ``victims`` were killed one after the other."""
+    prepare(folder)
+    told = command(folder, Life(ranks=2, sharded=False), resume=False)
+    if launcher == "torchrun":
+        options = told[told.index("train") :]
+        place = options.index("--nproc")
+        del options[place : place + 2]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+        told = [sys.executable, *torchrun, "-m", "gradsync", *options]
+    else:
+        told += ["--max-restarts", "3"]
+    log = folder.parent / "output"
+    with log.open("wb") as output:
+        process = subprocess.Popen(told, stdout=output, stderr=subprocess.STDOUT, env=variables(folder))
+    try:
+        for victim in victims:
+            known, saved = len(steps_in(folder)), newest_checkpoint(folder)
+            _await_ranks(process, folder, 2)
+            deadline = time.monotonic() + LIFE_SECONDS
+            # Not before it has come further than the life before it.
+            while newest_checkpoint(folder) <= saved or len(steps_in(folder)) <= known:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.02)
+            _kill(folder, victim)
+        code = process.wait(timeout=LIFE_SECONDS)
+    finally:
+        _kill(folder, None)
+        process.wait()
+    assert code == 0, log.read_text()
+    return log.read_text()
 
 
 def _await_ranks(process: "subprocess.Popen[bytes]", folder: Path, count: int) -> None:

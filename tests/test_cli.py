@@ -287,6 +287,58 @@ while True:
     assert none_is_left(tmp_path)
 
 
+RESTARTED = """
+note("started")
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+note(f"life {count} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}")
+if rank == 1 and count in folder_says:
+    while not os.path.exists(os.path.join(folder, f"life {count} of 2-0")):
+        time.sleep(0.01)
+    how = folder_says[count]
+    os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else sys.exit(how)
+if count in folder_says:
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lives", "code", "lines"),
+    [
+        (
+            {"0": "killed"},
+            0,
+            ["rank 1 was ended by signal 9", "all ranks are started again (restart 1 of 2)"],
+        ),
+        (
+            {"0": 3, "1": 4, "2": 5},
+            5,
+            ["exit code 3", "restart 1", "exit code 4", "restart 2", "exit code 5"],
+        ),
+        ({"0": 2}, 2, ["exit code 2"]),
+    ],
+    ids=["once", "too often", "refused"],
+)
+def test_ranks_are_started_again_after_a_failure(
+    module: Callable[[str], str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    lives: dict[str, int | str],
+    code: int,
+    lines: list[str],
+) -> None:
+    """Not after a refusal, and not more often than it was allowed."""
+    program = module(f"folder_says = {lives!r}\n" + RESTARTED)
+    assert run_ranks_of(program, [str(tmp_path)], nproc=2, max_restarts=2) == code
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == len(lines)
+    assert all(piece in line for piece, line in zip(lines, told, strict=True))
+    started = sorted(path.name for path in tmp_path.glob("life*"))
+    # After a failure there is one life more, but for the last that was allowed, and a refusal.
+    last = len(lives) if code == 0 else len(lives) - 1
+    assert started == [f"life {number} of 2-{rank}" for number in range(last + 1) for rank in (0, 1)]
+    assert none_is_left(tmp_path)
+
+
 # Forks a launcher for every line it reads, so that torch is imported once and not by every one of them.
 FORKING = """
 import json, os, sys

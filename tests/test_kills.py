@@ -33,3 +33,19 @@ def test_a_sharded_run_goes_on_elsewhere_and_what_is_lost_is_found(
     metrics.write_text("\n".join(lines) + "\n")
     with pytest.raises(AssertionError):
         kills.compare(kills.losses_of(tmp_path / "run"), expected)
+
+
+@pytest.mark.program
+@pytest.mark.parametrize(("launcher", "victims"), [("gradsync", [1, 0]), ("torchrun", [1])])
+def test_ranks_that_are_started_again_go_on_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, victims: list[int]
+) -> None:
+    """Ranks are killed; the command ends well, and every loss is that of a run that nobody has killed."""
+    monkeypatch.setattr(kills, "STEPS", 40)
+    expected = kills.train_undisturbed(tmp_path / "undisturbed")
+    said = kills.live_with_restarts(tmp_path / "run", launcher, victims)
+    kills.compare(kills.losses_of(tmp_path / "run"), expected)
+    assert said.count("resumed from step") == len(victims)
+    if launcher == "gradsync":
+        assert "gradsync: rank 1 was ended by signal 9 (SIGKILL); the others were stopped" in said
+        assert "gradsync: all ranks are started again (restart 2 of 3)" in said

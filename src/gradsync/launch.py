@@ -25,7 +25,16 @@ import torch.distributed as dist
 
 from gradsync.accelerator.environment import LOOPBACK
 
-__all__ = ["PASSED_ON", "Failure", "RankPlace", "RankProcesses", "become", "signals_raise", "standalone"]
+__all__ = [
+    "PASSED_ON",
+    "RESTART_COUNT",
+    "Failure",
+    "RankPlace",
+    "RankProcesses",
+    "become",
+    "signals_raise",
+    "standalone",
+]
 
 # Those that fail because of a first failure may be seen before it, long before on a busy machine.
 SETTLE_SECONDS = 0.3
@@ -40,6 +49,8 @@ SHELL_SIGNAL_BASE = 128
 # Of a launcher above this process: the ranks meet at a place of their own.
 NOT_INHERITED = "TORCHELASTIC_"
 PR_SET_PDEATHSIG = 1
+# By this name torchrun tells a rank how often the ranks have been started again.
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +122,11 @@ class Failure:
 
 
 @contextmanager
-def standalone(ranks: int) -> Iterator[list[RankPlace]]:
+def standalone(ranks: int, restarts: tuple[int, int] = (0, 0)) -> Iterator[list[RankPlace]]:
     """The places of so many ranks on this machine, as ``torchrun --standalone`` makes them.
 
     They meet at a store that is open to this machine only. This process holds it meanwhile, so it outlives every rank.
+    ``restarts`` tells them how often they were started before, and how often they may be.
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -124,8 +136,8 @@ def standalone(ranks: int) -> Iterator[list[RankPlace]]:
     more = {
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        RESTART_COUNT: str(restarts[0]),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }

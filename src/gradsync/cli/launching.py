@@ -16,12 +16,15 @@ from functools import partial
 
 from gradsync.accelerator.environment import read_environment
 from gradsync.errors import ConfigurationError
-from gradsync.launch import Failure, RankProcesses, standalone
+from gradsync.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
 
-__all__ = ["inside_a_launch", "run_ranks_of", "usable_cores"]
+__all__ = ["inside_a_launch", "run_ranks_of", "times_restarted", "usable_cores"]
 
 # What a rank may take after a signal: to finish its step and to write a checkpoint.
 GRACE_SECONDS = 60
+
+# The exit code of a command that was given what it cannot do.
+REFUSED = 2
 
 # What `python -m` does, except that Ctrl-C while torch is imported is no reason for a traceback from every rank.
 RANK_PROGRAM = """\
@@ -39,6 +42,12 @@ def inside_a_launch(variables: Mapping[str, str] = os.environ) -> bool:
     return read_environment(variables).launcher != "none"
 
 
+def times_restarted(variables: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun, or :func:`run_ranks_of`, has started the ranks again after a failure."""
+    count = variables.get(RESTART_COUNT, "0")
+    return int(count) if count.isdecimal() else 0
+
+
 def usable_cores() -> int:
     """The cores this process may run on, which a container or a job may have narrowed."""
     return len(os.sched_getaffinity(0))
@@ -51,6 +60,7 @@ def run_ranks_of(
     nproc: int,
     grace_seconds: int = GRACE_SECONDS,
     explained: Collection[int] = (),
+    max_restarts: int = 0,
 ) -> int:
     """Run ``nproc`` ranks of ``python -m module arguments`` here, and return the exit code for this process.
 
@@ -58,10 +68,14 @@ def run_ranks_of(
     shell. SIGINT, SIGTERM and SIGHUP go to all ranks as such. They then have ``grace_seconds`` to end by themselves; a
     second signal kills them at once. Must be called in the main thread, the only one that hears of signals.
 
-    A line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is.
+    A line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is. After
+    a failure, which no signal to this process is, all ranks are started again, ``max_restarts`` times at most, and are
+    told so by torchrun's variable. Not after a refusal of what they were given, which would be the same again.
     """
     if nproc < 1:
         raise ConfigurationError(f"nproc must be at least 1, got {nproc}")
+    if max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts must be at least 0, got {max_restarts}")
     if inside_a_launch():
         raise ConfigurationError(
             "this process is a rank already (torchrun, mpirun or srun started it), so it starts no others. Run the "
@@ -70,19 +84,33 @@ def run_ranks_of(
     if nproc > usable_cores():
         _say(f"warning: {nproc} ranks share {usable_cores()} usable cores and will wait for each other")
     command = [sys.executable, "-c", RANK_PROGRAM, module, *arguments]
-    with standalone(nproc) as places, RankProcesses(grace_seconds) as ranks, ranks.noting_signals():
-        for place in places:
-            ranks.start(place, partial(os.execv, sys.executable, command))
-        failure = ranks.wait()
-        passed_on = ranks.signals if failure is None else []
-        ranks.stop(passed_on[0] if passed_on else signal.SIGTERM)
-        failure = failure or ranks.failure()
+    failure: Failure | None = None
+    for count in range(max_restarts + 1):
+        with standalone(nproc, (count, max_restarts)) as places, RankProcesses(grace_seconds) as ranks:
+            failure, passed_on = _run(ranks, places, command)
         if failure is None:
             return 0
         # That a signal was obeyed needs no words.
         if failure.code not in explained and not any(map(failure.obeys, passed_on)):
             _say(_told(failure, passed_on))
-        return failure.exit_code
+        if passed_on or failure.code == REFUSED or count == max_restarts:
+            break
+        _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
+    assert failure is not None
+    return failure.exit_code
+
+
+def _run(
+    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str]
+) -> tuple[Failure | None, list[signal.Signals]]:
+    """The ranks from their start to the end of all: which one failed, and the signals that had come before."""
+    with ranks.noting_signals():
+        for place in places:
+            ranks.start(place, partial(os.execv, sys.executable, command))
+        failure = ranks.wait()
+        passed_on = ranks.signals if failure is None else []
+        ranks.stop(passed_on[0] if passed_on else signal.SIGTERM)
+        return failure or ranks.failure(), passed_on
 
 
 def _told(failure: Failure, passed_on: Sequence[signal.Signals]) -> str:

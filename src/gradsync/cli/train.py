@@ -11,7 +11,7 @@ import torch
 import typer
 
 from gradsync.accelerator.environment import read_environment
-from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
+from gradsync.cli.launching import inside_a_launch, run_ranks_of, times_restarted, usable_cores
 from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
 from gradsync.llm.settings import TrainSettings
 
@@ -42,6 +42,9 @@ def train(
     precision: Annotated[str, LEARNING(help="fp32, bf16, fp16 or fp64.")] = "fp32",
     seed: Annotated[int, LEARNING(help="Of weights, order and dropout.")] = 0,
     nproc: Annotated[int | None, WIRE(help="Ranks to start here: one a GPU, else one a core up to 4.")] = None,
+    max_restarts: Annotated[
+        int, WIRE(help="Start all ranks again, from the newest checkpoint, after so many failures.")
+    ] = 0,
     cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
     bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
     reduction: Annotated[
@@ -66,7 +69,9 @@ def train(
     torchrun, mpirun or srun it joins the ranks that they have started.
     """
     chosen = dict(locals())
-    ranks, on_cpu = chosen.pop("nproc"), chosen.pop("cpu")
+    ranks, on_cpu, restarts = chosen.pop("nproc"), chosen.pop("cpu"), chosen.pop("max_restarts")
+    # A launcher that starts ranks again wants them to go on.
+    chosen["resume"] = resume = resume or times_restarted() > 0
     if resume and run_folder is None:
         raise ConfigurationError("--resume needs --run-folder, the folder of the run that goes on")
     if run_folder is None:
@@ -82,10 +87,10 @@ def train(
     if ranks < 1:
         raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
     _check_early(settings)
-    if ranks == 1:
+    if ranks == 1 and not restarts:
         raise typer.Exit(_run_rank(settings, on_cpu))
     arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
-    raise typer.Exit(run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2)))
+    raise typer.Exit(run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts))
 
 
 def _default_ranks(on_cpu: bool) -> int:
