@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(120)
 class Lamb(torch.optim.Optimizer):
     """Scales the update of a matrix by its norms; counts its steps in the group, as some do."""
 
+    parameter_wise = True
+
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "step": 0})
 
@@ -53,6 +55,12 @@ def both(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def lamb(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [Lamb([{"params": matrices(model)}, {"params": vectors(model), "lr": 2e-2}])]
+
+
+def two_lambs(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Whose parameters lie in other buckets, so that not all updates have some of both."""
+    parameters = list(model.parameters())
+    return [Lamb(parameters[:2]), Lamb(parameters[2:])]
 
 
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -96,7 +104,7 @@ def train(kind: str, make: Make, steps: int, bucket_cap_mb: Any = TINY) -> tuple
     return parameters_of(model), groups
 
 
-@pytest.mark.parametrize("make", [both, lamb])
+@pytest.mark.parametrize("make", [both, lamb, two_lambs])
 @pytest.mark.parametrize(
     ("ranks", "bucket_cap_mb"),
     [(("threads", 3), TINY), (("processes", 2), TINY), (("processes", 3), "auto")],
@@ -147,8 +155,9 @@ def with_unused(kind: str) -> list[torch.Tensor]:
             return self.layers[2](x) if third else x
 
     model = DistributedDataParallel(Model(), bucket_cap_mb=TINY)
-    optimizers = lamb(model)
-    optimizer: Any = optimizers[0] if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    # The last layer has an optimizer of its own, which counts steps in which it has nothing to do.
+    optimizers = [Lamb(module[:2].parameters()), Lamb(module[2].parameters())]
+    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(model, *optimizers)
     for step in range(6):
         model(batch(rank, step), third=step % 2 == 0).square().mean().backward()
         weight = model.module.layers[0].weight
@@ -217,6 +226,13 @@ def test_states_of_several_optimizers_are_loaded_one_after_the_other() -> None:
     ThreadRanks(2).run(work)
 
 
+class Undeclared(torch.optim.Optimizer):
+    """May look at all gradients at once, for what anybody knows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
 class Fragile(Lamb):
     """Raises in the middle of an update."""
 
@@ -267,12 +283,13 @@ def test_an_optimizer_that_raises_is_not_run_again_and_all_ranks_hear_of_it() ->
         (lambda model: OverlappedOptimizer(model), "at least one optimizer"),
         (lambda model: OverlappedOptimizer(model, torch.optim.LBFGS(model.parameters())), "closure several times"),
         (lambda model: OverlappedOptimizer(model, net()), "got Sequential"),
+        (lambda model: OverlappedOptimizer(model, Undeclared(model.parameters())), "Undeclared.parameter_wise = True"),
         (lambda model: OverlappedOptimizer(model, *both(model), mode="later"), "got 'later'"),
         (lambda model: ShardedOptimizer(torch.optim.SGD, model, lr=0.1, mode="often"), "got 'often'"),
         (lambda model: OverlappedOptimizer(model, torch.optim.SGD(net().parameters())), "does not belong"),
         (lambda model: OverlappedOptimizer(net(), *both(model)), "gradients gradsync averages"),
     ],
-    ids=["none", "lbfgs", "module", "mode", "mode-sharded", "foreign", "unwrapped"],
+    ids=["none", "lbfgs", "module", "undeclared", "mode", "mode-sharded", "foreign", "unwrapped"],
 )
 def test_what_cannot_be_honoured_is_refused_and_nothing_is_left(wrong: Callable[[Any], Any], words: str) -> None:
     def work() -> None:
@@ -292,6 +309,86 @@ def test_what_cannot_be_honoured_is_refused_and_nothing_is_left(wrong: Callable[
         assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
     ThreadRanks(2).run(work)
+
+
+@pytest.mark.parametrize("mode", ["next-forward", "plain"])
+def test_the_originals_refuse_until_they_have_their_state_back(mode: Any) -> None:
+    def work() -> None:
+        model = wrapped()
+        original = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = OverlappedOptimizer(model, original, mode=mode)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+        for step in range(3):
+            model(batch(choose_communicator().rank, step)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        for call in (original.step, original.state_dict, lambda: original.load_state_dict({})):
+            with pytest.raises(MisuseError, match="which has its state"):
+                call()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        assert original.state_dict()["param_groups"] == saved["param_groups"]
+        for ours, theirs in zip(original.state_dict()["state"].values(), saved["state"].values(), strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours | theirs)
+        original.step()
+
+    ThreadRanks(2).run(work)
+
+
+def step_as_one_likes(kind: str, mode: Any) -> list[torch.Tensor]:
+    """Gradients are zeroed in place, kept, and used twice; a parameter is in no optimizer."""
+    rank, model = choose_communicator().rank, wrapped()
+    given = list(model.parameters())[:-1]
+    plain = torch.optim.AdamW(given, lr=1e-2)
+    optimizer: Any = plain if kind == "plain" else OverlappedOptimizer(model, plain, mode=mode)
+    for step in range(6):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        if mode == "plain" and step == 3:
+            optimizer.step()
+            continue
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "plain"), (1, "next-forward"), (2, "next-forward")])
+def test_gradients_may_be_zeroed_and_used_as_ever(ranks: int, mode: str) -> None:
+    world = ThreadRanks(ranks)
+    assert_same(world.run(step_as_one_likes, "overlapped", mode), world.run(step_as_one_likes, "plain", mode)[0])
+
+
+@pytest.mark.parametrize("kind", ["sharded", "overlapped"])
+def test_who_raises_before_anything_is_sent_tells_the_others(kind: str) -> None:
+    """An optimizer of a sparse parameter, which has no place in a bucket; or a hook."""
+
+    def work() -> str:
+        rank = choose_communicator().rank
+        module = nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)).double()
+        model = DistributedDataParallel(filled(module))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+
+        def stumble(*_: Any) -> None:
+            if rank == 1:
+                raise RuntimeError("stumbled")
+
+        inner = optimizer._outside if kind == "sharded" else plain
+        inner.register_step_pre_hook(stumble)
+        try:
+            for _ in range(2):
+                model(torch.tensor([[rank, 3]])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.flush()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    told = ThreadRanks(2).run(work)
+    assert "rank 1" in told[0]
+    assert "stumbled" in told[0]
+    assert told[1] == "stumbled"
 
 
 # -- plain, or behind the next forward -------------------------------------------------------------------------------
@@ -387,3 +484,60 @@ def test_plain_steps_have_whole_means_and_whole_states() -> None:
         assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 
     ThreadRanks(2).run(work)
+
+
+# -- states that differ in kind ----------------------------------------------------------------------------------------
+
+
+def narrow(kind: str, state: Any, steps: int) -> tuple[list[torch.Tensor], Any]:
+    """Parameters of bfloat16 with means of float32, which a sharded optimizer updates in float32."""
+    rank, state = choose_communicator().rank, copy.deepcopy(state)
+    model = DistributedDataParallel(net().bfloat16(), bucket_cap_mb=TINY, accumulation_dtype=torch.float32)
+    mode: Any = "plain" if kind == "unshared" else "next-forward"
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if kind != "plain":
+        optimizer = ShardedOptimizer.of(optimizer, model, mode)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for step in range(steps):
+        model(batch(rank, step).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind != "plain":
+        optimizer.consolidate()
+    return parameters_of(model), copy.deepcopy(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("writer", ["plain", "sharded", "unshared"])
+@pytest.mark.parametrize("reader", ["plain", "sharded", "unshared"])
+def test_states_of_narrow_parameters_go_from_each_kind_to_each(writer: str, reader: str) -> None:
+    ranks = ThreadRanks(2)
+    _, state = ranks.run(narrow, writer, None, 3)[0]
+    results = ranks.run(narrow, reader, state, 2)
+    for parameters, later in results:
+        assert all(map(torch.equal, parameters, results[0][0]))
+        assert all(float(each["step"]) == 5 for each in later["state"].values())
+        kept = later["state"][0]["exp_avg"].dtype
+        assert kept == (torch.float32 if reader == "sharded" else torch.bfloat16)
+
+
+def sparse_with_momentum(kind: str) -> tuple[list[torch.Tensor], Any]:
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(filled(nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)).double()))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "sharded":
+        optimizer = ShardedOptimizer.of(optimizer, model)
+    for step in range(3):
+        model(torch.tensor([[rank, (step + 2) % 5]])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kind == "sharded":
+        optimizer.consolidate()
+    return parameters_of(model), optimizer.state_dict()["state"][0]["momentum_buffer"]
+
+
+def test_a_sparse_momentum_is_saved() -> None:
+    theirs, momentum = ThreadRanks(2).run(sparse_with_momentum, "plain")[0]
+    ours = ThreadRanks(2).run(sparse_with_momentum, "sharded")
+    assert_same([mine for mine, _ in ours], theirs)
+    assert all(torch.equal(mine, momentum.to_dense()) for _, mine in ours)

@@ -15,10 +15,29 @@ from tests.test_sharded import TINY, assert_same, batch, groups_of, net, paramet
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
+
+class OneNumber(torch.optim.SGD):
+    """Keeps a number with a dimension, and one that is no tensor."""
+
+    element_wise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                count = state.setdefault("count", torch.zeros(1, dtype=torch.float64))
+                if parameter.grad is not None:
+                    count += 1
+                    parameter.grad.mul_(1.0 / (1.0 + float(count)))
+                    state["word"] = "seen"
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "OneNumber": (OneNumber, {"lr": 0.1, "momentum": 0.9}),
 }
 
 

@@ -1,4 +1,5 @@
-"""Which optimizers can be shared out: those that update each element by itself."""
+"""Which optimizers can be shared out: those that update each element by itself; and which can be put off: those that
+update each parameter by itself."""
 
 import inspect
 from typing import Any
@@ -7,7 +8,7 @@ import torch
 
 from gradsync.errors import ConfigurationError
 
-__all__ = ["require_element_wise"]
+__all__ = ["require_element_wise", "require_parameter_wise"]
 
 _ELEMENT_WISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta),
@@ -41,3 +42,22 @@ def require_element_wise(optimizer_class: Any, settings: dict[str, Any]) -> None
         )
     if settings.get("differentiable"):
         raise ConfigurationError("differentiable=True needs whole parameters, and a sharded optimizer has shares")
+
+
+def require_parameter_wise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless parameters may be updated one after the other, in several calls of its step."""
+    kind = type(optimizer)
+    name = kind.__name__
+    if kind is torch.optim.LBFGS:
+        raise ConfigurationError(
+            "LBFGS looks at all gradients at once, and evaluates its closure several times a step, so nothing can be "
+            "left to the next forward. Use it as a plain optimizer"
+        )
+    declared = getattr(kind, "parameter_wise", None) or getattr(kind, "element_wise", None)
+    if not declared and getattr(torch.optim, name, None) is not kind:
+        raise ConfigurationError(
+            f"{name} is not known to update each parameter by its own gradient alone, which a step needs that is made "
+            "of one update for each bucket. If it does, and counts its steps in the state of parameters or in its "
+            f"groups, say so with {name}.parameter_wise = True. If it looks at all gradients at once, to clip them by "
+            "their norm for instance, or counts in an attribute, use it as a plain optimizer"
+        )

@@ -30,7 +30,7 @@ from gradsync.sharded.journey import Journey
 from gradsync.sharded.mode import Mode
 from gradsync.sharded.resident import Resident, Synchronized, constructor_options, trained_parameters
 from gradsync.sharded.saving import check_groups, from_parameter, indexed, to_parameter
-from gradsync.sharded.segments import ParameterState, Segments
+from gradsync.sharded.segments import MASTER, ParameterState, Segments
 from gradsync.sharded.share import Part, Place, Share
 from gradsync.sharded.states import gather_states
 
@@ -92,6 +92,7 @@ class ShardedOptimizer(Resident):
 
     def _prepare(self) -> None:
         self._journey = Journey(self._synchronizer, self._all_options)
+        self._wire = self._journey.wire
 
     def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
         return ScatteredMean(dtype, self._journey.wire, self._journey)
@@ -157,7 +158,8 @@ class ShardedOptimizer(Resident):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        self._step_outside(self._all_options())
+        with self.told_to_others():
+            self._step_outside(self._all_options())
         self._journey.step()
 
     def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
@@ -244,7 +246,7 @@ class ShardedOptimizer(Resident):
         self._outside.state.clear()
         for index, state in states.items():
             if index not in inside:
-                self._rest(index, state)
+                self._rest(index, _narrowed(state, self._synchronizer.parameters[index]))
         if self._journey.segments is not None:
             self._journey.segments.cut({index: state for index, state in states.items() if index in parts})
         self._consolidated = None
@@ -313,6 +315,17 @@ class ShardedOptimizer(Resident):
         if part is None:
             return Place(whole=whole, offset=0, count=whole)
         return Place(whole=whole, offset=part.offset, count=part.stop - part.start)
+
+
+def _narrowed(state: ParameterState, parameter: nn.Parameter) -> ParameterState:
+    """As a plain optimizer keeps it: numbers of the parameter's own type, and no more precise copy of it."""
+    dtype = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+    tensors = {
+        key: value.to(dtype) if value.is_floating_point() else value
+        for key, value in state.tensors.items()
+        if key != MASTER
+    }
+    return ParameterState(tensors=tensors, scalars=state.scalars)
 
 
 def _part_of(whole: ParameterState, part: Part) -> ParameterState:

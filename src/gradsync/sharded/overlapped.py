@@ -9,24 +9,28 @@
                       updates what is in it
 
 Nothing is shared out but the wire's time: every rank updates whole parameters by whole means, as it would without. So
-the optimizer may look at whole matrices, as Muon, LAMB and Shampoo do. It works on parameters that lie in the memory of
-the model's, and have gradients of their own: ``zero_grad()`` clears the model's, long before the last mean is used.
+the optimizer may look at whole matrices, as Muon, LAMB and Shampoo do; but at one parameter at a time. It works on
+parameters that lie in the memory of the model's, and have gradients of their own: ``zero_grad()`` clears the model's,
+long before the last mean is used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from gradsync.bucket import Bucket
 from gradsync.bucket.shared_gradient import SharedGradient
 from gradsync.communicator import Handle, scattering_over
-from gradsync.errors import ConfigurationError
+from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import ScatteredMean
+from gradsync.sharded.element_wise import require_parameter_wise
 from gradsync.sharded.gather import Gathers
 from gradsync.sharded.mode import Mode
-from gradsync.sharded.options import Options, copied, is_equal
+from gradsync.sharded.options import copied, is_equal
 from gradsync.sharded.resident import Resident, Synchronized
 from gradsync.sharded.saving import check_groups, indexed
 from gradsync.sharded.twins import PutOffStep, Twin, doubled
@@ -38,9 +42,12 @@ class OverlappedOptimizer(Resident):
     """``optimizers`` of the parameters of ``model``, as one whose means arrive behind the next forward.
 
     They are taken with their groups, options and state. The groups are the very same objects: a scheduler that was made
-    with one of them moves it. Step this one from then on, and not them::
+    with one of them moves it. Step, save and load this one from then on, and not them::
 
         optimizer = OverlappedOptimizer(model, Muon(matrices), torch.optim.AdamW(others))
+
+    An optimizer must update each parameter by its own gradient alone. Those of torch do, but for LBFGS; a class of your
+    own says so with an attribute ``parameter_wise = True``.
 
     After :meth:`step` parameters wait for their means. Whatever reads one waits, and has it updated; :meth:`flush` does
     that for all. With ``mode="auto"`` it is tried against plain steps, and the faster of both is kept.
@@ -48,14 +55,23 @@ class OverlappedOptimizer(Resident):
 
     def __init__(self, model: Synchronized, *optimizers: torch.optim.Optimizer, mode: Mode = "next-forward") -> None:
         for optimizer in optimizers:
-            _require_steps(optimizer)
+            _require_plain(optimizer)
         if not optimizers:
             raise ConfigurationError("OverlappedOptimizer needs at least one optimizer of the model, got none")
         self._originals = optimizers
         groups = [{**group} for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__(model, groups, {}, mode)
+        # Which schedulers look at.
+        self.defaults = {key: value for optimizer in optimizers for key, value in optimizer.defaults.items()}
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._stands_for.extend(optimizers)
+        self._refusals = [handle for optimizer in optimizers for handle in self._retire(optimizer)]
+
+    def _retire(self, optimizer: torch.optim.Optimizer) -> Iterator[RemovableHandle]:
+        """Its state is here now: what others do with it would be lost, or save nothing."""
+        yield optimizer.register_step_pre_hook(_refuse)
+        yield optimizer.register_state_dict_pre_hook(_refuse)
+        yield optimizer.register_load_state_dict_pre_hook(_refuse)
 
     def _prepare(self) -> None:
         communicator = self._synchronizer.engine.communicator
@@ -87,9 +103,11 @@ class OverlappedOptimizer(Resident):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        for optimizer in self._originals:
-            for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-                hook(optimizer, (), {})
+        with self.told_to_others():
+            for optimizer in self._originals:
+                for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+                    if hook is not _refuse:
+                        hook(optimizer, (), {})
         self._begin_step()
         for optimizer in self._originals:
             for hook in list(optimizer._optimizer_step_post_hooks.values()):
@@ -99,7 +117,12 @@ class OverlappedOptimizer(Resident):
         step = self._running = PutOffStep(options=copied(self._all_options()), optimizers=self._inner)
         inside = {id(parameter) for bucket in self._inside for parameter in bucket.parameters}
         outside = [p for p in indexed(self.param_groups) if id(p) not in inside]
-        step.update({self._twins[id(p)]: p.grad for p in outside if p.grad is not None})
+        busy = {id(self._twins[id(p)].itself) for p in indexed(self.param_groups) if p.grad is not None}
+        with self.told_to_others():
+            step.update({self._twins[id(p)]: p.grad for p in outside if p.grad is not None})
+            step.count([busy.isdisjoint(map(id, indexed(optimizer.param_groups))) for optimizer in self._inner])
+        if not self._inside:
+            return
         # The bucket that started last holds what is needed first.
         by_need = self._inside[::-1]
         gradients = [self._gradients_of(bucket) for bucket in by_need]
@@ -132,32 +155,38 @@ class OverlappedOptimizer(Resident):
 
     def _arrive(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor], handle: Handle) -> None:
         handle.wait()
-        try:
+        with self.told_to_others():
             step.update(gradients)
-        except BaseException as error:
-            # The others have updated what this rank has not.
-            self._wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
-            raise
 
     def flush(self) -> None:
         """Wait until all parameters are the new ones."""
         self._gathers.finish()
         step, self._running = self._running, None
         if step is not None:
-            self._hand_back(step.options)
+            self._hand_back(step)
 
-    def _hand_back(self, before: Options) -> None:
+    def _hand_back(self, step: PutOffStep) -> None:
         """What optimizers have written into their groups, unless somebody has written there since the step."""
-        groups = [group for optimizer in self._inner for group in optimizer.param_groups]
-        for mine, theirs, old in zip(self.param_groups, groups, before, strict=True):
-            for key, value in theirs.items():
-                if key != "params" and not is_equal(value, old.get(key)) and is_equal(mine.get(key), old.get(key)):
-                    mine[key] = value
+        for number, written in step.written.items():
+            mine, old = self.param_groups[number], step.options[number]
+            mine.update({key: value for key, value in written.items() if is_equal(mine.get(key), old.get(key))})
 
     def _settle(self) -> None:
         self.flush()
 
     # -- groups and state ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the buckets back, and the state to the optimizers that it came from. On all ranks alike."""
+        if self._is_closed:
+            return
+        super().close()
+        for handle in self._refusals:
+            handle.remove()
+        for original, inner in zip(self._originals, self._inner, strict=True):
+            mine = {id(self._twins[id(p)].itself): p for p in indexed(original.param_groups)}
+            original.state = defaultdict(dict)
+            original.state.update({mine[id(twin)]: state for twin, state in inner.state.items() if id(twin) in mine})
 
     def _take_group(self, group: dict[str, Any]) -> None:
         self._twins.update({id(p): Twin(p) for p in group["params"]})
@@ -211,7 +240,7 @@ class _Once:
             raise
 
 
-def _require_steps(optimizer: Any) -> None:
+def _require_plain(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"OverlappedOptimizer takes optimizers of the model's parameters, got {type(optimizer).__name__}"
@@ -220,8 +249,11 @@ def _require_steps(optimizer: Any) -> None:
         raise ConfigurationError(
             f"{type(optimizer).__name__} lives in the buckets already. OverlappedOptimizer takes plain optimizers"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError(
-            "LBFGS evaluates its closure several times a step, so nothing can be left to the next forward. Use it as a "
-            "plain optimizer"
-        )
+    require_parameter_wise(optimizer)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise MisuseError(
+        f"this {type(optimizer).__name__} was given to an OverlappedOptimizer, which has its state. Step, save and "
+        "load that one; after its close() this one goes on"
+    )

@@ -122,7 +122,7 @@ class StateReader:
 
     def _require_size(self, parameter: str, size: int) -> None:
         for known in self._state_of(parameter).values():
-            if isinstance(known, TensorStorageMetadata) and len(known.size) and tuple(known.size) != (size,):
+            if _is_by_element(known, size) and tuple(known.size) != (size,):
                 raise ConfigurationError(
                     f"the saved state of parameter {parameter!r} has {tuple(known.size)} numbers, and the parameter "
                     f"{size}: it belongs to another model"
@@ -144,14 +144,23 @@ class StateReader:
         wanted: dict[str, Any] = {}
         for key, known in self._state_of(parameter).items():
             wanted[key] = _memory(known)
-            if isinstance(known, TensorStorageMetadata) and len(known.size):
+            if _is_by_element(known, place.whole):
                 wanted[key] = Piece.of(torch.empty(place.count, dtype=known.properties.dtype, device=device), place)
         return wanted
 
 
+def _is_by_element(known: Any, whole: int) -> bool:
+    """Whether there is one for each element of a parameter of this size. A number may have a dimension, too."""
+    return isinstance(known, TensorStorageMetadata) and (
+        known.size.numel() != 1 or (whole == 1 and len(known.size) > 0)
+    )
+
+
 def _memory(known: Any) -> Any:
     """For a number, or for something else, which comes as it was."""
-    return torch.zeros((), dtype=known.properties.dtype) if isinstance(known, TensorStorageMetadata) else None
+    if not isinstance(known, TensorStorageMetadata):
+        return None
+    return torch.zeros(known.size if known.size.numel() == 1 else (), dtype=known.properties.dtype)
 
 
 def _read(saved: Mapping[str, Any]) -> ParameterState:

@@ -7,14 +7,17 @@ Between two backwards such an optimizer has the mean of this rank's share of eve
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, overload
 
 import torch
 from torch import nn
 
 from gradsync.bucket import Bucket, BucketCaps
+from gradsync.bucket.shared_gradient import SharedGradient
 from gradsync.bucket.tuner import SMALLEST_BUCKET, BucketTuner
+from gradsync.communicator import Communicator
 from gradsync.engine.phase import Phase
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
@@ -50,6 +53,8 @@ class Resident(torch.optim.Optimizer):
 
     _is_ready = False
     _is_closed = False
+    # What reduce-scatters take.
+    _wire: Communicator
 
     def __init__(self, model: Synchronized, groups: Options, defaults: dict[str, Any], mode: Mode) -> None:
         check_mode(mode)
@@ -229,8 +234,23 @@ class Resident(torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
+    @contextmanager
+    def told_to_others(self) -> Iterator[None]:
+        """What raises in here raises on this rank alone, and the others go on: they must not wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            wires = {self._wire, self._synchronizer.engine.communicator} if self._scatters else ()
+            for wire in wires:
+                wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
+            raise
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
+        """Clear the gradients, also of parameters that are in no group: of those, too, each rank has its share only."""
+        given = {id(parameter) for parameter in indexed(self.param_groups)}
+        for parameter in self._synchronizer.parameters:
+            if id(parameter) not in given and isinstance(parameter.grad, SharedGradient):
+                parameter.grad = None
         # Parameters that are awaited would be asked about every look at their gradient.
         with torch._C.DisableTorchFunctionSubclass():
             if set_to_none:

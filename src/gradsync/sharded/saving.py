@@ -67,6 +67,8 @@ def _shaped(flat: torch.Tensor, spec: ParameterSpec, device: torch.device) -> to
 
 
 def _flattened(value: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    # Of a parameter with sparse gradients it may be sparse, too.
+    value = value if value.layout is torch.strided else value.to_dense()
     dense = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
     flat = dense.as_strided((dense.numel(),), (1,))
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -116,7 +116,9 @@ class Segments:
         for key, value in known[0].scalars.items():
             state[key] = value.clone() if isinstance(value, torch.Tensor) else value
         for key in by_element:
-            state[key] = torch.cat([each.tensors[key] for each in known])
+            whole = torch.cat([each.tensors[key] for each in known])
+            # A plain optimizer of narrow parameters keeps narrow numbers.
+            state[key] = whole.to(segment.flat.dtype) if whole.is_floating_point() else whole
 
     def states(self, share: Share | None = None) -> dict[int, ParameterState]:
         """The optimizer's state, taken apart by parameters, of all shares or one. Tensors are views."""

@@ -6,14 +6,15 @@ parameters that nobody else knows, and options as they were when the step was ca
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
-from gradsync.sharded.options import Options, copied
+from gradsync.sharded.options import Options, copied, is_equal
 
 __all__ = ["PutOffStep", "Twin", "doubled"]
 
@@ -40,8 +41,9 @@ def doubled(optimizer: torch.optim.Optimizer, twins: Mapping[int, Twin]) -> torc
     double: torch.optim.Optimizer = object.__new__(type(optimizer))
     # Schedulers put a step of their own into the optimizer, which steps the original.
     vars(double).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    # Hooks are called once a step, and not once an update.
-    double._optimizer_step_pre_hooks, double._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    # Hooks are the original's: they are called once a step, and not once an update.
+    for name in [name for name in vars(double) if name.endswith("_hooks")]:
+        setattr(double, name, OrderedDict())
     double.param_groups = [
         {**group, "params": [twins[id(p)].itself for p in group["params"]]} for group in optimizer.param_groups
     ]
@@ -52,37 +54,53 @@ def doubled(optimizer: torch.optim.Optimizer, twins: Mapping[int, Twin]) -> torc
 @dataclass(frozen=True, kw_only=True)
 class PutOffStep:
     """One step of ``optimizers`` over twins, made of several updates. Each sees the ``options`` of all groups as they
-    were when the step was called."""
+    were when the step was called; what they write there is ``written``, once a step."""
 
     options: Options
     optimizers: Sequence[torch.optim.Optimizer]
+    written: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def update(self, gradients: Gradients) -> None:
         """Have the optimizers update these parameters, and no other."""
         for twin in gradients:
             twin.follow()
         wanted = {id(twin.itself): gradient for twin, gradient in gradients.items()}
-        options = iter(copied(self.options))
+        for number, optimizer in self._numbered():
+            if any(id(twin) in wanted for group in optimizer.param_groups for twin in group["params"]):
+                self._step(number, optimizer, wanted)
+
+    def count(self, idle: Sequence[bool]) -> None:
+        """Have optimizers that are ``idle``, since none of their parameters has a gradient, step on nothing: they may
+        count their steps."""
+        for (number, optimizer), is_idle in zip(self._numbered(), idle, strict=True):
+            if is_idle:
+                self._step(number, optimizer, {})
+
+    def _numbered(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers, each with the number of its first group."""
+        number = 0
         for optimizer in self.optimizers:
-            all_of_them = [group["params"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group.update(next(options))
-                group["params"] = [twin for twin in group["params"] if id(twin) in wanted]
-            try:
-                _step(optimizer, wanted)
-            finally:
-                for group, params in zip(optimizer.param_groups, all_of_them, strict=True):
-                    group["params"] = params
+            yield number, optimizer
+            number += len(optimizer.param_groups)
 
-
-def _step(optimizer: torch.optim.Optimizer, gradients: Mapping[int, torch.Tensor]) -> None:
-    twins: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    for twin in twins:
-        # Of narrow parameters means may be wider than what an optimizer expects.
-        twin.grad = gradients[id(twin)].to(twin.dtype)
-    try:
-        if twins:
-            optimizer.step()
-    finally:
+    def _step(self, number: int, optimizer: torch.optim.Optimizer, gradients: Mapping[int, torch.Tensor]) -> None:
+        groups = optimizer.param_groups
+        all_of_them = [group["params"] for group in groups]
+        for group, options in zip(groups, copied(self.options[number : number + len(groups)]), strict=True):
+            group.update(options)
+            group["params"] = [twin for twin in group["params"] if id(twin) in gradients]
+        twins: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in groups))
         for twin in twins:
-            twin.grad = None
+            # Of narrow parameters means may be wider than what an optimizer expects.
+            twin.grad = gradients[id(twin)].to(twin.dtype)
+        try:
+            optimizer.step()
+        finally:
+            for twin in twins:
+                twin.grad = None
+            for place, (group, params) in enumerate(zip(groups, all_of_them, strict=True), number):
+                group["params"] = params
+                old = self.options[place]
+                changed = {key: value for key, value in group.items() if key != "params"}
+                changed = {key: value for key, value in changed.items() if not is_equal(value, old.get(key))}
+                self.written.setdefault(place, {}).update(changed)
