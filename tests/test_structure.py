@@ -30,6 +30,7 @@ PUBLIC = {
     "ShardedOptimizer",
     "SyncPolicy",
     "Timeline",
+    "VetoError",
     "WireLostError",
     "__version__",
     "average_gradients",

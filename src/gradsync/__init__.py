@@ -18,6 +18,7 @@ from gradsync.errors import (
     MismatchError,
     MisuseError,
     PeerFailedError,
+    VetoError,
     WireLostError,
 )
 from gradsync.layer_drop import LayerDrop
@@ -42,6 +43,7 @@ __all__ = [
     "ShardedOptimizer",
     "SyncPolicy",
     "Timeline",
+    "VetoError",
     "WireLostError",
     "__version__",
     "average_gradients",

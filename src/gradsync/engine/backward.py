@@ -52,6 +52,7 @@ from gradsync.engine.ready_hooks import ReadyHooks
 from gradsync.engine.sharing import Sharing
 from gradsync.engine.sparse_reduction import SparseGradients
 from gradsync.engine.turns import Turns
+from gradsync.engine.veto import Veto
 from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
 from gradsync.window import Window, WindowState, has_nonzero_gradients
@@ -76,7 +77,8 @@ class BackwardEngine:
         self.synchronizations = 0
         self.observer = options.watchers()
         self.phases = Phases()
-        self.pipeline = Pipeline(options.communicator, options.policy.reduction)
+        self.veto = Veto(options.policy.on_veto, options.communicator)
+        self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
         self.arrangement = Arrangement(self.parameters, specs, _bucket_options(options))
         self.window = Window(options.communicator, self.arrangement.outside)
         dtype = options.policy.accumulation_dtype
@@ -95,7 +97,6 @@ class BackwardEngine:
         # The graph task of the running backward, and what no hook will tell of.
         self._task = NO_TASK
         self._homeless: list[tuple[torch.Tensor, int]] = []
-        # Whether the others know of the failure that has broken this one.
         self._told = False
         watch_failures()
         options.policy.reduction.examine(specs)
@@ -261,7 +262,7 @@ class BackwardEngine:
         # See [Note: the first window], and :mod:`gradsync.engine.turns`.
         order = self.arrangement.order
         overlapping = leads and order.learned and order.observed and self.options.policy.schedule == "overlapped"
-        self.pipeline.begin(overlapping=overlapping, by_sight=not counting)
+        self.pipeline.begin(overlapping=overlapping and not self.veto.holds_back, by_sight=not counting)
 
     def _meet(self) -> None:
         present = Present(contributes=self._contributes, arrivals=self._hooks.arrivals, absent=self._announced_absent())
@@ -342,14 +343,18 @@ class BackwardEngine:
             if not self._turns.leads:
                 self._turns.take_lead()
                 self._meet()
-            self._meeting.exchange(contributes=self._contributes, norms=self._norms)
+            if self.window.is_vetoed:
+                self.veto.stand()
+            has_means = self._meeting.exchange(contributes=self._contributes, norms=self._norms)
         except BaseException:
             self.recover()
             raise
         self.synchronizations += 1
-        self.arrangement.window_finished(self._hooks.arrivals)
+        if has_means:
+            self.arrangement.window_finished(self._hooks.arrivals)
         self._leave_synchronization(Phase.IDLE)
-        self.window.synchronized(self.buckets)
+        self.veto.forget()
+        (self.window.synchronized if has_means else self.window.vetoed)(self.buckets)
         scatters = self.pipeline.reduction.scatters
         if self._precise is not None and self.window.finished and not scatters:
             self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)
@@ -408,8 +413,11 @@ class BackwardEngine:
                     self._turns.take_lead()
                     self._meet()
             self.pipeline.abandon()
+        if self._told:
+            self.veto.forget()
         self._hooks.arrivals.clear()
         self.window.discard()
+        self.window.is_vetoed = self._told and self.veto.forgives
         self._leave_synchronization(Phase.BROKEN)
 
     def fail(self) -> None:
@@ -422,6 +430,11 @@ class BackwardEngine:
                 self._become_synchronizing()
         finally:
             self.recover()
+
+    @property
+    def has_told(self) -> bool:
+        """Whether the other ranks know of what has broken this one."""
+        return self._told
 
     def require_whole(self) -> None:
         """Refuse to go on with what a failed backward has left behind."""

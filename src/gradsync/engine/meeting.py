@@ -15,6 +15,7 @@ from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
 from gradsync.engine.pipeline import Division, Pipeline
 from gradsync.engine.sparse_reduction import SparseGradients
+from gradsync.engine.veto import Outcome, Verdict, spoil
 from gradsync.errors import MisuseError, PeerFailedError
 from gradsync.window import Weights
 
@@ -99,27 +100,83 @@ class Meeting:
 
     # -- the buckets, and what follows them ------------------------------------------------------------------------
 
-    def exchange(self, *, contributes: bool, norms: BucketNorms | None) -> None:
-        """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot."""
-        pipeline, weights = self._pipeline, self._weights
+    def exchange(self, *, contributes: bool, norms: BucketNorms | None) -> bool:
+        """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot.
+
+        Returns whether there are means: a window that was vetoed may have none.
+        """
+        pipeline, weights, veto = self._pipeline, self._weights, self._pipeline.veto
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
-        # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
-        waits = bool(self._arrangement.layout.sparse) or counts or trains_more or not contributes
-        pipeline.requests = Requests(weights=counts, trained=trains_more, known=waits)
         weights.require_told()
+        contributes = not self._leave_out_own() and contributes
+        # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
+        waits = bool(self._arrangement.layout.sparse) or counts or trains_more or not contributes or veto.reads_at_once
+        pipeline.requests = Requests(weights=counts, trained=trains_more, vetoed=veto.is_noted, known=waits)
         pipeline.flush()
         correction = weights.finish(self.divisor)
         pipeline.finish(correction=correction, norms=norms)
         if waits:
             pipeline.await_requests()
+        verdict = self._hear_vetoes()
+        if verdict is not None and verdict.outcome is Outcome.SKIP:
+            spoil(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
+            pipeline.conclude(well=False)
+            return False
+        uncounted = contributes and not weights.counting
         if pipeline.requests.weights:
-            uncounted = contributes and not weights.counting
             correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted)
             if correction is not None:
                 pipeline.correct(correction)
+        if verdict is not None:
+            correction = self._leave_out(verdict.dropped, uncounted=uncounted) * (
+                1.0 if correction is None else correction
+            )
         divisor = pipeline.division.divisor / pipeline.division.local_scale
         self._reduce_outside(divisor if correction is None else divisor / correction)
         pipeline.conclude()
+        return True
+
+    # -- vetoes ----------------------------------------------------------------------------------------------------
+
+    def _leave_out_own(self) -> bool:
+        """Look at what does not pass the pipeline; drop this rank's gradients if it is to be left out of the mean."""
+        arrangement, veto = self._arrangement, self._pipeline.veto
+        if veto.check is not None:
+            veto.check.look_at(arrangement.gradients_outside())
+        if not veto.holds_back:
+            return False
+        for bucket in arrangement.buckets:
+            bucket.gather()
+            assert veto.check is not None
+            veto.check.look(bucket)
+        if not veto.reason:
+            return False
+        # From here on it is a rank that has no gradients, and has counted nothing.
+        for index, parameter in enumerate(arrangement.parameters):
+            if index not in arrangement.taken:
+                parameter.grad = None
+        self._outside.clear()
+        self._weights.reset()
+        return True
+
+    def _hear_vetoes(self) -> Verdict | None:
+        """What follows from the ballot, if anybody has vetoed. Collective then. A rank that has failed is not there."""
+        pipeline = self._pipeline
+        if pipeline.failed:
+            return pipeline.veto.forgive(pipeline.failed)
+        return pipeline.veto.hear() if pipeline.requests.vetoed else None
+
+    def _leave_out(self, dropped: int, *, uncounted: bool) -> float:
+        """So many ranks have contributed nothing to the means: what has corrected them for it. Collective."""
+        weights, pipeline, correction = self._weights, self._pipeline, 1.0
+        if weights.total and not pipeline.requests.weights:
+            # The sum that has gone ahead counts what those ranks had.
+            correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
+        elif not weights.total:
+            correction = self.divisor / (self.divisor - dropped)
+        if correction != 1.0:
+            pipeline.correct(correction)
+        return correction
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""

@@ -24,7 +24,7 @@ from gradsync.engine.phase import Phase
 from gradsync.engine.step_guard import guard_steps, unguard_steps
 from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
-from gradsync.window import Window, WindowState, has_loose_gradients
+from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = ["Block", "Synchronizer", "synchronizer_of"]
 
@@ -63,6 +63,8 @@ class Synchronizer:
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._before_taking_part: Callable[[], None] | None = None
+        # Whether the last step of an optimizer was that of a window that ranks have agreed to skip.
+        self.step_was_skipped = False
         self._blocks: list[tuple[Block, bool]] = []
         own(self, self.parameters)
         guard_steps(self)
@@ -230,21 +232,53 @@ class Synchronizer:
 
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
-        if current_task() != NO_TASK:
-            raise MisuseError("synchronize() was called inside backward. Call it after backward() has returned")
-        if self.engine.phase is Phase.DETACHED:
-            raise MisuseError(
-                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
-                "has taken them. Use that one, or wrap the model again"
-            )
+        self._require_attached("synchronize")
         if self.engine.phases.busy:
             self.engine.recover()
         self.engine.require_whole()
         self.engine.synchronize()
 
+    def abstain(self, reason: str = "") -> None:
+        """Give up this rank's part of the window, and have all ranks agree on what becomes of it.
+
+        Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
+        """
+        engine = self.engine
+        self._require_attached("abstain")
+        if engine.phases.busy:
+            engine.recover()
+        told = engine.phase is Phase.BROKEN and engine.has_told and not engine.forwards.any_in_window
+        if self._has_usable_means() and not engine.forwards.any_in_window:
+            raise MisuseError(
+                "abstain() was called after the window's backward, whose mean all ranks have by now. Call it in the "
+                "place of that backward; to give a mean up, zero the gradients of all ranks"
+            )
+        self.clear()
+        engine.require_whole()
+        if told:
+            # Its backward has failed, and the others have heard of that.
+            self.window.is_vetoed = engine.veto.forgives
+            return
+        engine.veto.abstain(reason)
+        if self.enabled and not self.in_block:
+            self.take_part()
+
+    def _has_usable_means(self) -> bool:
+        """Whether a step would use means: neither gone nor zeroed. (Of shares no rank can tell alone.)"""
+        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
+
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
         self.engine.fail()
+
+    def _require_attached(self, what: str) -> None:
+        if current_task() != NO_TASK:
+            raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
+        if self.engine.phase is Phase.DETACHED:
+            raise MisuseError(
+                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
+                "has taken them. Use that one, or wrap the model again"
+            )
 
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
@@ -256,7 +290,7 @@ class Synchronizer:
 
     def clear(self) -> None:
         """Drop all gradients, and what the window knows of them."""
-        for parameter in self.parameters:
+        for parameter in filter(self.owns, self.parameters):
             parameter.grad = None
         self.window.discard()
 
@@ -281,11 +315,14 @@ class Synchronizer:
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         engine.expect_step()
+        self.step_was_skipped = self.window.is_vetoed
+        if self.step_was_skipped:
+            self.clear()
         self.window.close()
 
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
-        is_open = self.window.state is WindowState.OPEN
+        is_open = self.window.state is WindowState.OPEN or self.engine.veto.is_noted
         if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.homeless()):
             # [Note: a rank without gradients], or a backward of which no hook told.
             if not is_open:

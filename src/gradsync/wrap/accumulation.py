@@ -192,6 +192,22 @@ class Accumulation:
         """Give up what the window has accumulated on this rank. It counts nothing."""
         self.synchronizer.clear()
 
+    def abstain(self, reason: str = "") -> None:
+        """In the place of a backward: this rank has nothing for the window, and gives up what it has accumulated.
+
+        The other ranks hear of it in the ballot, and all do what ``on_veto`` says; without that they skip the window.
+        After an error in backward they have heard already.
+        """
+        self.synchronizer.abstain(reason)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step of an optimizer changed nothing, because its window was vetoed. The same on all ranks.
+
+        Optimizers and schedulers do not know: ``if not model.step_was_skipped: scheduler.step()``.
+        """
+        return self.synchronizer.step_was_skipped
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
