@@ -19,6 +19,7 @@ PUBLIC = {
     "ConfigurationError",
     "DataLoaderConfiguration",
     "DistributedDataParallel",
+    "Fingerprints",
     "GradientAccumulationPlugin",
     "GradientSynchronization",
     "GradsyncError",

@@ -32,7 +32,7 @@ from functools import partial
 import torch
 
 from gradsync.bucket import Bucket, ParameterSpec
-from gradsync.bucket.arrangement import Arrangement, BucketOptions
+from gradsync.bucket.arrangement import Arrangement
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.precise import PreciseGradients
 from gradsync.engine.backward_watch import (
@@ -43,6 +43,7 @@ from gradsync.engine.backward_watch import (
     watch_backward,
     watch_failures,
 )
+from gradsync.engine.fingerprints import Comparison
 from gradsync.engine.forwards import Forwards
 from gradsync.engine.meeting import Meeting, Present
 from gradsync.engine.options import SynchronizerOptions
@@ -79,7 +80,7 @@ class BackwardEngine:
         self.phases = Phases()
         self.veto = Veto(options.policy.on_veto, options.communicator)
         self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
-        self.arrangement = Arrangement(self.parameters, specs, _bucket_options(options))
+        self.arrangement = Arrangement(self.parameters, specs, options.of_buckets())
         self.window = Window(options.communicator, self.arrangement.outside)
         dtype = options.policy.accumulation_dtype
         self._precise = None if dtype is None else PreciseGradients(self.parameters, dtype)
@@ -87,6 +88,9 @@ class BackwardEngine:
         self._sparse = SparseGradients(self.parameters, options.communicator)
         self._turns = Turns(self, options.communicator)
         self._meeting = Meeting(self.arrangement, self.pipeline, self.window.weights, self._sparse)
+        if options.policy.fingerprints is not None:
+            compared = options.policy.fingerprints, specs, options.communicator, options.keeper
+            self._meeting.comparison = Comparison(*compared)
         self._norms: BucketNorms | None = None
         # Who has the buckets while no backward runs, where each rank has a share of them.
         self.sharing = Sharing(options.communicator)
@@ -97,7 +101,8 @@ class BackwardEngine:
         # The graph task of the running backward, and what no hook will tell of.
         self._task = NO_TASK
         self._homeless: list[tuple[torch.Tensor, int]] = []
-        self._told = False
+        # Whether the others know of the failure that has broken this one.
+        self.told = False
         watch_failures()
         options.policy.reduction.examine(specs)
         self.build()
@@ -400,12 +405,12 @@ class BackwardEngine:
         switches = self.switches
         reaches = not self.phases.busy and any(parameter.requires_grad for parameter in self.parameters)
         if reaches and switches.enabled and (forward_synchronizes or switches.forced):
-            self._told = False
+            self.told = False
             self.fail()
 
     def recover(self) -> None:
         """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
-        self._told = self.phase is Phase.SYNCHRONIZING
+        self.told = self.phase is Phase.SYNCHRONIZING
         if self.phase is Phase.SYNCHRONIZING and not self.pipeline.complete:
             if not self.arrangement.order.running:
                 # It was another model's turn. The other ranks meet for this one next.
@@ -413,16 +418,16 @@ class BackwardEngine:
                     self._turns.take_lead()
                     self._meet()
             self.pipeline.abandon()
-        if self._told:
+        if self.told:
             self.veto.forget()
         self._hooks.arrivals.clear()
         self.window.discard()
-        self.window.is_vetoed = self._told and self.veto.forgives
+        self.window.is_vetoed = self.told and self.veto.forgives
         self._leave_synchronization(Phase.BROKEN)
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self._told):
+        if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self.told):
             return
         try:
             self.sharing.take_back(self.buckets, worthless=True)
@@ -430,11 +435,6 @@ class BackwardEngine:
                 self._become_synchronizing()
         finally:
             self.recover()
-
-    @property
-    def has_told(self) -> bool:
-        """Whether the other ranks know of what has broken this one."""
-        return self._told
 
     def require_whole(self) -> None:
         """Refuse to go on with what a failed backward has left behind."""
@@ -446,12 +446,3 @@ class BackwardEngine:
                 "Call zero_grad() before you go on"
             )
         self.phases.enter(Phase.IDLE)
-
-
-def _bucket_options(options: SynchronizerOptions) -> BucketOptions:
-    return BucketOptions(
-        communicator=options.communicator,
-        caps=options.caps,
-        tuner=options.tuner,
-        before_gather=None if options.keeper is None else options.keeper.release,
-    )

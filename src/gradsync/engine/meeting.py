@@ -13,6 +13,7 @@ import torch
 from gradsync.bucket.arrangement import Arrangement
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
+from gradsync.engine.fingerprints import Comparison
 from gradsync.engine.pipeline import Division, Pipeline
 from gradsync.engine.sparse_reduction import SparseGradients
 from gradsync.engine.veto import Outcome, Verdict, spoil
@@ -41,6 +42,8 @@ class Meeting:
         self._arrangement, self._pipeline, self._weights, self._outside = arrangement, pipeline, weights, outside
         # What sums are divided by where nobody counts.
         self.divisor = float(pipeline.communicator.world_size)
+        # Who compares replicas, if that was asked for.
+        self.comparison: Comparison | None = None
         # Of the window before, where it is only heard of in this one.
         self._late_failure: PeerFailedError | None = None
 
@@ -57,6 +60,8 @@ class Meeting:
         else:
             self._late_failure = pipeline.late_failure()
             arrangement.order.window_began()
+            if self.comparison is not None:
+                self.comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
             if self._rearrange(rebuild):
                 arrangement.land_again(present.arrivals)
             weights.start(uncounted=present.contributes and not weights.counting)
@@ -172,7 +177,7 @@ class Meeting:
         if weights.total and not pipeline.requests.weights:
             # The sum that has gone ahead counts what those ranks had.
             correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
-        elif not weights.total:
+        elif not weights.total and self.divisor > dropped:
             correction = self.divisor / (self.divisor - dropped)
         if correction != 1.0:
             pipeline.correct(correction)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from gradsync.bucket.precise import checked_dtype
+from gradsync.engine.fingerprints import Fingerprints
 from gradsync.engine.observer import Observer
 from gradsync.engine.veto import ON_VETO, OnVeto
 from gradsync.errors import ConfigurationError
@@ -30,6 +31,7 @@ class PolicySettings(TypedDict, total=False):
     observer: Observer | None
     accumulation_dtype: torch.dtype | None
     on_veto: OnVeto | None
+    fingerprints: Fingerprints | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class SyncPolicy:
         what all ranks do when the gradients of one are not finite, its backward fails, or it abstains: ``"raise"``,
         ``"skip-window"`` or ``"drop-rank"``; see docs/failures.md. By default nobody looks at gradients, a backward
         that failed raises on all ranks, and a window is skipped from which a rank abstains.
+    fingerprints
+        whether and how often replicas compare their parameters: ``Fingerprints(every=100)``.
     """
 
     reduction: Reduction = field(default_factory=Mean)
@@ -59,6 +63,7 @@ class SyncPolicy:
     observer: Observer | None = None
     accumulation_dtype: torch.dtype | None = None
     on_veto: OnVeto | None = None
+    fingerprints: Fingerprints | None = None
 
     def __post_init__(self) -> None:
         checked_dtype(self.accumulation_dtype)
@@ -66,6 +71,8 @@ class SyncPolicy:
             raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
         if self.on_veto not in (None, *ON_VETO):
             raise ConfigurationError(f"on_veto must be one of {', '.join(ON_VETO)}, or None, got {self.on_veto!r}")
+        if not isinstance(self.fingerprints, Fingerprints | None):
+            raise ConfigurationError(f"fingerprints must be Fingerprints(every=…) or None, got {self.fingerprints!r}")
         if isinstance(self.reduction, str):
             object.__setattr__(self, "reduction", reduction_by_name(self.reduction))
         if not isinstance(self.reduction, Reduction):
@@ -124,4 +131,5 @@ class SyncPolicy:
             ("setting reduction", repr(self.reduction)),
             ("setting accumulation_dtype", str(self.accumulation_dtype)),
             ("setting on_veto", str(self.on_veto)),
+            ("setting fingerprints", str(self.fingerprints)),
         ]

@@ -247,7 +247,7 @@ class Synchronizer:
         self._require_attached("abstain")
         if engine.phases.busy:
             engine.recover()
-        told = engine.phase is Phase.BROKEN and engine.has_told and not engine.forwards.any_in_window
+        told = engine.phase is Phase.BROKEN and engine.told and not engine.forwards.any_in_window
         if self._has_usable_means() and not engine.forwards.any_in_window:
             raise MisuseError(
                 "abstain() was called after the window's backward, whose mean all ranks have by now. Call it in the "
