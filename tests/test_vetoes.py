@@ -307,6 +307,44 @@ def test_plain_means_are_divided_by_those_who_take_part(vetoes: list[list[bool]]
     assert ThreadRanks(3).run(plain_windows, vetoes) == [expected] * 3
 
 
+def any_windows(on_veto: str | None, faults: list[list[str]], framed: bool) -> list[list[float]]:
+    """The parameters after each window; in each every rank has the fault that is drawn for it."""
+    wire = choose_communicator()
+    model = wrap(on_veto)
+    optimizer = adam(model)
+    seen = []
+    for window, drawn in enumerate(faults):
+        try:
+            with model.accumulate(last=False) if framed else model.no_sync():
+                model(window + 1.0).backward()
+            with model.accumulate(last=True) if framed else contextlib.nullcontext():
+                work(model, wire.rank + window + 1.0, drawn[wire.rank])
+        except PeerFailedError:
+            model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([float(parameter.detach()) for parameter in model.parameters()])
+    return seen
+
+
+@given(
+    on_veto=st.sampled_from((None, *POLICIES)),
+    faults=st.lists(st.lists(st.sampled_from(("", "", *FAULTS)), min_size=3, max_size=3), min_size=1, max_size=5),
+    framed=st.booleans(),
+)
+def test_whatever_happens_replicas_stay_equal(on_veto: str | None, faults: list[list[str]], framed: bool) -> None:
+    if on_veto is None:
+        # Which nobody looks for then.
+        faults = [["" if fault in ("nan", "inf") else fault for fault in drawn] for drawn in faults]
+    first, *others = ThreadRanks(3).run(any_windows, on_veto, faults, framed)
+    assert others == [first, first]
+    assert not any(math.isnan(value) for values in first for value in values)
+    for window, drawn in enumerate(faults):
+        before = first[window - 1] if window else [1.0] * 3
+        drops = on_veto == "drop-rank" and "backward" not in drawn and not all(drawn)
+        assert (first[window] == before) is (any(drawn) and not drops)
+
+
 # -- windows of several micro-batches ---------------------------------------------------------------------------------
 
 
@@ -477,6 +515,36 @@ def test_clipping_finds_zeros() -> None:
         assert seen[1][0] == seen[3][0] == pytest.approx(math.sqrt(1.5**2 + 2.5**2 + 3.5**2))
 
 
+def by_closure(kind: str) -> list[bool]:
+    wire = choose_communicator()
+    model = wrap("skip-window", nn.Linear(3, 1).double())
+    parameters = list(model.parameters())
+    optimizer = {
+        "adam": lambda: torch.optim.AdamW(parameters, lr=0.1),
+        "lbfgs": lambda: torch.optim.LBFGS(parameters, max_iter=3),
+        "sharded": lambda: ShardedOptimizer(torch.optim.AdamW, model, lr=0.1),
+    }[kind]()
+    seen = []
+    for window in range(4):
+        before = [parameter.detach().clone() for parameter in parameters]
+
+        def closure(faulty: bool = window == 2 and wire.rank == 1) -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 3).double() * (wire.rank + 1)).square().sum()
+            (loss * (math.nan if faulty else 1.0)).backward()
+            return loss
+
+        optimizer.step(closure)
+        seen.append(all(map(torch.equal, before, parameters)))
+        assert model.step_was_skipped is seen[-1]
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["adam", "lbfgs", "sharded"])
+def test_a_closure_is_skipped_too(kind: str) -> None:
+    assert ThreadRanks(2).run(by_closure, kind) == [[False, False, True, False]] * 2
+
+
 def scaled(on_veto: str | None, fault: str) -> list[Any]:
     wire = choose_communicator()
     model = wrap(on_veto, Line(dtype=torch.float32))
@@ -585,7 +653,7 @@ def compressed(reduction: str, spoiled: bool) -> list[list[float]]:
     return model.module.weight.tolist()
 
 
-@pytest.mark.parametrize("reduction", ["int8", "top-k:0.1"])
+@pytest.mark.parametrize("reduction", ["int8", "top-k:0.1", "low-rank:2"])
 def test_what_a_compression_holds_back_is_not_spoiled(reduction: str) -> None:
     spoiled = ThreadRanks(2).run(compressed, reduction, True)
     assert spoiled == ThreadRanks(2).run(compressed, reduction, False)

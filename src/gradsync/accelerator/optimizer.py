@@ -91,7 +91,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def _was_vetoed(self) -> bool:
         """Whether the step that has just run changed nothing, because ranks have agreed on that."""
-        return any(synchronizer.step_was_skipped for synchronizer in self.synchronizers)
+        return any(synchronizer.window.step_was_skipped for synchronizer in self.synchronizers)
 
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._windows is None else self._windows.local.stepping(self.synchronizers)

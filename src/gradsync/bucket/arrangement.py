@@ -91,6 +91,12 @@ class Arrangement:
         gradients = (parameter.grad for parameter in self._frozen if parameter.requires_grad)
         return [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
+    def drop_gradients(self) -> None:
+        """No parameter has a gradient any more, but for those that another synchronizer has taken."""
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.taken:
+                parameter.grad = None
+
     def state_dict(self) -> dict[str, Any]:
         """The layout and how it came about, as plain values."""
         return {

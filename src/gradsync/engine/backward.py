@@ -75,7 +75,8 @@ class BackwardEngine:
         self.communicator = options.communicator
         self.switches = Switches()
         self.forwards = Forwards()
-        self.synchronizations = 0
+        # Those that went well, and those of which all ranks know that they did not.
+        self.synchronizations = self.failures = 0
         self.observer = options.watchers()
         self.phases = Phases()
         self.veto = Veto(options.policy.on_veto, options.communicator)
@@ -366,6 +367,10 @@ class BackwardEngine:
             self.window.means_left_buckets()
         if scatters:
             self.sharing.hand_out(self.buckets)
+        if self.window.is_vetoed and self.window.is_stepped_by_closure:
+            self.arrangement.drop_gradients()
+            self.window.close()
+            self.window.step_was_skipped = True
         if self.observer is not None:
             self.observer.synchronization_finished()
         self._meeting.raise_late()
@@ -419,6 +424,7 @@ class BackwardEngine:
                     self._meet()
             self.pipeline.abandon()
         if self.told:
+            self.failures += 1
             self.veto.forget()
         self._hooks.arrivals.clear()
         self.window.discard()

@@ -157,9 +157,7 @@ class Meeting:
         if not veto.reason:
             return False
         # From here on it is a rank that has no gradients, and has counted nothing.
-        for index, parameter in enumerate(arrangement.parameters):
-            if index not in arrangement.taken:
-                parameter.grad = None
+        arrangement.drop_gradients()
         self._outside.clear()
         self._weights.reset()
         return True

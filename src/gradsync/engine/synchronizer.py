@@ -3,6 +3,9 @@
 [Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
 other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
 about to step.
+
+[Note: a step by closure] ``optimizer.step(closure)`` has its backwards inside the step. What precedes the step cannot
+see to their gradients: if one of these windows is vetoed, its gradients go at once.
 """
 
 import weakref
@@ -63,9 +66,8 @@ class Synchronizer:
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._before_taking_part: Callable[[], None] | None = None
-        # Whether the last step of an optimizer was that of a window that ranks have agreed to skip.
-        self.step_was_skipped = False
-        self._blocks: list[tuple[Block, bool]] = []
+        # Each with what was enabled before it, and how many synchronizations had failed.
+        self._blocks: list[tuple[Block, bool, int]] = []
         own(self, self.parameters)
         guard_steps(self)
 
@@ -116,6 +118,11 @@ class Synchronizer:
     def synchronizations(self) -> int:
         """How many windows have been synchronized."""
         return self.engine.synchronizations
+
+    @property
+    def ends(self) -> int:
+        """How many synchronizations have come to an end, well or not."""
+        return self.engine.synchronizations + self.engine.failures
 
     @property
     def enabled(self) -> bool:
@@ -202,21 +209,22 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
-        self._blocks.append((block, self.enabled))
+        self._blocks.append((block, self.enabled, self.engine.failures))
         self.enabled = block.synchronizes and block.finish_all is None
         self.window.weights.enter_block(deferred=block.synchronizes and not block.last)
         self.engine.expect_backward()
 
     def leave_block(self) -> None:
-        block, self.enabled = self._blocks.pop()
+        block, self.enabled, _ = self._blocks.pop()
         self.window.weights.leave_block(last=block.last)
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        block = self._blocks[-1][0] if self._blocks else None
+        block, _, failures = self._blocks[-1] if self._blocks else (None, False, 0)
         if block is None or not block.synchronizes:
             return
-        unfinished = self.window.state is not WindowState.SYNCHRONIZED and self.engine.phase is not Phase.BROKEN
+        has_failed = self.engine.phase is Phase.BROKEN or self.engine.failures != failures
+        unfinished = self.window.state is not WindowState.SYNCHRONIZED and not has_failed
         if block.finish_all is not None:
             block.finish_all()
         elif self.enabled and unfinished:
@@ -290,8 +298,7 @@ class Synchronizer:
 
     def clear(self) -> None:
         """Drop all gradients, and what the window knows of them."""
-        for parameter in filter(self.owns, self.parameters):
-            parameter.grad = None
+        self.engine.arrangement.drop_gradients()
         self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -301,8 +308,8 @@ class Synchronizer:
         index = self._index.get(id(parameter))
         return index is not None and index not in self.engine.arrangement.taken
 
-    def before_step(self) -> None:
-        """An optimizer is about to use the gradients: see that they are means."""
+    def before_step(self, *, by_closure: bool = False) -> None:
+        """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure]."""
         engine = self.engine
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
@@ -315,8 +322,8 @@ class Synchronizer:
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         engine.expect_step()
-        self.step_was_skipped = self.window.is_vetoed
-        if self.step_was_skipped:
+        self.window.step_was_skipped, self.window.is_stepped_by_closure = self.window.is_vetoed, by_closure
+        if self.window.is_vetoed:
             self.clear()
         self.window.close()
 

@@ -39,8 +39,10 @@ class Window:
         self.weights = Weights(communicator)
         self._witness = Witness()
         self._means = Witness()
-        # Ranks have agreed that no step is to use what is there.
-        self.is_vetoed = False
+        # Ranks have agreed that no step is to use what is there; and the last step has used nothing, for that.
+        self.is_vetoed = self.step_was_skipped = False
+        # Backwards run inside the step of an optimizer.
+        self.is_stepped_by_closure = False
 
     def __repr__(self) -> str:
         return f"Window({self._state.name.lower()}: {self._state.value}; {self.weights!r})"
