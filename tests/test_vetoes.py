@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -545,14 +546,14 @@ def test_a_closure_is_skipped_too(kind: str) -> None:
     assert ThreadRanks(2).run(by_closure, kind) == [[False, False, True, False]] * 2
 
 
-def scaled(on_veto: str | None, fault: str) -> list[Any]:
+def scaled(on_veto: str | None, fault: str, kind: str = "plain") -> list[Any]:
     wire = choose_communicator()
     model = wrap(on_veto, Line(dtype=torch.float32))
-    optimizer = adam(model)
+    optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     seen = []
     for window in range(5):
-        before = whole_state(model, optimizer)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         if window == 2 and wire.rank == 1 and fault == "abstain":
             model.abstain()
         else:
@@ -560,15 +561,17 @@ def scaled(on_veto: str | None, fault: str) -> list[Any]:
             scaler.scale(model(1.0, poison)).backward()
         scaler.step(optimizer)
         scaler.update()
-        seen.append((same_bits(before, whole_state(model, optimizer)), scaler.get_scale()))
-        optimizer.zero_grad()
+        seen.append((all(map(torch.equal, before, model.parameters())), scaler.get_scale()))
+        optimizer.zero_grad(set_to_none=kind == "plain")
     return seen
 
 
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
 @pytest.mark.parametrize("on_veto", ["skip-window", None])
-def test_a_scaler_lowers_its_scale_by_what_is_not_finite(on_veto: str | None) -> None:
+def test_a_scaler_lowers_its_scale_by_what_is_not_finite(on_veto: str | None, kind: str) -> None:
+    """It leaves the step out itself, so that only zeroed gradients tell that another window has begun."""
     skipped = [(False, 8.0), (False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
-    assert ThreadRanks(2).run(scaled, on_veto, "inf") == [skipped] * 2
+    assert ThreadRanks(2).run(scaled, on_veto, "inf", kind) == [skipped] * 2
 
 
 @pytest.mark.parametrize("on_veto", ["skip-window", None])
@@ -609,6 +612,48 @@ def test_the_shares_of_a_sharded_optimizer_stay_as_they_are(ranks: Ranks, fault:
     assert not any(bool(value.isnan().any()) for value in first[5][0])
     for other in others:
         assert all(map(same_bits, first, other))
+
+
+def alike(kind: str, on_veto: str, dtype: torch.dtype, set_to_none: bool) -> list[list[torch.Tensor]]:
+    """Six windows: rank 1 abstains from the third, and has gradients that are not finite in the fourth."""
+    wire = choose_communicator()
+    torch.manual_seed(2)
+    wide = torch.float32 if dtype is torch.bfloat16 else None
+    model = wrap(on_veto, nn.Linear(6, 5).to(dtype), accumulation_dtype=None if kind == "sharded" else wide)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if kind == "sharded":
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    seen = []
+    for window in range(6):
+        x = torch.full((2, 6), wire.rank + window + 1.0, dtype=dtype)
+        if window == 2 and wire.rank == 1:
+            model.abstain()
+        else:
+            poison = math.nan if window == 3 and wire.rank == 1 else 1.0
+            (model(x).square().mean() * poison).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        seen.append([parameter.detach().clone() for parameter in model.parameters()])
+    return seen
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+def test_a_sharded_optimizer_does_what_a_plain_one_does(on_veto: str, set_to_none: bool) -> None:
+    plain = ThreadRanks(3).run(alike, "plain", on_veto, torch.float64, set_to_none)[0]
+    for shared in ThreadRanks(3).run(alike, "sharded", on_veto, torch.float64, set_to_none):
+        torch.testing.assert_close(shared, plain, rtol=1e-12, atol=0)
+    same = [all(map(torch.equal, *pair)) for pair in pairwise(plain)]
+    assert same == [False, *([on_veto == "skip-window"] * 2), False, False]
+
+
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+def test_narrow_gradients_are_vetoed_too(on_veto: str) -> None:
+    first, *others = ThreadRanks(3).run(alike, "plain", on_veto, torch.bfloat16, True)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+    same = [all(map(torch.equal, *pair)) for pair in pairwise(first)]
+    assert same == [False, *([on_veto == "skip-window"] * 2), False, False]
 
 
 def prepared() -> list[Any]:

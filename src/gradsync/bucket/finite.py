@@ -49,9 +49,7 @@ class FiniteCheck:
     def look_at(self, outside: Iterable[tuple[int, str, torch.Tensor | None]]) -> None:
         """The same of gradients that have no place in a bucket: the number of the parameter, its name, the gradient."""
         for index, name, gradient in outside:
-            if gradient is None:
-                continue
-            if not _is_finite(gradient.coalesce().values() if gradient.is_sparse else gradient):
+            if gradient is not None and not _is_finite(gradient._values() if gradient.is_sparse else gradient):
                 self._found[index] = name
 
     def mark(self, place: torch.Tensor) -> None:

@@ -89,9 +89,9 @@ class BackwardEngine:
         self._sparse = SparseGradients(self.parameters, options.communicator)
         self._turns = Turns(self, options.communicator)
         self._meeting = Meeting(self.arrangement, self.pipeline, self.window.weights, self._sparse)
-        if options.policy.fingerprints is not None:
-            compared = options.policy.fingerprints, specs, options.communicator, options.keeper
-            self._meeting.comparison = Comparison(*compared)
+        prints = options.policy.fingerprints
+        if prints is not None:
+            self._meeting.comparison = Comparison(prints, specs, options.communicator, options.keeper)
         self._norms: BucketNorms | None = None
         # Who has the buckets while no backward runs, where each rank has a share of them.
         self.sharing = Sharing(options.communicator)

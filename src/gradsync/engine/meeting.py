@@ -16,7 +16,7 @@ from gradsync.bucket.requests import Requests
 from gradsync.engine.fingerprints import Comparison
 from gradsync.engine.pipeline import Division, Pipeline
 from gradsync.engine.sparse_reduction import SparseGradients
-from gradsync.engine.veto import Outcome, Verdict, spoil
+from gradsync.engine.veto import Verdict, spoil
 from gradsync.errors import MisuseError, PeerFailedError
 from gradsync.window import Weights
 
@@ -123,23 +123,30 @@ class Meeting:
         if waits:
             pipeline.await_requests()
         verdict = self._hear_vetoes()
-        if verdict is not None and verdict.outcome is Outcome.SKIP:
+        if verdict is not None and verdict.skips:
             spoil(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
             pipeline.conclude(well=False)
             return False
-        uncounted = contributes and not weights.counting
-        if pipeline.requests.weights:
-            correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted)
-            if correction is not None:
-                pipeline.correct(correction)
-        if verdict is not None:
-            correction = self._leave_out(verdict.dropped, uncounted=uncounted) * (
-                1.0 if correction is None else correction
-            )
-        divisor = pipeline.division.divisor / pipeline.division.local_scale
+        late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=contributes and not weights.counting)
+        divisor = pipeline.division.divisor / pipeline.division.local_scale / late
         self._reduce_outside(divisor if correction is None else divisor / correction)
         pipeline.conclude()
         return True
+
+    def _correct(self, *, dropped: int, uncounted: bool) -> float:
+        """Multiply the means with what is known only now, and return it: of weights that nobody had announced, and of
+        ranks that are left out. Collective, where there is such a thing."""
+        weights, pipeline, correction = self._weights, self._pipeline, 1.0
+        if pipeline.requests.weights:
+            correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted) or 1.0
+        elif dropped and weights.total:
+            # The sum that has gone ahead counts what those ranks had.
+            correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
+        if dropped and not weights.total and self.divisor > dropped:
+            correction = self.divisor / (self.divisor - dropped)
+        if correction != 1.0:
+            pipeline.correct(correction)
+        return correction
 
     # -- vetoes ----------------------------------------------------------------------------------------------------
 
@@ -168,18 +175,6 @@ class Meeting:
         if pipeline.failed:
             return pipeline.veto.forgive(pipeline.failed)
         return pipeline.veto.hear() if pipeline.requests.vetoed else None
-
-    def _leave_out(self, dropped: int, *, uncounted: bool) -> float:
-        """So many ranks have contributed nothing to the means: what has corrected them for it. Collective."""
-        weights, pipeline, correction = self._weights, self._pipeline, 1.0
-        if weights.total and not pipeline.requests.weights:
-            # The sum that has gone ahead counts what those ranks had.
-            correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
-        elif not weights.total and self.divisor > dropped:
-            correction = self.divisor / (self.divisor - dropped)
-        if correction != 1.0:
-            pipeline.correct(correction)
-        return correction
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""

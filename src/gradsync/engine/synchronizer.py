@@ -267,6 +267,7 @@ class Synchronizer:
             # Its backward has failed, and the others have heard of that.
             self.window.is_vetoed = engine.veto.forgives
             return
+        engine.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and not self.in_block:
             self.take_part()

@@ -21,7 +21,6 @@ backward and step finds gradients, all zeros; or all NaN, if some rank's were no
 by what it finds it counts a step as good or lowers its scale, and it raises if it finds nothing.
 """
 
-import enum
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from gradsync.communicator.agreement import gather_bytes
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.errors import VetoError
 
-__all__ = ["ON_VETO", "OnVeto", "Outcome", "Verdict", "Veto", "spoil"]
+__all__ = ["ON_VETO", "OnVeto", "Verdict", "Veto", "spoil"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -48,20 +47,17 @@ ON_VETO = ("raise", "skip-window", "drop-rank")
 ABSTAINS, NOT_FINITE, STILL = b"a", b"n", b"s"
 
 
-class Outcome(enum.Enum):
-    """What ranks do about vetoes."""
-
-    SKIP = "no step uses this window"
-    DROP = "the mean is over the other ranks"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What all ranks have agreed on: how many are left out of the mean where that is it; whether all were finite."""
+    """What all ranks have agreed on: how many are left out of the mean, or, if it is none, that the window is skipped.
+    ``finite``: so were all gradients."""
 
-    outcome: Outcome
     dropped: int = 0
     finite: bool = True
+
+    @property
+    def skips(self) -> bool:
+        return self.dropped == 0
 
 
 class Veto:
@@ -142,17 +138,17 @@ class Veto:
         drops = self._on_veto == "drop-rank" and len(vetoes) < len(reasons) and STILL not in vetoes.values()
         if drops:
             self._warn(f"{told}: the mean of this window is over the other ranks")
-            return Verdict(outcome=Outcome.DROP, dropped=len(vetoes))
+            return Verdict(dropped=len(vetoes))
         if told:
             self._warn(f"{told}: this window is skipped on all ranks, and no optimizer steps on it")
-        return Verdict(outcome=Outcome.SKIP, finite=finite)
+        return Verdict(finite=finite)
 
     def forgive(self, failed: Sequence[int]) -> Verdict:
         """The ballot says that the backwards of these ranks failed. They are not here."""
         names = listed([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)
-        return Verdict(outcome=Outcome.SKIP)
+        return Verdict()
 
     def _told(self, rank: int, reason: bytes) -> str:
         name, text = rank_name(self._communicator.group, rank), reason[1:].decode()
