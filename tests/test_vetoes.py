@@ -320,9 +320,12 @@ def any_windows(on_veto: str | None, faults: list[list[str]], framed: bool) -> l
                 model(window + 1.0).backward()
             with model.accumulate(last=True) if framed else contextlib.nullcontext():
                 work(model, wire.rank + window + 1.0, drawn[wire.rank])
+                if framed:
+                    optimizer.step()
         except PeerFailedError:
             model.zero_grad()
-        optimizer.step()
+        if not framed:
+            optimizer.step()
         optimizer.zero_grad()
         seen.append([float(parameter.detach()) for parameter in model.parameters()])
     return seen
@@ -656,6 +659,31 @@ def test_narrow_gradients_are_vetoed_too(on_veto: str) -> None:
     assert same == [False, *([on_veto == "skip-window"] * 2), False, False]
 
 
+def zeroed(kind: str, set_to_none: bool) -> list[bool]:
+    """The second window is vetoed, and zeroed on all ranks without a step."""
+    wire = choose_communicator()
+    model = wrap("skip-window", nn.Linear(6, 5))
+    optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    seen = []
+    for window in range(4):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if window == 1 and wire.rank == 1:
+            model.abstain()
+        else:
+            model(torch.ones(2, 6)).square().mean().backward()
+        if window != 1:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        seen.append(all(map(torch.equal, before, model.parameters())))
+    return seen
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_zeroing_ends_a_vetoed_window_as_a_step_does(kind: str, set_to_none: bool) -> None:
+    assert ThreadRanks(2).run(zeroed, kind, set_to_none) == [[False, True, False, False]] * 2
+
+
 def prepared() -> list[Any]:
     wire = choose_communicator()
     policy = gradsync.SyncPolicy(on_veto="skip-window")
@@ -682,26 +710,30 @@ def test_an_accelerator_tells_and_its_scheduler_waits() -> None:
         assert seen[0][1] == seen[1][1] > seen[2][1]
 
 
-def compressed(reduction: str, spoiled: bool) -> list[list[float]]:
+def compressed(reduction: str, fault: str) -> list[list[float]]:
     """A window more in the middle, which is vetoed, changes nothing of what is held back for later."""
     wire = choose_communicator()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 40, bias=False), on_veto="skip-window", reduction=reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in range(7):
-        if window == 4 and not spoiled:
+        if window == 4 and not fault:
             continue
         optimizer.zero_grad()
         x = torch.sin(torch.arange(40.0) * (wire.rank + window + 1))
-        (model(x).square().sum() * (math.nan if window == 4 and wire.rank else 1.0)).backward()
+        if window == 4 and wire.rank and fault == "abstain":
+            model.abstain()
+        else:
+            (model(x).square().sum() * (math.nan if window == 4 and wire.rank else 1.0)).backward()
         optimizer.step()
     return model.module.weight.tolist()
 
 
+@pytest.mark.parametrize("fault", ["nan", "abstain"])
 @pytest.mark.parametrize("reduction", ["int8", "top-k:0.1", "low-rank:2"])
-def test_what_a_compression_holds_back_is_not_spoiled(reduction: str) -> None:
-    spoiled = ThreadRanks(2).run(compressed, reduction, True)
-    assert spoiled == ThreadRanks(2).run(compressed, reduction, False)
+def test_what_a_compression_holds_back_is_not_spoiled(reduction: str, fault: str) -> None:
+    spoiled = ThreadRanks(2).run(compressed, reduction, fault)
+    assert spoiled == ThreadRanks(2).run(compressed, reduction, "")
 
 
 # -- misuse, and what the next call does ------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Window:
 
     def _look_whether_zeroed(self) -> None:
         """A veto is one of what is there: where gradients were zeroed, another window begins."""
-        self.is_vetoed = self.is_vetoed and self._means.is_unchanged and not self._means.is_zeroed
+        self.is_vetoed = self.is_vetoed and self._means.is_unchanged
 
     def vetoed(self, buckets: Sequence[Bucket]) -> None:
         """Ranks have agreed to skip the window. Nothing of what was counted in it is for the next one."""

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from gradsync.bucket.bucket import Bucket
-from gradsync.bucket.shared_gradient import is_zeroed
 
 __all__ = ["Witness", "has_loose_gradients", "has_nonzero_gradients"]
 
@@ -66,11 +65,6 @@ class Witness:
     def has_changed(self) -> bool:
         """Whether anybody has written."""
         return any(each.memory._version != each.version for each in self._seen)
-
-    @property
-    def is_zeroed(self) -> bool:
-        """Whether a gradient is to be zeros, of which each rank has a share and the memory may be in use."""
-        return any(is_zeroed(each.gradient) for each in self._seen)
 
     @property
     def is_unchanged(self) -> bool:
