@@ -4,12 +4,13 @@ On an accelerator the host does not wait for what it could read. Here ballots of
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
-from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
+from gradsync import DistributedDataParallel, MisuseError, PeerFailedError, VetoError
 from gradsync.communicator import choose_communicator
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
@@ -83,11 +84,13 @@ class Unread:
 
 @pytest.fixture
 def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradsync.bucket import finite
     from gradsync.engine import pipeline
     from gradsync.window import weights
 
     for module in (pipeline, weights):
         monkeypatch.setattr(module, "HostCopy", Unread)
+    for module in (pipeline, weights, finite):
         monkeypatch.setattr(module, "reads_at_once", lambda _: False)
 
 
@@ -172,3 +175,58 @@ def test_ranks_that_mix_are_told_in_the_next_window(read_later: None) -> None:
     for said in ThreadRanks(2).run(mix_weights):
         assert [said[0], said[1], said[4]] == [str(round(5 / 3, 9))] * 3
         assert "some ranks gave weights to the backwards of the window before" in said[3]
+
+
+def veto(on_veto: Literal["raise", "skip-window", "drop-rank"]) -> list[str]:
+    """In the fourth window the gradient of one parameter is not finite on rank 1."""
+    wire = choose_communicator()
+    model = DistributedDataParallel(Numbers().requires_grad_(True), on_veto=on_veto, bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    said = []
+    for window in range(6):
+        before = [float(parameter.detach()) for parameter in model.parameters()]
+        try:
+            loss = model(wire.rank + 1.0)
+            if window == 3 and wire.rank == 1:
+                loss = loss + model.module.second * float("nan")
+            loss.backward()
+            optimizer.step()
+            skipped = before == [float(parameter.detach()) for parameter in model.parameters()]
+            said.append("skipped" if skipped else str(round(float(model.module.second.grad) / before[0], 9)))
+        except VetoError as error:
+            said.append(str(error))
+        model.zero_grad()
+    return said
+
+
+def test_with_a_policy_all_ranks_wait_for_the_ballot(read_later: None) -> None:
+    """They hear of a veto before they step, on an accelerator too."""
+    good = ["1.5"] * 3
+    for said in ThreadRanks(2).run(veto, "skip-window"):
+        assert said == [*good, "skipped", "1.5", "1.5"]
+    for said in ThreadRanks(2).run(veto, "drop-rank"):
+        assert said == [*good, "1.0", "1.5", "1.5"]
+    for said in ThreadRanks(2).run(veto, "raise"):
+        assert said[:3] + said[4:] == ["1.5"] * 5
+        assert "the gradient of parameter 'second' on rank 1 is not finite" in said[3]
+
+
+def abstain_unheard() -> list[str]:
+    rank = choose_communicator().rank
+
+    def work(model: DistributedDataParallel, batch: int) -> torch.Tensor:
+        if batch == 2 and rank == 1:
+            model.abstain()
+        return model(1.0)
+
+    return train(5, work, Numbers())
+
+
+def test_without_a_policy_a_rank_that_abstains_is_not_heard_in_time(read_later: None) -> None:
+    """It is told so itself; the others have stepped, and hear of it in their next window."""
+    other, abstaining = ThreadRanks(2).run(abstain_unheard)
+    assert "on_veto='skip-window'" in abstaining[2]
+    assert "on_veto='skip-window'" in other[3]
+    assert "go on from the last checkpoint" in other[3]
+    assert abstaining[:2] + abstaining[3:] == ["1.0"] * 4
+    assert other[:3] + other[4:] == ["1.0", "1.0", "0.5", "1.0"]

@@ -11,13 +11,14 @@ from gradsync.attach import GradientSynchronization, synchronize_gradients
 from gradsync.averaging import average_gradients
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.data_parallel import DistributedDataParallel
-from gradsync.engine import SyncPolicy
+from gradsync.engine import Fingerprints, SyncPolicy
 from gradsync.errors import (
     ConfigurationError,
     GradsyncError,
     MismatchError,
     MisuseError,
     PeerFailedError,
+    VetoError,
     WireLostError,
 )
 from gradsync.layer_drop import LayerDrop
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigurationError",
     "DataLoaderConfiguration",
     "DistributedDataParallel",
+    "Fingerprints",
     "GradientAccumulationPlugin",
     "GradientSynchronization",
     "GradsyncError",
@@ -43,6 +45,7 @@ __all__ = [
     "ShardedOptimizer",
     "SyncPolicy",
     "Timeline",
+    "VetoError",
     "WireLostError",
     "__version__",
     "average_gradients",

@@ -49,7 +49,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         how bytes move; by default the process group's own collectives.
     policy
         how gradients travel; see :class:`~gradsync.SyncPolicy`. Its fields may be given as keyword arguments instead:
-        ``reduction``, ``schedule``, ``observer``, ``accumulation_dtype``.
+        ``reduction``, ``schedule``, ``observer``, ``accumulation_dtype``, ``on_veto``, ``fingerprints``.
 
     ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
     """

@@ -10,6 +10,7 @@
     ├── MisuseError                       a call at a time when its result would be wrong
     │   └── LateGradientError             a gradient arrived after its bucket had started
     └── PeerFailedError                   another rank failed; the message names it
+        ├── VetoError                     a rank does not want the window; raised there, too
         └── WireLostError                 and with it the wire: nothing can go on over it
 
 A message says what was expected, what came (rank, parameter) and what to do. The classes also derive from the
@@ -26,6 +27,7 @@ __all__ = [
     "NoProcessGroupError",
     "NotCallableError",
     "PeerFailedError",
+    "VetoError",
     "WireLostError",
 ]
 
@@ -60,6 +62,13 @@ class LateGradientError(MisuseError):
 
 class PeerFailedError(GradsyncError):
     """Another rank failed, so this synchronization has no result. The message names the rank."""
+
+
+class VetoError(PeerFailedError):
+    """A rank has vetoed the window, and ``on_veto="raise"`` was asked for: raised on all ranks, also on that one.
+
+    The message names the rank, and the parameter whose gradient is not finite. After ``zero_grad()`` training goes on.
+    """
 
 
 class WireLostError(PeerFailedError):

@@ -61,5 +61,6 @@ class Gradients:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the scaler found gradients that are not finite, so that the last step did not take place."""
+        """Whether the last step did not take place: the scaler found gradients that are not finite, or ranks agreed to
+        skip the window."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)

@@ -82,9 +82,16 @@ class PreparedOptimizer(Optimizer):
         if not self.window_ends:
             return None
         with self._stepping():
-            if self.scaler is None:
-                return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            return self._scaled_step(self.scaler, closure)
+            if self.scaler is not None:
+                return self._scaled_step(self.scaler, closure)
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self.step_was_skipped = self._was_vetoed
+        return result
+
+    @property
+    def _was_vetoed(self) -> bool:
+        """Whether the step that has just run changed nothing, because ranks have agreed on that."""
+        return any(synchronizer.window.step_was_skipped for synchronizer in self.synchronizers)
 
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._windows is None else self._windows.local.stepping(self.synchronizers)
@@ -95,8 +102,8 @@ class PreparedOptimizer(Optimizer):
             # Unscaling reads gradients before the step does: a rank without a backward must take part first.
             synchronizer.finish_last()
         result = scaler.step(self.optimizer, closure)
-        self.step_was_skipped = not self._stepped_inside
-        if self.step_was_skipped:
+        self.step_was_skipped = not self._stepped_inside or self._was_vetoed
+        if not self._stepped_inside:
             for synchronizer in self.synchronizers:
                 synchronizer.window.close()
         scaler.settle()

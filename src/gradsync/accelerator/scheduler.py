@@ -12,7 +12,7 @@ __all__ = ["PreparedScheduler"]
 class PreparedScheduler:
     """Passes everything on to the scheduler it was made from; ``step()`` follows the optimizers.
 
-    It does nothing before the window's last micro-batch, nor when a scaler has skipped the optimizer's step.
+    It does nothing before the window's last micro-batch, nor when a scaler or a veto has skipped the optimizer's step.
 
     ``several`` is how far it moves then. A script writes its schedule for one process, which needs as many times more
     steps as there are processes: so Accelerate moves it ``num_processes`` times a window, and stops at the end of a

@@ -74,6 +74,15 @@ class Arrangement:
         sparse = [self.parameters[index] for index in self.layout.sparse]
         return sparse + [parameter for parameter in self._frozen if parameter.requires_grad]
 
+    def gradients_outside(self) -> list[tuple[int, str, torch.Tensor | None]]:
+        """Their gradients, each with the number of its parameter and its name."""
+        outside = {id(parameter) for parameter in self.outside()}
+        return [
+            (index, self.specs[index].name, parameter.grad)
+            for index, parameter in enumerate(self.parameters if outside else ())
+            if id(parameter) in outside
+        ]
+
     def homeless(self) -> list[tuple[torch.Tensor, int]]:
         """The gradients of parameters that are trained here and have no place yet, and their versions.
 
@@ -81,6 +90,12 @@ class Arrangement:
         """
         gradients = (parameter.grad for parameter in self._frozen if parameter.requires_grad)
         return [(gradient, gradient._version) for gradient in gradients if gradient is not None]
+
+    def drop_gradients(self) -> None:
+        """No parameter has a gradient any more, but for those that another synchronizer has taken."""
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.taken:
+                parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The layout and how it came about, as plain values."""

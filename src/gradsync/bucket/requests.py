@@ -1,8 +1,9 @@
 """What a rank asks all others for, at the end of the last bucket.
 
-A rank alone may know that a parameter is trained again, or that it counts micro-batches in a window where nobody did
-before. It must not start a collective for that: the others would not. So each such thing has a place in the ballot, a
-rank that needs it puts a mark there, and all ranks read the same sum and do the same after the buckets.
+A rank alone may know that a parameter is trained again, that it counts micro-batches in a window where nobody did
+before, or that its own gradients are not to be used. It must not start a collective for that: the others would not. So
+each such thing has a place in the ballot, a rank that needs it puts a mark there, and all ranks read the same sum and
+do the same after the buckets.
 
 On an accelerator reading would stop the host, so only those read at once that have asked, or have nothing else to do.
 They mark that, too, and every rank marks one place more: where both have the same sum, all ranks know what was asked
@@ -18,29 +19,32 @@ __all__ = ["Requests"]
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What must follow the buckets. ``weights``: sums of weights; ``trained``: which parameters are trained. ``known``:
-    this rank reads the ballot at once, or, of one that was read, all ranks do."""
+    """What must follow the buckets. ``weights``: sums of weights; ``trained``: which parameters are trained;
+    ``vetoed``: who does not want the window, and why. ``known``: this rank reads the ballot at once, or, of one that
+    was read, all ranks do."""
 
     weights: bool = False
     trained: bool = False
+    vetoed: bool = False
     known: bool = True
 
-    # How many places they take in the ballot.
-    PLACES: ClassVar[int] = 4
+    # How many places they take in the ballot, and which of them says that there is a veto.
+    PLACES: ClassVar[int] = 5
+    VETO: ClassVar[int] = -5
 
     @classmethod
     def read(cls, ballot: Sequence[float]) -> Self:
         """What any rank has asked for, and whether all know of it."""
-        weights, trained, reading, everybody = ballot[-cls.PLACES :]
-        return cls(weights=weights > 0, trained=trained > 0, known=reading == everybody)
+        vetoed, weights, trained, reading, everybody = ballot[-cls.PLACES :]
+        return cls(weights=weights > 0, trained=trained > 0, vetoed=vetoed > 0, known=reading == everybody)
 
     @property
     def unheard(self) -> bool:
         """Whether something was asked for of which not all ranks know."""
-        return (self.weights or self.trained) and not self.known
+        return (self.weights or self.trained or self.vetoed) and not self.known
 
     @property
     def marked(self) -> list[int]:
         """The places that this rank marks, counted from the end of the ballot: the last is everybody's."""
-        asked = ((-4, self.weights), (-3, self.trained), (-2, self.known), (-1, True))
+        asked = ((self.VETO, self.vetoed), (-4, self.weights), (-3, self.trained), (-2, self.known), (-1, True))
         return [place for place, is_marked in asked if is_marked]

@@ -4,13 +4,16 @@ Stops 1, 3 and 5 of a gradient's walk. ``ready_hooks`` hears autograd, ``backwar
 finishes buckets, ``synchronizer`` is what wrappers hold.
 """
 
+from gradsync.engine.fingerprints import Fingerprints
+from gradsync.engine.keeper import ParameterKeeper
 from gradsync.engine.observer import Observer
-from gradsync.engine.options import ParameterKeeper, SynchronizerOptions
+from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.policy import BucketSize, PolicySettings, Schedule, SyncPolicy
 from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
 
 __all__ = [
     "BucketSize",
+    "Fingerprints",
     "Observer",
     "ParameterKeeper",
     "PolicySettings",

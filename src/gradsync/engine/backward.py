@@ -32,7 +32,7 @@ from functools import partial
 import torch
 
 from gradsync.bucket import Bucket, ParameterSpec
-from gradsync.bucket.arrangement import Arrangement, BucketOptions
+from gradsync.bucket.arrangement import Arrangement
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.precise import PreciseGradients
 from gradsync.engine.backward_watch import (
@@ -43,6 +43,7 @@ from gradsync.engine.backward_watch import (
     watch_backward,
     watch_failures,
 )
+from gradsync.engine.fingerprints import Comparison
 from gradsync.engine.forwards import Forwards
 from gradsync.engine.meeting import Meeting, Present
 from gradsync.engine.options import SynchronizerOptions
@@ -52,6 +53,7 @@ from gradsync.engine.ready_hooks import ReadyHooks
 from gradsync.engine.sharing import Sharing
 from gradsync.engine.sparse_reduction import SparseGradients
 from gradsync.engine.turns import Turns
+from gradsync.engine.veto import Veto
 from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
 from gradsync.window import Window, WindowState, has_nonzero_gradients
@@ -73,11 +75,13 @@ class BackwardEngine:
         self.communicator = options.communicator
         self.switches = Switches()
         self.forwards = Forwards()
-        self.synchronizations = 0
+        # Those that went well, and those of which all ranks know that they did not.
+        self.synchronizations = self.failures = 0
         self.observer = options.watchers()
         self.phases = Phases()
-        self.pipeline = Pipeline(options.communicator, options.policy.reduction)
-        self.arrangement = Arrangement(self.parameters, specs, _bucket_options(options))
+        self.veto = Veto(options.policy.on_veto, options.communicator)
+        self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
+        self.arrangement = Arrangement(self.parameters, specs, options.of_buckets())
         self.window = Window(options.communicator, self.arrangement.outside)
         dtype = options.policy.accumulation_dtype
         self._precise = None if dtype is None else PreciseGradients(self.parameters, dtype)
@@ -85,6 +89,9 @@ class BackwardEngine:
         self._sparse = SparseGradients(self.parameters, options.communicator)
         self._turns = Turns(self, options.communicator)
         self._meeting = Meeting(self.arrangement, self.pipeline, self.window.weights, self._sparse)
+        prints = options.policy.fingerprints
+        if prints is not None:
+            self._meeting.comparison = Comparison(prints, specs, options.communicator, options.keeper)
         self._norms: BucketNorms | None = None
         # Who has the buckets while no backward runs, where each rank has a share of them.
         self.sharing = Sharing(options.communicator)
@@ -96,7 +103,7 @@ class BackwardEngine:
         self._task = NO_TASK
         self._homeless: list[tuple[torch.Tensor, int]] = []
         # Whether the others know of the failure that has broken this one.
-        self._told = False
+        self.told = False
         watch_failures()
         options.policy.reduction.examine(specs)
         self.build()
@@ -261,7 +268,7 @@ class BackwardEngine:
         # See [Note: the first window], and :mod:`gradsync.engine.turns`.
         order = self.arrangement.order
         overlapping = leads and order.learned and order.observed and self.options.policy.schedule == "overlapped"
-        self.pipeline.begin(overlapping=overlapping, by_sight=not counting)
+        self.pipeline.begin(overlapping=overlapping and not self.veto.holds_back, by_sight=not counting)
 
     def _meet(self) -> None:
         present = Present(contributes=self._contributes, arrivals=self._hooks.arrivals, absent=self._announced_absent())
@@ -342,20 +349,28 @@ class BackwardEngine:
             if not self._turns.leads:
                 self._turns.take_lead()
                 self._meet()
-            self._meeting.exchange(contributes=self._contributes, norms=self._norms)
+            if self.window.is_vetoed:
+                self.veto.stand()
+            has_means = self._meeting.exchange(contributes=self._contributes, norms=self._norms)
         except BaseException:
             self.recover()
             raise
         self.synchronizations += 1
-        self.arrangement.window_finished(self._hooks.arrivals)
+        if has_means:
+            self.arrangement.window_finished(self._hooks.arrivals)
         self._leave_synchronization(Phase.IDLE)
-        self.window.synchronized(self.buckets)
+        self.veto.forget()
+        (self.window.synchronized if has_means else self.window.vetoed)(self.buckets)
         scatters = self.pipeline.reduction.scatters
         if self._precise is not None and self.window.finished and not scatters:
             self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)
             self.window.means_left_buckets()
         if scatters:
             self.sharing.hand_out(self.buckets)
+        if self.window.is_vetoed and self.window.is_stepped_by_closure:
+            self.arrangement.drop_gradients()
+            self.window.close()
+            self.window.step_was_skipped = True
         if self.observer is not None:
             self.observer.synchronization_finished()
         self._meeting.raise_late()
@@ -395,12 +410,12 @@ class BackwardEngine:
         switches = self.switches
         reaches = not self.phases.busy and any(parameter.requires_grad for parameter in self.parameters)
         if reaches and switches.enabled and (forward_synchronizes or switches.forced):
-            self._told = False
+            self.told = False
             self.fail()
 
     def recover(self) -> None:
         """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
-        self._told = self.phase is Phase.SYNCHRONIZING
+        self.told = self.phase is Phase.SYNCHRONIZING
         if self.phase is Phase.SYNCHRONIZING and not self.pipeline.complete:
             if not self.arrangement.order.running:
                 # It was another model's turn. The other ranks meet for this one next.
@@ -408,13 +423,17 @@ class BackwardEngine:
                     self._turns.take_lead()
                     self._meet()
             self.pipeline.abandon()
+        if self.told:
+            self.failures += 1
+            self.veto.forget()
         self._hooks.arrivals.clear()
         self.window.discard()
+        self.window.is_vetoed = self.told and self.veto.forgives
         self._leave_synchronization(Phase.BROKEN)
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self._told):
+        if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self.told):
             return
         try:
             self.sharing.take_back(self.buckets, worthless=True)
@@ -433,12 +452,3 @@ class BackwardEngine:
                 "Call zero_grad() before you go on"
             )
         self.phases.enter(Phase.IDLE)
-
-
-def _bucket_options(options: SynchronizerOptions) -> BucketOptions:
-    return BucketOptions(
-        communicator=options.communicator,
-        caps=options.caps,
-        tuner=options.tuner,
-        before_gather=None if options.keeper is None else options.keeper.release,
-    )

@@ -7,7 +7,7 @@ import torch
 from gradsync.bucket.requests import Requests
 from gradsync.errors import PeerFailedError
 
-__all__ = ["mark_ballot", "raise_for", "raise_for_unheard"]
+__all__ = ["failed_ranks", "mark_ballot", "raise_for", "raise_for_unheard"]
 
 STEPPED = (
     " An optimizer step since then has used them, and parameters may differ over ranks by now: go on from the last "
@@ -25,9 +25,13 @@ def mark_ballot(ballot: torch.Tensor, failed_rank: int | None, requests: Request
         ballot[place : place + 1].fill_(1)
 
 
-def raise_for(ballot: Sequence[float], *, late: bool = False) -> None:
+def failed_ranks(ballot: Sequence[float]) -> list[int]:
+    """The ranks whose backward failed."""
+    return [rank for rank, vote in enumerate(ballot[: -Requests.PLACES]) if vote > 0]
+
+
+def raise_for(failed: Sequence[int], *, late: bool = False) -> None:
     """Name the ranks whose backward failed, if there are any. ``late``: an optimizer may have stepped since."""
-    failed = [rank for rank, vote in enumerate(ballot[: -Requests.PLACES]) if vote > 0]
     if failed:
         names = ", ".join(f"rank {rank}" for rank in failed)
         raise PeerFailedError(
@@ -40,6 +44,12 @@ def raise_for_unheard(requests: Requests, *, late: bool = False) -> None:
     """Where not all ranks read requests at once: raise if there are some of which others have not heard."""
     if not requests.unheard:
         return
+    if requests.vetoed:
+        raise PeerFailedError(
+            "a rank abstains from a window. On an accelerator the others do not hear of it in time, so gradients are "
+            f"not the mean over all ranks.{STEPPED * late} Wrap the model with on_veto='skip-window', which has all "
+            "ranks wait for the ballot, and call zero_grad() before the next backward"
+        )
     what = "train a parameter that was frozen before" if requests.trained else "count the micro-batches of a window"
     raise PeerFailedError(
         f"some ranks {what} and others do not. On an accelerator these do not hear of it in time, so gradients are not "

@@ -13,8 +13,10 @@ import torch
 from gradsync.bucket.arrangement import Arrangement
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
+from gradsync.engine.fingerprints import Comparison
 from gradsync.engine.pipeline import Division, Pipeline
 from gradsync.engine.sparse_reduction import SparseGradients
+from gradsync.engine.veto import Verdict, spoil
 from gradsync.errors import MisuseError, PeerFailedError
 from gradsync.window import Weights
 
@@ -40,6 +42,8 @@ class Meeting:
         self._arrangement, self._pipeline, self._weights, self._outside = arrangement, pipeline, weights, outside
         # What sums are divided by where nobody counts.
         self.divisor = float(pipeline.communicator.world_size)
+        # Who compares replicas, if that was asked for.
+        self.comparison: Comparison | None = None
         # Of the window before, where it is only heard of in this one.
         self._late_failure: PeerFailedError | None = None
 
@@ -56,6 +60,8 @@ class Meeting:
         else:
             self._late_failure = pipeline.late_failure()
             arrangement.order.window_began()
+            if self.comparison is not None:
+                self.comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
             if self._rearrange(rebuild):
                 arrangement.land_again(present.arrivals)
             weights.start(uncounted=present.contributes and not weights.counting)
@@ -99,27 +105,76 @@ class Meeting:
 
     # -- the buckets, and what follows them ------------------------------------------------------------------------
 
-    def exchange(self, *, contributes: bool, norms: BucketNorms | None) -> None:
-        """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot."""
-        pipeline, weights = self._pipeline, self._weights
+    def exchange(self, *, contributes: bool, norms: BucketNorms | None) -> bool:
+        """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot.
+
+        Returns whether there are means: a window that was vetoed may have none.
+        """
+        pipeline, weights, veto = self._pipeline, self._weights, self._pipeline.veto
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
-        # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
-        waits = bool(self._arrangement.layout.sparse) or counts or trains_more or not contributes
-        pipeline.requests = Requests(weights=counts, trained=trains_more, known=waits)
         weights.require_told()
+        contributes = not self._leave_out_own() and contributes
+        # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
+        waits = bool(self._arrangement.layout.sparse) or counts or trains_more or not contributes or veto.reads_at_once
+        pipeline.requests = Requests(weights=counts, trained=trains_more, vetoed=veto.is_noted, known=waits)
         pipeline.flush()
         correction = weights.finish(self.divisor)
         pipeline.finish(correction=correction, norms=norms)
         if waits:
             pipeline.await_requests()
-        if pipeline.requests.weights:
-            uncounted = contributes and not weights.counting
-            correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted)
-            if correction is not None:
-                pipeline.correct(correction)
-        divisor = pipeline.division.divisor / pipeline.division.local_scale
+        verdict = self._hear_vetoes()
+        if verdict is not None and verdict.skips:
+            spoil(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
+            pipeline.conclude(well=False)
+            return False
+        late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=contributes and not weights.counting)
+        divisor = pipeline.division.divisor / pipeline.division.local_scale / late
         self._reduce_outside(divisor if correction is None else divisor / correction)
         pipeline.conclude()
+        return True
+
+    def _correct(self, *, dropped: int, uncounted: bool) -> float:
+        """Multiply the means with what is known only now, and return it: of weights that nobody had announced, and of
+        ranks that are left out. Collective, where there is such a thing."""
+        weights, pipeline, correction = self._weights, self._pipeline, 1.0
+        if pipeline.requests.weights:
+            correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted) or 1.0
+        elif dropped and weights.total:
+            # The sum that has gone ahead counts what those ranks had.
+            correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
+        if dropped and not weights.total and self.divisor > dropped:
+            correction = self.divisor / (self.divisor - dropped)
+        if correction != 1.0:
+            pipeline.correct(correction)
+        return correction
+
+    # -- vetoes ----------------------------------------------------------------------------------------------------
+
+    def _leave_out_own(self) -> bool:
+        """Look at what does not pass the pipeline; drop this rank's gradients if it is to be left out of the mean."""
+        arrangement, veto = self._arrangement, self._pipeline.veto
+        if veto.check is not None:
+            veto.check.look_at(arrangement.gradients_outside())
+        if not veto.holds_back:
+            return False
+        for bucket in arrangement.buckets:
+            bucket.gather()
+            assert veto.check is not None
+            veto.check.look(bucket)
+        if not veto.reason:
+            return False
+        # From here on it is a rank that has no gradients, and has counted nothing.
+        arrangement.drop_gradients()
+        self._outside.clear()
+        self._weights.reset()
+        return True
+
+    def _hear_vetoes(self) -> Verdict | None:
+        """What follows from the ballot, if anybody has vetoed. Collective then. A rank that has failed is not there."""
+        pipeline = self._pipeline
+        if pipeline.failed:
+            return pipeline.veto.forgive(pipeline.failed)
+        return pipeline.veto.hear() if pipeline.requests.vetoed else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""

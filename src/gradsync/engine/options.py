@@ -1,31 +1,16 @@
 """What a synchronizer is told when it is made."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
 
 from gradsync.bucket import BucketCaps
+from gradsync.bucket.arrangement import BucketOptions
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
+from gradsync.engine.keeper import ParameterKeeper
 from gradsync.engine.observer import Observers
 from gradsync.engine.policy import SyncPolicy
 
-__all__ = ["ParameterKeeper", "SynchronizerOptions"]
-
-
-class ParameterKeeper(Protocol):
-    """Has exchanged what parameters hold for the duration of a forward and backward, and takes it back."""
-
-    def resume(self) -> None:
-        """A backward begins; an earlier one may have ended since its forward."""
-
-    def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """These parameters take no further part in the backward; their gradients are about to be gathered."""
-
-    def release_all(self) -> None:
-        """The backward has ended."""
+__all__ = ["SynchronizerOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +24,15 @@ class SynchronizerOptions:
     keeper: ParameterKeeper | None = None
     droppable: bool = False
     tuner: BucketTuner | None = None
+
+    def of_buckets(self) -> BucketOptions:
+        """What buckets are made with."""
+        return BucketOptions(
+            communicator=self.communicator,
+            caps=self.caps,
+            tuner=self.tuner,
+            before_gather=None if self.keeper is None else self.keeper.release,
+        )
 
     def watchers(self) -> Observers | None:
         """Who is to be told of what happens, if anybody."""

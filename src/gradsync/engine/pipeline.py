@@ -22,8 +22,9 @@ from gradsync.bucket.host_copy import HostCopy, reads_at_once
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator, Handle
-from gradsync.engine.ballot import mark_ballot, raise_for, raise_for_unheard
+from gradsync.engine.ballot import failed_ranks, mark_ballot, raise_for, raise_for_unheard
 from gradsync.engine.observer import Observers
+from gradsync.engine.veto import Veto
 from gradsync.errors import LateGradientError, PeerFailedError
 from gradsync.reduction import Reduction
 
@@ -56,13 +57,16 @@ class Division:
 class Pipeline:
     """The buckets of one synchronizer, and how far each has come on its way over the wire."""
 
-    def __init__(self, communicator: Communicator, reduction: Reduction) -> None:
+    def __init__(self, communicator: Communicator, reduction: Reduction, veto: Veto) -> None:
         self.communicator = communicator
+        self.veto = veto
         self.observer: Observers | None = None
         self.buckets: list[Bucket] = []
         self.division = Division(divisor=float(communicator.world_size))
-        # What this rank asks for in the ballot of the running synchronization.
+        # What this rank asks for in the ballot of the running synchronization, and whose backward it says has failed.
         self.requests = Requests()
+        self.failed: list[int] = []
+        self._check = None if veto.holds_back else veto.check
         # Where there is no bucket, for want of dense gradients, the ballot travels alone.
         self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
         self._unread_ballot: HostCopy | None = None
@@ -103,6 +107,7 @@ class Pipeline:
         self._failed_rank: int | None = None
         self._tails_handle: Handle | None = None
         self.requests = Requests()
+        self.failed = []
         self._next = 0
         self._finished = 0
         self._pending: list[tuple[Bucket, Handle | None]] = []
@@ -197,6 +202,8 @@ class Pipeline:
                 chunk.settle(self._scales[number])
         self._next = number + 1
         handle = None
+        if self._check is not None:
+            self._check.look(bucket)
         if bucket.absent:
             bucket.compact()
         if bucket.plan.ballot:
@@ -318,7 +325,7 @@ class Pipeline:
         return [bucket.tail for bucket in self.buckets] or [self._lone_ballot]
 
     @torch.no_grad()
-    def correct(self, correction: float) -> None:
+    def correct(self, correction: float | torch.Tensor) -> None:
         """Multiply the means with what was learned after they had come."""
         self._correction = self._correction * correction
         for bucket in self.buckets:
@@ -328,6 +335,7 @@ class Pipeline:
 
     def _vote(self) -> None:
         mark_ballot(self._ballot, self._failed_rank, self.requests)
+        self.veto.mark(self._ballot)
 
     def _read_ballot(self) -> None:
         ballot = self._ballot
@@ -339,17 +347,19 @@ class Pipeline:
             self._unread_ballot = HostCopy(ballot)
 
     def _raise_for(self, votes: Sequence[float], *, late: bool = False) -> None:
-        """Raise if a rank's backward has failed."""
+        """Raise if a rank's backward has failed, unless that is forgiven."""
+        self.failed = failed_ranks(votes)
         try:
-            raise_for(votes, late=late)
+            if not self.veto.forgives:
+                raise_for(self.failed, late=late)
         except PeerFailedError:
             self._tell_end(well=False)
             raise
 
-    def conclude(self) -> None:
+    def conclude(self, *, well: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are any good."""
         if self._unread_ballot is None:
-            self._tell_end(well=True)
+            self._tell_end(well=well)
 
     def hear_end(self) -> None:
         """Have the reduction know how the last window ended: its state is asked for, or another one comes.

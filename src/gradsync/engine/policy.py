@@ -9,7 +9,9 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from gradsync.bucket.precise import checked_dtype
+from gradsync.engine.fingerprints import Fingerprints
 from gradsync.engine.observer import Observer
+from gradsync.engine.veto import ON_VETO, OnVeto
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import Mean, Reduction, reduction_by_name
 
@@ -28,6 +30,8 @@ class PolicySettings(TypedDict, total=False):
     schedule: Schedule
     observer: Observer | None
     accumulation_dtype: torch.dtype | None
+    on_veto: OnVeto | None
+    fingerprints: Fingerprints | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,12 @@ class SyncPolicy:
         is told of every stop of a gradient's walk; see :class:`~gradsync.Timeline`.
     accumulation_dtype
         in what gradients of bfloat16 and float16 parameters add up, and are averaged: ``torch.float32`` loses nothing.
+    on_veto
+        what all ranks do when the gradients of one are not finite, its backward fails, or it abstains: ``"raise"``,
+        ``"skip-window"`` or ``"drop-rank"``; see docs/failures.md. By default nobody looks at gradients, a backward
+        that failed raises on all ranks, and a window is skipped from which a rank abstains.
+    fingerprints
+        whether and how often replicas compare their parameters: ``Fingerprints(every=100)``.
     """
 
     reduction: Reduction = field(default_factory=Mean)
@@ -52,11 +62,17 @@ class SyncPolicy:
     bucket_cap_mb: BucketSize = "auto"
     observer: Observer | None = None
     accumulation_dtype: torch.dtype | None = None
+    on_veto: OnVeto | None = None
+    fingerprints: Fingerprints | None = None
 
     def __post_init__(self) -> None:
         checked_dtype(self.accumulation_dtype)
         if self.schedule not in _SCHEDULES:
             raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
+        if self.on_veto not in (None, *ON_VETO):
+            raise ConfigurationError(f"on_veto must be one of {', '.join(ON_VETO)}, or None, got {self.on_veto!r}")
+        if not isinstance(self.fingerprints, Fingerprints | None):
+            raise ConfigurationError(f"fingerprints must be Fingerprints(every=…) or None, got {self.fingerprints!r}")
         if isinstance(self.reduction, str):
             object.__setattr__(self, "reduction", reduction_by_name(self.reduction))
         if not isinstance(self.reduction, Reduction):
@@ -114,4 +130,6 @@ class SyncPolicy:
             ("setting schedule", self.schedule),
             ("setting reduction", repr(self.reduction)),
             ("setting accumulation_dtype", str(self.accumulation_dtype)),
+            ("setting on_veto", str(self.on_veto)),
+            ("setting fingerprints", str(self.fingerprints)),
         ]

@@ -18,8 +18,8 @@ class StepListener(Protocol):
     def owns(self, parameter: Any) -> bool:
         """Whether the parameter's gradient is synchronized by this listener."""
 
-    def before_step(self) -> None:
-        """An optimizer is about to use the gradients."""
+    def before_step(self, *, by_closure: bool) -> None:
+        """An optimizer is about to use the gradients; ``by_closure``: to have them computed first, inside its step."""
 
 
 # By identity. A dictionary, because copying its values is one step under the interpreter's lock: ranks may be threads.
@@ -43,9 +43,11 @@ def unguard_steps(listener: StepListener) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # The first of ``args`` is the optimizer.
+    by_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
     for reference in list(_listeners.values()):
         listener = reference()
         if listener is None:
             continue
         if any(listener.owns(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-            listener.before_step()
+            listener.before_step(by_closure=by_closure)

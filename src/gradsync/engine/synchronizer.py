@@ -3,6 +3,9 @@
 [Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
 other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
 about to step.
+
+[Note: a step by closure] ``optimizer.step(closure)`` has its backwards inside the step. What precedes the step cannot
+see to their gradients: if one of these windows is vetoed, its gradients go at once.
 """
 
 import weakref
@@ -24,7 +27,7 @@ from gradsync.engine.phase import Phase
 from gradsync.engine.step_guard import guard_steps, unguard_steps
 from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
-from gradsync.window import Window, WindowState, has_loose_gradients
+from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = ["Block", "Synchronizer", "synchronizer_of"]
 
@@ -63,7 +66,8 @@ class Synchronizer:
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._before_taking_part: Callable[[], None] | None = None
-        self._blocks: list[tuple[Block, bool]] = []
+        # Each with what was enabled before it, and how many synchronizations had failed.
+        self._blocks: list[tuple[Block, bool, int]] = []
         own(self, self.parameters)
         guard_steps(self)
 
@@ -114,6 +118,11 @@ class Synchronizer:
     def synchronizations(self) -> int:
         """How many windows have been synchronized."""
         return self.engine.synchronizations
+
+    @property
+    def ends(self) -> int:
+        """How many synchronizations have come to an end, well or not."""
+        return self.engine.synchronizations + self.engine.failures
 
     @property
     def enabled(self) -> bool:
@@ -200,21 +209,22 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
-        self._blocks.append((block, self.enabled))
+        self._blocks.append((block, self.enabled, self.engine.failures))
         self.enabled = block.synchronizes and block.finish_all is None
         self.window.weights.enter_block(deferred=block.synchronizes and not block.last)
         self.engine.expect_backward()
 
     def leave_block(self) -> None:
-        block, self.enabled = self._blocks.pop()
+        block, self.enabled, _ = self._blocks.pop()
         self.window.weights.leave_block(last=block.last)
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        block = self._blocks[-1][0] if self._blocks else None
+        block, _, failures = self._blocks[-1] if self._blocks else (None, False, 0)
         if block is None or not block.synchronizes:
             return
-        unfinished = self.window.state is not WindowState.SYNCHRONIZED and self.engine.phase is not Phase.BROKEN
+        has_failed = self.engine.phase is Phase.BROKEN or self.engine.failures != failures
+        unfinished = self.window.state is not WindowState.SYNCHRONIZED and not has_failed
         if block.finish_all is not None:
             block.finish_all()
         elif self.enabled and unfinished:
@@ -230,21 +240,54 @@ class Synchronizer:
 
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
-        if current_task() != NO_TASK:
-            raise MisuseError("synchronize() was called inside backward. Call it after backward() has returned")
-        if self.engine.phase is Phase.DETACHED:
-            raise MisuseError(
-                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
-                "has taken them. Use that one, or wrap the model again"
-            )
+        self._require_attached("synchronize")
         if self.engine.phases.busy:
             self.engine.recover()
         self.engine.require_whole()
         self.engine.synchronize()
 
+    def abstain(self, reason: str = "") -> None:
+        """Give up this rank's part of the window, and have all ranks agree on what becomes of it.
+
+        Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
+        """
+        engine = self.engine
+        self._require_attached("abstain")
+        if engine.phases.busy:
+            engine.recover()
+        told = engine.phase is Phase.BROKEN and engine.told and not engine.forwards.any_in_window
+        if self._has_usable_means() and not engine.forwards.any_in_window:
+            raise MisuseError(
+                "abstain() was called after the window's backward, whose mean all ranks have by now. Call it in the "
+                "place of that backward; to give a mean up, zero the gradients of all ranks"
+            )
+        self.clear()
+        engine.require_whole()
+        if told:
+            # Its backward has failed, and the others have heard of that.
+            self.window.is_vetoed = engine.veto.forgives
+            return
+        engine.expect_backward()
+        engine.veto.abstain(reason)
+        if self.enabled and not self.in_block:
+            self.take_part()
+
+    def _has_usable_means(self) -> bool:
+        """Whether a step would use means: neither gone nor zeroed. (Of shares no rank can tell alone.)"""
+        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
+
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
         self.engine.fail()
+
+    def _require_attached(self, what: str) -> None:
+        if current_task() != NO_TASK:
+            raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
+        if self.engine.phase is Phase.DETACHED:
+            raise MisuseError(
+                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
+                "has taken them. Use that one, or wrap the model again"
+            )
 
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
@@ -256,8 +299,7 @@ class Synchronizer:
 
     def clear(self) -> None:
         """Drop all gradients, and what the window knows of them."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.engine.arrangement.drop_gradients()
         self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -267,8 +309,8 @@ class Synchronizer:
         index = self._index.get(id(parameter))
         return index is not None and index not in self.engine.arrangement.taken
 
-    def before_step(self) -> None:
-        """An optimizer is about to use the gradients: see that they are means."""
+    def before_step(self, *, by_closure: bool = False) -> None:
+        """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure]."""
         engine = self.engine
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
@@ -281,11 +323,14 @@ class Synchronizer:
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         engine.expect_step()
+        self.window.step_was_skipped, self.window.is_stepped_by_closure = self.window.is_vetoed, by_closure
+        if self.window.is_vetoed:
+            self.clear()
         self.window.close()
 
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
-        is_open = self.window.state is WindowState.OPEN
+        is_open = self.window.state is WindowState.OPEN or self.engine.veto.is_noted
         if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.homeless()):
             # [Note: a rank without gradients], or a backward of which no hook told.
             if not is_open:

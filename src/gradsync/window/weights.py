@@ -138,6 +138,11 @@ class Weights:
         return self.phase is Counting.AGREED
 
     @property
+    def total(self) -> float:
+        """What all ranks have counted in the window that was just synchronized; 0 where nobody did."""
+        return 0.0 if self._total is None else float(self._total)
+
+    @property
     def in_block(self) -> bool:
         """Inside accumulate(): backwards count, also plain ones, each block once."""
         return self._block is not None

@@ -39,6 +39,10 @@ class Window:
         self.weights = Weights(communicator)
         self._witness = Witness()
         self._means = Witness()
+        # Ranks have agreed that no step is to use what is there; and the last step has used nothing, for that.
+        self.is_vetoed = self.step_was_skipped = False
+        # Backwards run inside the step of an optimizer.
+        self.is_stepped_by_closure = False
 
     def __repr__(self) -> str:
         return f"Window({self._state.name.lower()}: {self._state.value}; {self.weights!r})"
@@ -53,9 +57,11 @@ class Window:
         # Zeroed gradients close a window too: a scaler may have skipped its step.
         if self._state is WindowState.CLOSED or (self._state is WindowState.SYNCHRONIZED and not has_gradients()):
             self._state = WindowState.OPEN
+            self.is_vetoed = False
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
         """A backward begins, and has been counted. ``late``: it has left its first gradient already."""
+        self._look_whether_zeroed()
         if self.weights.counting:
             self._require_untouched(continues=self.weights.backwards > 1, late=late)
             if self.weights.synchronized:
@@ -72,8 +78,21 @@ class Window:
 
     def begin_synchronization(self) -> None:
         """What has accumulated is to be averaged, without a further backward."""
+        self._look_whether_zeroed()
         if self._state is WindowState.UNSYNCHRONIZED and self.weights.counting:
             self._require_untouched(continues=True, late=False)
+
+    def _look_whether_zeroed(self) -> None:
+        """A veto is one of what is there: where gradients were zeroed, another window begins."""
+        self.is_vetoed = self.is_vetoed and self._means.is_unchanged
+
+    def vetoed(self, buckets: Sequence[Bucket]) -> None:
+        """Ranks have agreed to skip the window. Nothing of what was counted in it is for the next one."""
+        self._state = WindowState.SYNCHRONIZED
+        self._means.note(buckets, self._outside())
+        self._witness.forget()
+        self.weights.reset()
+        self.is_vetoed = True
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
         """The gradients are means now."""
@@ -99,6 +118,7 @@ class Window:
     def close(self) -> None:
         """The optimizer steps."""
         self._state = WindowState.CLOSED
+        self.is_vetoed = False
         self.weights.reset()
 
     def discard(self) -> None:

@@ -52,7 +52,7 @@ class MicroBatches:
         self._block = Block(last=last, synchronizes=last or synchronizes, finish_all=finish_all)
 
     def __enter__(self) -> None:
-        self._before = [synchronizer.synchronizations for synchronizer in self._synchronizers]
+        self._before = [synchronizer.ends for synchronizer in self._synchronizers]
         self._finished = False
         for synchronizer in self._synchronizers:
             synchronizer.enter_block(self._block)
@@ -73,11 +73,11 @@ class MicroBatches:
                 synchronizer.leave_block()
 
     def _unfinished(self) -> list[Synchronizer]:
-        """Those that no backward has synchronized."""
+        """Those that no backward has synchronized, or tried to: a failure that was caught has been told to all."""
         if self._finished:
             return []
         pairs = zip(self._synchronizers, self._before, strict=True)
-        return [synchronizer for synchronizer, before in pairs if synchronizer.synchronizations == before]
+        return [synchronizer for synchronizer, before in pairs if synchronizer.ends == before]
 
     def _finish(self) -> None:
         """Synchronize all that are left, whatever becomes of one: the other ranks do so too."""
@@ -97,7 +97,7 @@ class MicroBatches:
 def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weight: Any = None, **options: Any) -> None:
     """:meth:`Accumulation.backward` of a loss that several models share."""
     synchronizers = [owner.synchronizer for owner in owners]
-    before = [synchronizer.synchronizations for synchronizer in synchronizers]
+    before = [synchronizer.ends for synchronizer in synchronizers]
     try:
         seed = _count(synchronizers, loss, weight)
         with ExitStack() as announced:
@@ -107,7 +107,7 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
     except Exception:
         for synchronizer, count in zip(synchronizers, before, strict=True):
             # Inside accumulate() the others are told when the block is left.
-            if synchronizer.enabled and synchronizer.synchronizations == count and not synchronizer.in_block:
+            if synchronizer.enabled and synchronizer.ends == count and not synchronizer.in_block:
                 synchronizer.fail()
         raise
 
@@ -191,6 +191,22 @@ class Accumulation:
     def discard(self) -> None:
         """Give up what the window has accumulated on this rank. It counts nothing."""
         self.synchronizer.clear()
+
+    def abstain(self, reason: str = "") -> None:
+        """In the place of a backward: this rank has nothing for the window, and gives up what it has accumulated.
+
+        The other ranks hear of it in the ballot, and all do what ``on_veto`` says; without that they skip the window.
+        After an error in backward they have heard already.
+        """
+        self.synchronizer.abstain(reason)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step of an optimizer changed nothing, because its window was vetoed. The same on all ranks.
+
+        Optimizers and schedulers do not know: ``if not model.step_was_skipped: scheduler.step()``.
+        """
+        return self.synchronizer.window.step_was_skipped
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

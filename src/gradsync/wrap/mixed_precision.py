@@ -72,6 +72,10 @@ class LowPrecision:
     def release_all(self) -> None:
         self.release([parameter for parameter, _ in self._masters.values()])
 
+    def value_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        kept = self._masters.get(id(parameter))
+        return parameter.data if kept is None else kept[1]
+
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Floating-point inputs in the precision of the computation."""
         if self.dtype is None or not any(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):

@@ -17,7 +17,8 @@ from gradsync.bucket.precise import widened
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import require_agreement
-from gradsync.engine.options import ParameterKeeper, SynchronizerOptions
+from gradsync.engine.keeper import ParameterKeeper
+from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.policy import SyncPolicy
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError

@@ -1,0 +1,804 @@
+"""A rank vetoes the window: its gradients are not finite, it abstains, or its forward or backward fails.
+
+All ranks come to the same end, whatever the policy: one error that names rank and parameter, a step that changes
+nothing, or the mean over the others; and the next window is as if nothing had been.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import gradsync
+from gradsync import (
+    ConfigurationError,
+    DistributedDataParallel,
+    MismatchError,
+    MisuseError,
+    PeerFailedError,
+    ShardedOptimizer,
+    VetoError,
+    synchronize_gradients,
+)
+from gradsync.communicator import choose_communicator
+from tests.fuse import Explosion, Fuse
+from tests.laws import costly
+from tests.ranks import RankPool, Ranks, ThreadRanks
+
+pytestmark = pytest.mark.timeout(60)
+
+# About 100 bytes: nearly every parameter has a bucket of its own.
+TINY = 1e-4
+POLICIES = ("raise", "skip-window", "drop-rank")
+FAULTS = ("nan", "inf", "abstain", "forward", "backward")
+
+on_three_threads = pytest.mark.parametrize("ranks", [("threads", 3)], indirect=True, ids="{0[0]}-{0[1]}".format)
+in_threads_and_processes = pytest.mark.parametrize(
+    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
+)
+
+
+class Line(nn.Module):
+    """Layers of one number each, whose gradient is ``x`` plus the layer's number; ``poison`` goes into that of one."""
+
+    def __init__(self, layers: int = 3, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones((), dtype=dtype)) for _ in range(layers))
+
+    def forward(self, x: float, poison: float = 0.0, *, fails: bool = False, lit: bool = False) -> torch.Tensor:
+        if fails:
+            raise torch.OutOfMemoryError("in forward")
+        terms = [scale * (x + number + (poison if number == 1 else 0.0)) for number, scale in enumerate(self.scales)]
+        # Where it is lit, one gradient has come before backward fails.
+        return Fuse.apply(torch.stack(terms[:-1]).sum(), lit) + terms[-1]
+
+
+class Journal(logging.Handler):
+    """What gradsync warns of on this rank. Ranks may be threads."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        self._rank = choose_communicator().rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if choose_communicator().rank == self._rank:
+            self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def journal() -> Iterator[list[str]]:
+    handler = Journal()
+    logger = logging.getLogger("gradsync")
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def wrap(on_veto: Any, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module or Line(), bucket_cap_mb=TINY, on_veto=on_veto, **options)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return copy.deepcopy((list(model.parameters()), optimizer.state_dict()["state"]))
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    (values, states), (others, other_states) = one, other
+    return all(map(torch.equal, values, others)) and str(states) == str(other_states)
+
+
+def gradients(model: nn.Module) -> list[float | None]:
+    return [None if parameter.grad is None else float(parameter.grad) for parameter in model.parameters()]
+
+
+def work(model: DistributedDataParallel, x: float, fault: str) -> None:
+    """A forward and a backward with a fault, as a loop that goes on after running out of memory has them."""
+    try:
+        if fault == "abstain":
+            model.abstain("a bad batch")
+        else:
+            poison = {"nan": math.nan, "inf": math.inf}.get(fault, 0.0)
+            model(x, poison, fails=fault == "forward", lit=fault == "backward").backward()
+    except (torch.OutOfMemoryError, Explosion) as error:
+        model.zero_grad()
+        model.abstain(type(error).__name__)
+
+
+def windows(on_veto: Any, fault: str, at: int, **options: Any) -> list[tuple[str, list[Any], bool, list[str]]]:
+    """Six windows; in number ``at`` rank 1 has a fault. Each: the error, gradients before the step, whether the step
+    changed nothing, what was warned of."""
+    wire = choose_communicator()
+    model = wrap(on_veto, **options)
+    optimizer = adam(model)
+    seen = []
+    for window in range(6):
+        with journal() as lines:
+            error, before = "", whole_state(model, optimizer)
+            try:
+                work(model, wire.rank + 1.0, fault if window == at and wire.rank == 1 else "")
+            except PeerFailedError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+                model.zero_grad()
+            came = gradients(model)
+            optimizer.step()
+            unchanged = same_bits(before, whole_state(model, optimizer))
+            raises = on_veto == "raise" or (on_veto is None and fault == "backward")
+            assert model.step_was_skipped is (unchanged and not raises)
+            model.zero_grad()
+        seen.append((error, came, unchanged, list(lines)))
+    return seen
+
+
+def mean_over(ranks: list[int]) -> list[Any]:
+    x = sum(rank + 1.0 for rank in ranks) / len(ranks)
+    return [pytest.approx(x + number, rel=1e-12) for number in range(3)]
+
+
+def names_it(text: str, fault: str) -> bool:
+    if fault in ("nan", "inf"):
+        return "parameter 'scales.1' on rank 1 is not finite" in text
+    if fault == "abstain":
+        return "rank 1 abstains (a bad batch)" in text
+    return "rank 1 abstains (OutOfMemoryError)" in text if fault == "forward" else "backward of rank 1 failed" in text
+
+
+def check(
+    results: list[list[tuple[str, list[Any], bool, list[str]]]], on_veto: str | None, fault: str, at: int
+) -> None:
+    everybody = list(range(len(results)))
+    drops = on_veto == "drop-rank" and fault != "backward"
+    for rank, seen in enumerate(results):
+        for window, (error, came, unchanged, lines) in enumerate(seen):
+            if window != at:
+                assert (error, came, unchanged, lines) == ("", mean_over(everybody), False, [])
+                continue
+            raises = on_veto == "raise" or (on_veto is None and fault == "backward")
+            if raises:
+                # On the rank whose backward failed its own error has been raised.
+                assert names_it(error, fault) or (fault == "backward" and rank == 1 and not error)
+                assert unchanged
+            elif drops:
+                assert came == mean_over([each for each in everybody if each != 1])
+                assert not unchanged
+            else:
+                assert not error
+                assert unchanged
+            assert len(lines) == (rank == 0 and not raises)
+            assert all(names_it(line, fault) for line in lines)
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("on_veto", POLICIES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_policy_for_each_fault(ranks: Ranks, on_veto: str, fault: str) -> None:
+    """In a window in which buckets overlap; and the windows after it are as ever."""
+    check(ranks.run(windows, on_veto, fault, 3), on_veto, fault, 3)
+
+
+@pytest.mark.breadth
+@on_three_threads
+@pytest.mark.parametrize("on_veto", POLICIES)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("options", [{"schedule": "bucketed"}, {"schedule": "naive"}, {}], ids=str)
+def test_each_policy_in_the_first_windows(ranks: Ranks, on_veto: str, fault: str, at: int, options: Any) -> None:
+    check(ranks.run(windows, on_veto, fault, at, **options), on_veto, fault, at)
+
+
+@pytest.mark.parametrize("fault", ["abstain", "forward"])
+def test_by_default_a_window_is_skipped_from_which_a_rank_abstains(fault: str) -> None:
+    check(ThreadRanks(3).run(windows, None, fault, 2), None, fault, 2)
+
+
+def test_by_default_a_failed_backward_raises_on_all_ranks() -> None:
+    check(ThreadRanks(3).run(windows, None, "backward", 2), None, "backward", 2)
+
+
+def poisoned_unseen() -> list[Any]:
+    wire = choose_communicator()
+    model = wrap(None)
+    model(1.0, math.nan if wire.rank == 1 else 0.0).backward()
+    return gradients(model)
+
+
+def test_by_default_nobody_looks_and_nan_stays_visible() -> None:
+    for first, second, third in ThreadRanks(2).run(poisoned_unseen):
+        assert (first, math.isnan(second), third) == (1.0, True, 3.0)
+
+
+# -- all ranks veto, or one alone ------------------------------------------------------------------------------------
+
+
+def all_veto(on_veto: str) -> tuple[bool, list[str]]:
+    model = wrap(on_veto)
+    optimizer = adam(model)
+    before = whole_state(model, optimizer)
+    with journal() as lines:
+        model(1.0, math.inf).backward()
+        optimizer.step()
+    return same_bits(before, whole_state(model, optimizer)), list(lines)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+def test_if_all_veto_the_window_is_skipped(world_size: int, on_veto: str) -> None:
+    for rank, (unchanged, lines) in enumerate(ThreadRanks(world_size).run(all_veto, on_veto)):
+        assert unchanged
+        assert len(lines) == (rank == 0)
+        assert all(f"rank {each}" in line for line in lines for each in range(world_size))
+
+
+# -- laws ------------------------------------------------------------------------------------------------------------
+
+
+def weighted_window(weights: list[list[int]], vetoes: list[bool], known: bool) -> list[Any]:
+    """One window after another one: micro-batches of these weights on each rank, some of which veto."""
+    wire = choose_communicator()
+    model = wrap("drop-rank")
+    if known:
+        model.backward(model(1.0), weight=3)
+        model.zero_grad()
+    else:
+        model(1.0).backward()
+        model.zero_grad()
+    mine = weights[wire.rank]
+    for number, weight in enumerate(mine):
+        with model.accumulate(last=number == len(mine) - 1):
+            poison = math.nan if vetoes[wire.rank] and number == len(mine) // 2 else 0.0
+            model.backward(model(float(weight * (wire.rank + 1)), poison), weight=weight)
+    came = [gradients(model)]
+    model.zero_grad()
+    model.backward(model(wire.rank + 1.0), weight=1)
+    return [*came, gradients(model)]
+
+
+@costly
+@given(
+    weights=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=3, max_size=3),
+    vetoes=st.lists(st.booleans(), min_size=3, max_size=3).filter(lambda vetoes: not all(vetoes)),
+    known=st.booleans(),
+)
+def test_the_mean_is_that_of_those_who_take_part(weights: list[list[int]], vetoes: list[bool], known: bool) -> None:
+    pairs = [(rank, w) for rank, mine in enumerate(weights) if not vetoes[rank] for w in mine]
+    total = sum(weight for _, weight in pairs)
+    mean = sum(weight * (weight * (rank + 1.0)) for rank, weight in pairs) / total
+    expected = [pytest.approx(mean + number, rel=1e-12) for number in range(3)]
+    after = [pytest.approx(2.0 + number, rel=1e-12) for number in range(3)]
+    assert ThreadRanks(3).run(weighted_window, weights, vetoes, known) == [[expected, after]] * 3
+
+
+def plain_windows(vetoes: list[list[bool]]) -> list[list[Any]]:
+    """Windows without weights, of two micro-batches that add up; some ranks veto."""
+    wire = choose_communicator()
+    model = wrap("drop-rank")
+    seen = []
+    for window in vetoes:
+        with model.no_sync():
+            model(wire.rank + 1.0, math.inf if window[wire.rank] else 0.0).backward()
+        model(1.0).backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen
+
+
+@costly
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3).filter(lambda v: not all(v)), min_size=1, max_size=4))
+def test_plain_means_are_divided_by_those_who_take_part(vetoes: list[list[bool]]) -> None:
+    expected = []
+    for window in vetoes:
+        taking_part = [rank for rank in range(3) if not window[rank]]
+        x = sum(rank + 2.0 for rank in taking_part) / len(taking_part)
+        expected.append([pytest.approx(x + 2 * number, rel=1e-12) for number in range(3)])
+    assert ThreadRanks(3).run(plain_windows, vetoes) == [expected] * 3
+
+
+def any_windows(on_veto: str | None, faults: list[list[str]], framed: bool) -> list[list[float]]:
+    """The parameters after each window; in each every rank has the fault that is drawn for it."""
+    wire = choose_communicator()
+    model = wrap(on_veto)
+    optimizer = adam(model)
+    seen = []
+    for window, drawn in enumerate(faults):
+        try:
+            with model.accumulate(last=False) if framed else model.no_sync():
+                model(window + 1.0).backward()
+            with model.accumulate(last=True) if framed else contextlib.nullcontext():
+                work(model, wire.rank + window + 1.0, drawn[wire.rank])
+                if framed:
+                    optimizer.step()
+        except PeerFailedError:
+            model.zero_grad()
+        if not framed:
+            optimizer.step()
+        optimizer.zero_grad()
+        seen.append([float(parameter.detach()) for parameter in model.parameters()])
+    return seen
+
+
+@given(
+    on_veto=st.sampled_from((None, *POLICIES)),
+    faults=st.lists(st.lists(st.sampled_from(("", "", *FAULTS)), min_size=3, max_size=3), min_size=1, max_size=5),
+    framed=st.booleans(),
+)
+def test_whatever_happens_replicas_stay_equal(on_veto: str | None, faults: list[list[str]], framed: bool) -> None:
+    if on_veto is None:
+        # Which nobody looks for then.
+        faults = [["" if fault in ("nan", "inf") else fault for fault in drawn] for drawn in faults]
+    first, *others = ThreadRanks(3).run(any_windows, on_veto, faults, framed)
+    assert others == [first, first]
+    assert not any(math.isnan(value) for values in first for value in values)
+    for window, drawn in enumerate(faults):
+        before = first[window - 1] if window else [1.0] * 3
+        drops = on_veto == "drop-rank" and "backward" not in drawn and not all(drawn)
+        assert (first[window] == before) is (any(drawn) and not drops)
+
+
+# -- windows of several micro-batches ---------------------------------------------------------------------------------
+
+
+def accumulate(on_veto: str, how: str) -> list[Any]:
+    """Three micro-batches; on rank 1 the second has a fault. Then a good window."""
+    wire = choose_communicator()
+    model = wrap(on_veto)
+    optimizer = adam(model)
+    seen: list[Any] = []
+    for window in range(3):
+        before, faulty = whole_state(model, optimizer), window == 1 and wire.rank == 1
+        for number in range(3):
+            with model.accumulate(last=number == 2) if how != "no_sync" else contextlib.nullcontext():
+                silent = model.no_sync() if how == "no_sync" and number < 2 else contextlib.nullcontext()
+                with silent:
+                    if faulty and number == 1 and how == "abstain":
+                        model.abstain("a bad batch")
+                    else:
+                        model(wire.rank + 1.0, math.nan if faulty and number == 1 else 0.0).backward()
+        seen.append((gradients(model), wire.rank, window))
+        optimizer.step()
+        seen[-1] = (seen[-1][0], same_bits(before, whole_state(model, optimizer)))
+        optimizer.zero_grad()
+    return seen
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("how", ["accumulate", "no_sync", "abstain"])
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+def test_a_fault_in_one_micro_batch_is_one_of_the_window(ranks: Ranks, on_veto: str, how: str) -> None:
+    times = 3.0 if how == "no_sync" else 1.0
+    for first, second, third in ranks.run(accumulate, on_veto, how):
+        everybody = [times * mean.expected for mean in mean_over(list(range(ranks.world_size)))]
+        assert first == (pytest.approx(everybody, rel=1e-12), False)
+        assert third == (pytest.approx(everybody, rel=1e-12), False)
+        assert second[1] is (on_veto == "skip-window")
+        if on_veto == "drop-rank":
+            others = [
+                times * mean.expected for mean in mean_over([each for each in range(ranks.world_size) if each != 1])
+            ]
+            assert second[0] == pytest.approx(others, rel=1e-12)
+
+
+def two_backwards() -> tuple[bool, bool, list[str]]:
+    """A step after two synchronized backwards, of which the first fails on rank 1 and is vetoed by that."""
+    wire = choose_communicator()
+    model = wrap("skip-window")
+    optimizer = adam(model)
+    before = whole_state(model, optimizer)
+    with journal() as lines:
+        with contextlib.suppress(Explosion):
+            model(1.0, lit=wire.rank == 1).backward()
+        if wire.rank == 1:
+            model.zero_grad()
+        model(2.0).backward()
+        optimizer.step()
+    unchanged = same_bits(before, whole_state(model, optimizer))
+    model.zero_grad()
+    model(2.0).backward()
+    optimizer.step()
+    return unchanged, same_bits(before, whole_state(model, optimizer)), list(lines)
+
+
+def test_a_window_stays_vetoed_until_its_gradients_go() -> None:
+    """Also on a rank that has zeroed them and has nothing but the second backward: nobody steps alone."""
+    for rank, (unchanged, unchanged_after, lines) in enumerate(ThreadRanks(3).run(two_backwards)):
+        assert unchanged
+        assert not unchanged_after
+        assert len(lines) == (rank == 0), "it is told once"
+
+
+# -- what is looked at ------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """All kinds of gradients: of few numbers or many, complex, sparse, narrow; and one parameter that is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(300, 7))
+        self.narrow = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        self.complex = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.table = nn.Embedding(4, 2, sparse=True)
+        self.empty = nn.Parameter(torch.ones(0))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, **poison: float) -> torch.Tensor:
+        words = self.table(torch.tensor([1, 3]))
+        terms = {"wide": self.wide[-1, -1], "narrow": self.narrow[2].float(), "table": words[1, 1]}
+        terms["complex"] = self.complex[1].imag
+        whole = self.wide.sum() + self.narrow.float().sum() + self.complex.real.sum() + words.sum() + self.empty.sum()
+        return whole + sum(term * poison.get(name, 0.0) for name, term in terms.items())
+
+
+def look(poisoned: str, value: float, on_veto: str) -> str:
+    wire = choose_communicator()
+    model = wrap(on_veto, Mixed())
+    for _ in range(3):
+        model().backward()
+        model.zero_grad()
+    with journal() as lines:
+        model(**{poisoned: value if wire.rank == 1 else 1.0}).backward()
+        assert model.module.unused.grad is None
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf], ids=str)
+@pytest.mark.parametrize("poisoned", ["wide", "narrow", "complex", "table"])
+def test_every_kind_of_gradient_is_looked_at(poisoned: str, value: float, on_veto: str) -> None:
+    name = "table.weight" if poisoned == "table" else poisoned
+    assert f"parameter '{name}' on rank 1 is not finite" in ThreadRanks(2).run(look, poisoned, value, on_veto)[0]
+
+
+def overflow() -> tuple[list[str], list[float]]:
+    """Numbers that are finite, and whose sum is not."""
+    model = wrap("skip-window", nn.Linear(64, 64, bias=False).half())
+    with journal() as lines:
+        (model(torch.ones(1, 64, dtype=torch.float16)).sum() * 30000).backward()
+    return list(lines), model.module.weight.grad.unique().tolist()
+
+
+def test_a_sum_that_overflows_is_no_veto() -> None:
+    assert ThreadRanks(2).run(overflow) == [([], [30000.0])] * 2
+
+
+def first_of_two() -> str:
+    wire = choose_communicator()
+    model = wrap("raise", nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    try:
+        model(torch.full((1, 4), math.nan if wire.rank else 1.0)).sum().backward()
+    except VetoError as error:
+        return str(error)
+    return ""
+
+
+def test_the_first_parameter_of_the_model_is_named(process_ranks: RankPool) -> None:
+    for told in process_ranks.run(first_of_two):
+        assert "parameter '0.weight' on rank 1 is not finite" in told
+        assert "zero_grad()" in told
+
+
+# -- together with other things ---------------------------------------------------------------------------------------
+
+
+def clip() -> list[Any]:
+    wire = choose_communicator()
+    model = wrap("skip-window")
+    optimizer = adam(model)
+    seen: list[Any] = []
+    for window in range(4):
+        before = whole_state(model, optimizer)
+        if window == 2 and wire.rank == 0:
+            model.abstain()
+        else:
+            model(wire.rank + 1.0).backward()
+        norm = float(model.clip_grad_norm_(1.0))
+        optimizer.step()
+        seen.append((norm, same_bits(before, whole_state(model, optimizer))))
+        optimizer.zero_grad()
+    return seen
+
+
+def test_clipping_finds_zeros() -> None:
+    for seen in ThreadRanks(2).run(clip):
+        assert [unchanged for _, unchanged in seen] == [False, False, True, False]
+        assert seen[2][0] == 0.0
+        assert seen[1][0] == seen[3][0] == pytest.approx(math.sqrt(1.5**2 + 2.5**2 + 3.5**2))
+
+
+def by_closure(kind: str) -> list[bool]:
+    wire = choose_communicator()
+    model = wrap("skip-window", nn.Linear(3, 1).double())
+    parameters = list(model.parameters())
+    optimizer = {
+        "adam": lambda: torch.optim.AdamW(parameters, lr=0.1),
+        "lbfgs": lambda: torch.optim.LBFGS(parameters, max_iter=3),
+        "sharded": lambda: ShardedOptimizer(torch.optim.AdamW, model, lr=0.1),
+    }[kind]()
+    seen = []
+    for window in range(4):
+        before = [parameter.detach().clone() for parameter in parameters]
+
+        def closure(faulty: bool = window == 2 and wire.rank == 1) -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 3).double() * (wire.rank + 1)).square().sum()
+            (loss * (math.nan if faulty else 1.0)).backward()
+            return loss
+
+        optimizer.step(closure)
+        seen.append(all(map(torch.equal, before, parameters)))
+        assert model.step_was_skipped is seen[-1]
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["adam", "lbfgs", "sharded"])
+def test_a_closure_is_skipped_too(kind: str) -> None:
+    assert ThreadRanks(2).run(by_closure, kind) == [[False, False, True, False]] * 2
+
+
+def scaled(on_veto: str | None, fault: str, kind: str = "plain") -> list[Any]:
+    wire = choose_communicator()
+    model = wrap(on_veto, Line(dtype=torch.float32))
+    optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    seen = []
+    for window in range(5):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if window == 2 and wire.rank == 1 and fault == "abstain":
+            model.abstain()
+        else:
+            poison = math.inf if window == 2 and wire.rank == 1 else 0.0
+            scaler.scale(model(1.0, poison)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((all(map(torch.equal, before, model.parameters())), scaler.get_scale()))
+        optimizer.zero_grad(set_to_none=kind == "plain")
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+@pytest.mark.parametrize("on_veto", ["skip-window", None])
+def test_a_scaler_lowers_its_scale_by_what_is_not_finite(on_veto: str | None, kind: str) -> None:
+    """It leaves the step out itself, so that only zeroed gradients tell that another window has begun."""
+    skipped = [(False, 8.0), (False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
+    assert ThreadRanks(2).run(scaled, on_veto, "inf", kind) == [skipped] * 2
+
+
+@pytest.mark.parametrize("on_veto", ["skip-window", None])
+def test_a_scaler_does_not_by_a_rank_that_abstains(on_veto: str | None) -> None:
+    skipped = [(False, 8.0), (False, 8.0), (True, 16.0), (False, 16.0), (False, 16.0)]
+    assert ThreadRanks(2).run(scaled, on_veto, "abstain") == [skipped] * 2
+
+
+def sharded(on_veto: str, fault: str) -> list[Any]:
+    wire = choose_communicator()
+    model = wrap(on_veto, nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double())
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    seen: list[Any] = []
+    for window in range(6):
+        faulty = window == 3 and wire.rank == 1
+        try:
+            if faulty and fault == "abstain":
+                model.abstain()
+            else:
+                out = model(torch.ones(2, 6).double() * (wire.rank + 1))
+                (Fuse.apply(out, faulty and fault == "backward").sum() * (math.nan if faulty else 1.0)).backward()
+        except Explosion:
+            optimizer.zero_grad()
+            model.abstain()
+        optimizer.step()
+        optimizer.consolidate()
+        seen.append(whole_state(model, optimizer))
+        optimizer.zero_grad()
+    return seen
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("fault", ["nan", "abstain", "backward"])
+def test_the_shares_of_a_sharded_optimizer_stay_as_they_are(ranks: Ranks, fault: str) -> None:
+    first, *others = ranks.run(sharded, "skip-window", fault)
+    assert same_bits(first[2], first[3])
+    assert not same_bits(first[3], first[4])
+    assert not any(bool(value.isnan().any()) for value in first[5][0])
+    for other in others:
+        assert all(map(same_bits, first, other))
+
+
+def alike(kind: str, on_veto: str, dtype: torch.dtype, set_to_none: bool) -> list[list[torch.Tensor]]:
+    """Six windows: rank 1 abstains from the third, and has gradients that are not finite in the fourth."""
+    wire = choose_communicator()
+    torch.manual_seed(2)
+    wide = torch.float32 if dtype is torch.bfloat16 else None
+    model = wrap(on_veto, nn.Linear(6, 5).to(dtype), accumulation_dtype=None if kind == "sharded" else wide)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if kind == "sharded":
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    seen = []
+    for window in range(6):
+        x = torch.full((2, 6), wire.rank + window + 1.0, dtype=dtype)
+        if window == 2 and wire.rank == 1:
+            model.abstain()
+        else:
+            poison = math.nan if window == 3 and wire.rank == 1 else 1.0
+            (model(x).square().mean() * poison).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        seen.append([parameter.detach().clone() for parameter in model.parameters()])
+    return seen
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+def test_a_sharded_optimizer_does_what_a_plain_one_does(on_veto: str, set_to_none: bool) -> None:
+    plain = ThreadRanks(3).run(alike, "plain", on_veto, torch.float64, set_to_none)[0]
+    for shared in ThreadRanks(3).run(alike, "sharded", on_veto, torch.float64, set_to_none):
+        torch.testing.assert_close(shared, plain, rtol=1e-12, atol=0)
+    same = [all(map(torch.equal, *pair)) for pair in pairwise(plain)]
+    assert same == [False, *([on_veto == "skip-window"] * 2), False, False]
+
+
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+def test_narrow_gradients_are_vetoed_too(on_veto: str) -> None:
+    first, *others = ThreadRanks(3).run(alike, "plain", on_veto, torch.bfloat16, True)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+    same = [all(map(torch.equal, *pair)) for pair in pairwise(first)]
+    assert same == [False, *([on_veto == "skip-window"] * 2), False, False]
+
+
+def zeroed(kind: str, set_to_none: bool) -> list[bool]:
+    """The second window is vetoed, and zeroed on all ranks without a step."""
+    wire = choose_communicator()
+    model = wrap("skip-window", nn.Linear(6, 5))
+    optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    seen = []
+    for window in range(4):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if window == 1 and wire.rank == 1:
+            model.abstain()
+        else:
+            model(torch.ones(2, 6)).square().mean().backward()
+        if window != 1:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        seen.append(all(map(torch.equal, before, model.parameters())))
+    return seen
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_zeroing_ends_a_vetoed_window_as_a_step_does(kind: str, set_to_none: bool) -> None:
+    assert ThreadRanks(2).run(zeroed, kind, set_to_none) == [[False, True, False, False]] * 2
+
+
+def prepared() -> list[Any]:
+    wire = choose_communicator()
+    policy = gradsync.SyncPolicy(on_veto="skip-window")
+    accelerator = gradsync.Accelerator(
+        cpu=True, kwargs_handlers=[gradsync.accelerator.handlers.DistributedDataParallelKwargs(policy=policy)]
+    )
+    module = Line()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
+    seen = []
+    for window in range(3):
+        accelerator.backward(model(1.0, math.nan if window == 1 and wire.rank == 1 else 0.0))
+        optimizer.step()
+        scheduler.step()
+        seen.append((accelerator.optimizer_step_was_skipped, optimizer.param_groups[0]["lr"]))
+        optimizer.zero_grad()
+    return seen
+
+
+def test_an_accelerator_tells_and_its_scheduler_waits() -> None:
+    for seen in ThreadRanks(2).run(prepared):
+        assert [skipped for skipped, _ in seen] == [False, True, False]
+        assert seen[0][1] == seen[1][1] > seen[2][1]
+
+
+def compressed(reduction: str, fault: str) -> list[list[float]]:
+    """A window more in the middle, which is vetoed, changes nothing of what is held back for later."""
+    wire = choose_communicator()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 40, bias=False), on_veto="skip-window", reduction=reduction)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in range(7):
+        if window == 4 and not fault:
+            continue
+        optimizer.zero_grad()
+        x = torch.sin(torch.arange(40.0) * (wire.rank + window + 1))
+        if window == 4 and wire.rank and fault == "abstain":
+            model.abstain()
+        else:
+            (model(x).square().sum() * (math.nan if window == 4 and wire.rank else 1.0)).backward()
+        optimizer.step()
+    return model.module.weight.tolist()
+
+
+@pytest.mark.parametrize("fault", ["nan", "abstain"])
+@pytest.mark.parametrize("reduction", ["int8", "top-k:0.1", "low-rank:2"])
+def test_what_a_compression_holds_back_is_not_spoiled(reduction: str, fault: str) -> None:
+    spoiled = ThreadRanks(2).run(compressed, reduction, fault)
+    assert spoiled == ThreadRanks(2).run(compressed, reduction, "")
+
+
+# -- misuse, and what the next call does ------------------------------------------------------------------------------
+
+
+def after_raise() -> tuple[str, list[Any]]:
+    wire = choose_communicator()
+    model = wrap("raise")
+    optimizer = adam(model)
+    with pytest.raises(VetoError, match="on rank 1 is not finite"):
+        model(1.0, math.nan if wire.rank == 1 else 0.0).backward()
+    with pytest.raises(MisuseError) as refused:
+        optimizer.step()
+    optimizer.zero_grad()
+    model(wire.rank + 1.0).backward()
+    return str(refused.value), gradients(model)
+
+
+def test_after_a_veto_error_gradients_must_be_zeroed(process_ranks: RankPool) -> None:
+    for refused, came in process_ranks.run(after_raise):
+        assert "Call zero_grad()" in refused
+        assert came == mean_over(list(range(process_ranks.world_size)))
+
+
+def abstain_late() -> str:
+    model = wrap(None)
+    model(1.0).backward()
+    with pytest.raises(MisuseError) as refused:
+        model.abstain()
+    model.zero_grad()
+    model(2.0).backward()
+    assert gradients(model) == [2.0, 3.0, 4.0]
+    return str(refused.value)
+
+
+def test_it_is_too_late_to_abstain_after_the_backward() -> None:
+    assert all("in the place of that backward" in told for told in ThreadRanks(2).run(abstain_late))
+
+
+def attached() -> bool:
+    wire = choose_communicator()
+    module = Line()
+    attachment = synchronize_gradients(module, on_veto="skip-window")
+    optimizer = adam(module)
+    if wire.rank:
+        attachment.abstain("nothing to learn from")
+    else:
+        module(1.0).backward()
+    optimizer.step()
+    return attachment.step_was_skipped
+
+
+def test_an_attachment_abstains_too() -> None:
+    assert ThreadRanks(2).run(attached) == [True, True]
+
+
+def differ() -> str:
+    try:
+        wrap("raise" if choose_communicator().rank else "drop-rank")
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_have_one_policy() -> None:
+    assert all("setting on_veto" in told for told in ThreadRanks(2).run(differ))
+    with pytest.raises(ConfigurationError, match="on_veto must be one of raise, skip-window, drop-rank"):
+        gradsync.SyncPolicy(on_veto="ignore")  # type: ignore[arg-type]
