@@ -21,6 +21,7 @@ from gradsync.engine.options import ParameterKeeper, SynchronizerOptions
 from gradsync.engine.policy import SyncPolicy
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.watch import watch_over
 from gradsync.wrap.replica_state import broadcast_tensors
 
 __all__ = ["MIB", "Replica"]
@@ -92,7 +93,9 @@ class Replica:
             keeper=keeper,
             droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
         )
-        return Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
+        synchronizer = Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
+        watch_over(communicator, synchronizer, together=init_sync)
+        return synchronizer
 
     def watch(self, wrapper: nn.Module) -> None:
         """Parameters added to ``wrapper`` itself are no part of the module, and refused alike."""

@@ -1,0 +1,153 @@
+"""Where the hub lets the other ranks in, while a watch is set up; it is shut when all have come.
+
+Ranks of the hub's own host come by a Unix socket without a name in the file system, and must be of the same user. Only
+where there are other hosts it listens at addresses, too: at those by which the process group may reach this host, never
+at all there are.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from gradsync.communicator.host_peers import Caller
+from gradsync.watch.protocol import SECRET_BYTES, Doorkeeper, Line, ProtocolError, join
+
+__all__ = ["Door", "Invitation", "enter"]
+
+Invitation = dict[str, Any]
+
+# Who has not shown who it is by then is let go, as is the first of too many.
+STRANGER_SECONDS = 2.0
+MOST_STRANGERS = 64
+BACKLOG = 128
+JOIN_SECONDS = 5.0
+RETRY_SECONDS = 0.05
+NAME_BYTES = 16
+# The interfaces that users choose for their group.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_DISCARD_PORT = 9
+
+
+class Door:
+    """The hub's listening sockets, and who stands before them."""
+
+    def __init__(self, missing: set[int], *, others_elsewhere: bool) -> None:
+        self.missing = missing
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._name = b"\0gradsync-watch-" + secrets.token_hex(NAME_BYTES).encode()
+        self.listeners: list[socket.socket] = []
+        self.strangers: dict[Doorkeeper, float] = {}
+        try:
+            self._listen(socket.AF_UNIX, self._name)
+            if others_elsewhere:
+                self._listen_at_addresses()
+        except BaseException:
+            self.close()
+            raise
+
+    def invitation(self) -> Invitation:
+        """What the other ranks must know, and nobody else."""
+        addresses = [each.getsockname()[:2] for each in self.listeners if each.family != socket.AF_UNIX]
+        return {"secret": self._secret.hex(), "name": self._name.hex(), "addresses": addresses}
+
+    def welcome(self, listener: socket.socket) -> Doorkeeper | None:
+        """Somebody has connected. None if it is nobody, or of another user."""
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return None
+        if listener.family == socket.AF_UNIX and Caller.of(connection).is_stranger:
+            connection.close()
+            return None
+        keeper = Doorkeeper(Line(connection), self._secret, self.missing)
+        self.strangers[keeper] = time.monotonic() + STRANGER_SECONDS
+        return keeper
+
+    def overdue(self, now: float) -> list[Doorkeeper]:
+        """Who has stood there too long, or before too many others."""
+        late = [keeper for keeper, until in self.strangers.items() if until <= now]
+        return late or list(self.strangers)[: max(0, len(self.strangers) - MOST_STRANGERS)]
+
+    def send_away(self, keeper: Doorkeeper) -> None:
+        if self.strangers.pop(keeper, None) is not None:
+            keeper.line.close()
+
+    def close(self) -> None:
+        for keeper in list(self.strangers):
+            self.send_away(keeper)
+        for listener in self.listeners:
+            listener.close()
+        self.listeners = []
+
+    def _listen(self, family: int, address: Any) -> None:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        self.listeners.append(listener)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+
+    def _listen_at_addresses(self) -> None:
+        before = len(self.listeners)
+        for family, address in dict.fromkeys(_own_addresses()):
+            # One of them may be none that can be bound here.
+            with contextlib.suppress(OSError):
+                self._listen(family, (address, 0))
+        if not any(each.getsockname()[1] for each in self.listeners[before:]):
+            raise OSError("no address of this host is known by which other hosts reach it; set GLOO_SOCKET_IFNAME")
+        self.listeners[before:] = [each for each in self.listeners[before:] if each.getsockname()[1]]
+
+
+def _own_addresses() -> Iterator[tuple[int, str]]:
+    """Those that the group may use: of the chosen interface, of the host's name, and towards the master."""
+    names = [name for variable in INTERFACE_VARIABLES for name in os.environ.get(variable, "").split(",")]
+    for name in filter(None, names):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.lstrip("=^").encode()[:15]))
+            yield socket.AF_INET, socket.inet_ntoa(answer[20:24])
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            yield family, str(address[0])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        # Nothing is sent: the kernel only says which way it would take.
+        asked.connect((os.environ.get("MASTER_ADDR", ""), _DISCARD_PORT))
+        yield socket.AF_INET, str(asked.getsockname()[0])
+
+
+def enter(invitation: Invitation, member: int, *, is_here: bool) -> Line:
+    """A line to the hub, from another rank: by the Unix socket if it ``is_here``, on this host, too."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    secret, told = bytes.fromhex(invitation["secret"]), OSError("the hub has no address")
+    while True:
+        for family, address in _ways(invitation, is_here=is_here):
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.settimeout(JOIN_SECONDS / 2)
+            try:
+                connection.connect(address)
+                if family == socket.AF_UNIX and Caller.of(connection).is_stranger:
+                    raise PermissionError("another user listens there")
+                return join(connection, member, secret, JOIN_SECONDS / 2)
+            except (OSError, ProtocolError) as error:
+                connection.close()
+                told = error if isinstance(error, OSError) else ConnectionError(str(error))
+            except BaseException:
+                connection.close()
+                raise
+        if time.monotonic() > deadline:
+            raise told
+        time.sleep(RETRY_SECONDS)
+
+
+def _ways(invitation: Invitation, *, is_here: bool) -> list[tuple[int, Any]]:
+    if is_here:
+        return [(socket.AF_UNIX, bytes.fromhex(invitation["name"]))]
+    return [
+        (socket.AF_INET6 if ":" in address else socket.AF_INET, (address, port))
+        for address, port in invitation["addresses"]
+    ]

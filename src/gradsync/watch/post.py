@@ -1,0 +1,419 @@
+r"""A rank's part of the watch: one thread, which says where this rank stands and hears where the others do.
+
+::
+
+            rank 0, the hub                 every second: a beat on each line, both ways
+           /       |       \               a line that closes: that rank is gone, and the hub tells all
+       rank 1   rank 2   rank 3             the hub's line closes: rank 0 is gone, and each sees it for itself
+
+What the thread learns it does not do to anybody who needs nobody: only a wire on which somebody has waited for a while,
+since a rank that is needed there has ended, is lost. It then raises the story of that rank.
+"""
+
+import contextlib
+import logging
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsync.communicator import ProcessGroupCommunicator, Wire
+from gradsync.watch.door import Door
+from gradsync.watch.judge import Ending, Judge, Suspicion
+from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError
+from gradsync.watch.standing import MOST_LETTERS, Model, Sampler, Standing, Wait
+from gradsync.watch.words import RAISED, Member, ended, sort_key, suspected
+
+__all__ = ["Plan", "Post", "farewell"]
+
+LOGGER = logging.getLogger("gradsync")
+
+BEAT_SECONDS = 1.0
+# Once a rank has ended: how often it is looked whether somebody waits for it, and how long a wait must have lasted. A
+# collective that a killed rank had done its part of ends by itself within that; one that left has told what it did.
+LOOK_SECONDS = 0.1
+GRACE_SECONDS = 0.4
+LEFT_SECONDS = 0.1
+# How long a failure of the wire waits for what the watch has to say of it.
+PATIENCE_SECONDS = 0.5
+# This thread was not run for so long: the whole process was stopped.
+STOPPED_SECONDS = 3.0
+FAREWELL_SECONDS = 0.2
+MOST_SUSPECTS = 4
+
+GONE = "has ended without a word, killed or by os._exit(),"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The ranks of a group, by their numbers in it; which one this is, and which are on this machine."""
+
+    members: tuple[Member, ...]
+    me: int
+    here: tuple[bool, ...]
+    timeout: float
+    shows_stacks: bool = False
+
+
+class Post:
+    """One rank's end of the watch over ``group``. The hub gets a ``door``, another rank a ``line`` to the hub."""
+
+    def __init__(self, plan: Plan, group: Any, *, door: Door | None = None, line: Line | None = None) -> None:
+        self.plan = plan
+        # What the other ranks must know to come in.
+        self.invitation = None if door is None else door.invitation()
+        self.sampler = Sampler(shows_stack_after=BEAT_SECONDS * 3 if plan.shows_stacks else None)
+        self.on_dump: Callable[[], None] | None = None
+        self._group = weakref.ref(group)
+        self._wires: list[tuple[int, weakref.ref[Wire]]] = []
+        self._door, self._lines = door, {} if line is None else {HUB: line}
+        heard = [HUB] if door is None else [number for number in range(len(plan.members)) if number != plan.me]
+        self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
+        self._noticed: dict[int, float] = {}
+        self._told: list[Suspicion] = []
+        # Held while what is known changes; whoever waits for news waits here.
+        self._news = threading.Condition()
+        self._selector = selectors.PollSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._farewell = ""
+        self._asks_for_dump = False
+        self._thread = threading.Thread(target=self._run, name="gradsync watch", daemon=True)
+
+    # -- from other threads -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._woken.setblocking(False)
+        self._listen_to(self._woken, self._hear_waker)
+        for listener in self._door.listeners if self._door is not None else ():
+            self._listen_to(listener, partial(self._open_door, listener))
+        for number, line in self._lines.items():
+            self._listen_to(line, partial(self._hear, number, line))
+        self._thread.start()
+
+    def guard(self, wire: object, model: Model | None = None) -> None:
+        """Look at ``model``, and see to it that nobody waits on ``wire`` for a rank that has ended."""
+        self.sampler.add(model)
+        if isinstance(wire, Wire):
+            self.sampler.add(fate=wire.fate)
+            known = [number for number, fate in enumerate(self.sampler.fates) if fate is wire.fate]
+            if known and all(each() is not wire for _, each in self._wires):
+                alive = [each for each in self._wires if each[1]() is not None]
+                self._wires = [*alive, (known[0], weakref.ref(wire))]
+            wire.fate.witness = self.testify
+
+    def testify(self, story: str) -> str:
+        """The story of a failure, with what is known of the ranks that may have caused it."""
+        patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
+        with self._news:
+            self._news.wait_for(lambda: bool(self._judge.endings or self._suspects()), patience)
+            words = self._words()
+        own = self.sampler.look(time.monotonic()).windows + 1
+        return f"{words}. {self._name} is in window {own}: {story}" if words else story
+
+    def ask_for_dumps(self) -> None:
+        """Have every rank write where it stands."""
+        self._asks_for_dump = True
+        self._wake()
+
+    def describe(self) -> dict[str, Any]:
+        """What this rank has heard of the others, for a dump."""
+        now = time.monotonic()
+        with self._news:
+            known = {number: self._judge.standing_of(number, now) for number in range(len(self.plan.members))}
+            words = self._words()
+        others = {
+            str(self.plan.members[number].rank): {"heard_seconds_ago": round(age, 1), **standing.as_data()}
+            for number, (standing, age) in known.items()
+            if number != self.plan.me and standing.phase
+        }
+        return {"known": words, "others": others}
+
+    def leave(self, words: str) -> None:
+        """Say goodbye, and have no thread at work afterwards."""
+        self._farewell = words
+        self._wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(FAREWELL_SECONDS * 5)
+
+    def forsake(self) -> None:
+        """In a forked child: close its copies of the sockets. The parent's stay as they are."""
+        for each in (self._waker, self._woken):
+            each.close()
+        for line in self._lines.values():
+            line.close()
+        if self._door is not None:
+            self._door.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            # A watch that fails must not take the training along.
+            LOGGER.exception("the watch over the other ranks has failed, and training goes on without it")
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
+        next_beat = last = time.monotonic()
+        while not self._farewell:
+            limit = LOOK_SECONDS if self._judge.endings else max(0.0, next_beat - last)
+            ready = self._selector.select(limit)
+            now = time.monotonic()
+            was_stopped, last = now - last > BEAT_SECONDS + STOPPED_SECONDS, now
+            for key, _ in ready:
+                key.data(now)
+            if was_stopped:
+                self._judge.wake(now)
+            if self._door is not None:
+                self._tend_door(self._door, now)
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
+                self._beat(now, quietly=was_stopped)
+            if self._judge.endings:
+                self._lose_stranded(now)
+
+    def _listen_to(self, source: Any, hear: Callable[[float], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, hear)
+
+    def _hear_waker(self, now: float) -> None:
+        with contextlib.suppress(OSError):
+            self._woken.recv(64)
+        if self._asks_for_dump:
+            self._asks_for_dump = False
+            self._take(self.plan.me, {"dump": True}, now)
+
+    # -- while ranks come in ------------------------------------------------------------------------------------------
+
+    def _open_door(self, listener: socket.socket, now: float) -> None:
+        keeper = self._door.welcome(listener) if self._door is not None else None
+        if keeper is not None:
+            self._listen_to(keeper.line, partial(self._ask, keeper))
+
+    def _ask(self, keeper: Doorkeeper, now: float) -> None:
+        assert self._door is not None
+        try:
+            number = keeper.hear()
+        except ProtocolError:
+            self._send_away(keeper)
+            return
+        if number is not None:
+            self._door.strangers.pop(keeper)
+            self._lines[number] = keeper.line
+            self._selector.modify(keeper.line, selectors.EVENT_READ, partial(self._hear, number, keeper.line))
+
+    def _tend_door(self, door: Door, now: float) -> None:
+        for keeper in door.overdue(now):
+            self._send_away(keeper)
+        if not door.missing:
+            for keeper in list(door.strangers):
+                self._send_away(keeper)
+            for listener in door.listeners:
+                self._selector.unregister(listener)
+            door.close()
+            self._door = None
+
+    def _send_away(self, keeper: Doorkeeper) -> None:
+        assert self._door is not None
+        self._selector.unregister(keeper.line)
+        self._door.send_away(keeper)
+
+    # -- hearing ------------------------------------------------------------------------------------------------------
+
+    def _hear(self, number: int, line: Line, now: float) -> None:
+        for message in line.receive():
+            self._take(number, message, now)
+        if line.end:
+            self._selector.unregister(line)
+            line.close()
+            self._lines.pop(number, None)
+            if line.end == "closed":
+                standing, age = self._judge.standing_of(number, now)
+                self._note(
+                    Ending(member=number, left=False, words=GONE, at=time.time(), standing=standing, age=age), now
+                )
+
+    def _take(self, number: int, message: dict[str, Any], now: float) -> None:
+        if "beat" in message:
+            with self._news:
+                self._judge.hear(number, Standing.read(message["beat"]), now)
+                if number == HUB:
+                    told = [Suspicion.read(each) for each in list(message.get("suspects") or ())]
+                    self._told = [each for each in told if each is not None and each.member < len(self.plan.members)]
+        elif "bye" in message:
+            standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
+            self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
+        elif "off" in message:
+            with self._news:
+                self._judge.forget(number)
+            self._lines[number].end = "off"
+        elif "ended" in message and number == HUB:
+            ending = _read_ending(message["ended"])
+            if ending is not None and 0 <= ending.member < len(self.plan.members):
+                self._note(ending, now)
+        elif "dump" in message:
+            # From whichever rank was asked to the hub, and from there to all others.
+            for other, line in self._lines.items():
+                if other != number and (self._is_hub or number == self.plan.me):
+                    line.send(message)
+            if self.on_dump is not None:
+                self.on_dump()
+
+    def _note(self, ending: Ending, now: float) -> None:
+        with self._news:
+            is_new = self._judge.end(ending)
+            self._noticed.setdefault(ending.member, now)
+            self._news.notify_all()
+        if is_new and self._is_hub:
+            for line in self._lines.values():
+                line.send({"ended": _as_data(ending)})
+
+    # -- speaking -----------------------------------------------------------------------------------------------------
+
+    def _beat(self, now: float, *, quietly: bool) -> None:
+        group = self._group()
+        if group is None or group not in dist.distributed_c10d._world.pg_map:
+            self._farewell = "has destroyed its process group"
+            return
+        standing = self.sampler.look(now)
+        message: dict[str, Any] = {"beat": standing.as_data()}
+        with self._news:
+            self._judge.hear(self.plan.me, standing, now)
+            due = [] if quietly else self._judge.due(now)
+            if self._is_hub:
+                suspects = self._judge.suspicions(now)[:MOST_SUSPECTS]
+                message["suspects"] = [each.as_data() for each in suspects]
+        for line in self._lines.values():
+            line.flush()
+            line.send(message, unless_busy=True)
+        # When the hub is silent, the first of the others says so.
+        if self._is_hub or self.plan.me == HUB + 1:
+            for each in due:
+                LOGGER.warning(
+                    "%s. It is an error only after %g s, the timeout of the group",
+                    suspected(self.plan.members, each, is_here=self.plan.here[each.member]),
+                    self.plan.timeout,
+                )
+
+    def _lose_stranded(self, now: float) -> None:
+        """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""
+        endings = sorted(self._judge.endings.values(), key=sort_key)
+        for number, fate in enumerate(self.sampler.fates):
+            if fate.failure is not None:
+                continue
+            waits = [(collective.place, since) for collective, since in list(fate.waits.items())]
+            if self._runs_ahead(number):
+                # There the host never waits, and what it has started last waits on the device.
+                waits.append((fate.started, 0.0))
+            for ending in endings:
+                since, grace = self._noticed[ending.member], LEFT_SECONDS if ending.left else GRACE_SECONDS
+                stranded = [
+                    place
+                    for place, began in waits
+                    if now - max(began, since) >= grace
+                    and ending.strands(Wait(wire=number, place=place, what="", seconds=0.0))
+                ]
+                if stranded:
+                    self._lose(number, f"{ended(self.plan.members, ending)}. {self._own_wait(number, now)}")
+                    break
+
+    def _lose(self, number: int, story: str) -> None:
+        for wire in self._wires_of(number):
+            wire.lose(story.rstrip(". "))
+
+    def _runs_ahead(self, number: int) -> bool:
+        return any(wire.device.type != "cpu" for wire in self._wires_of(number))
+
+    def _wires_of(self, number: int) -> list[Wire]:
+        wires = [wire for each, reference in self._wires if each == number and (wire := reference()) is not None]
+        group = self._group()
+        if number == 0 and group is not None:
+            # Made for the moment: one that is kept would keep the group.
+            wires.append(ProcessGroupCommunicator(group))
+        return wires
+
+    def _own_wait(self, number: int, now: float) -> str:
+        waits = [wait for wait in self.sampler.look(now).waits if wait.wire == number]
+        window = self.sampler.look(now).windows + 1
+        return f"{self._name} waited for it in window {window}, in {waits[-1].what}" if waits else ""
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.plan.members[self.plan.me].rank}"
+
+    @property
+    def _is_hub(self) -> bool:
+        return self.plan.me == HUB
+
+    def _suspects(self) -> list[Suspicion]:
+        return [*self._judge.suspicions(time.monotonic()), *self._told]
+
+    def _words(self) -> str:
+        """Of those who have ended, the first cause first; else of those who hold others up."""
+        endings = sorted(self._judge.endings.values(), key=sort_key)
+        if endings:
+            return ended(self.plan.members, endings[0])
+        suspects = {each.member: each for each in self._suspects() if each.member != self.plan.me}
+        return ". ".join(
+            suspected(self.plan.members, each, is_here=self.plan.here[each.member]) for each in suspects.values()
+        )
+
+    def _close(self) -> None:
+        """The thread ends: say goodbye to those who still listen, and close everything."""
+        message: dict[str, Any] = {"off": True}
+        if self._farewell:
+            message = {"bye": self._farewell, "beat_at_end": self.sampler.look(time.monotonic()).as_data()}
+        for line in self._lines.values():
+            line.send(message)
+            with contextlib.suppress(OSError):
+                line.connection.shutdown(socket.SHUT_WR)
+        for line in self._lines.values():
+            # Closed with something unread, a connection is reset, and what was said last may be lost with it.
+            line.receive()
+            line.close()
+        if self._door is not None:
+            self._door.close()
+        self._selector.close()
+        self._waker.close()
+        self._woken.close()
+
+
+def farewell() -> str:
+    """Why this process ends, as far as it knows, for those who may still wait for it."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return "has ended its script"
+    return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]
+
+
+def _as_data(ending: Ending) -> dict[str, Any]:
+    return {**vars(ending), "standing": ending.standing.as_data()}
+
+
+def _read_ending(data: Any) -> Ending | None:
+    try:
+        return Ending(
+            member=int(data["member"]),
+            left=bool(data["left"]),
+            words=str(data["words"])[:MOST_LETTERS],
+            at=float(data["at"]),
+            standing=Standing.read(data["standing"]),
+            age=float(data["age"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
