@@ -269,7 +269,8 @@ class Post:
             for other, line in self._lines.items():
                 if other != number and (self._is_hub or number == self.plan.me):
                     line.send(message)
-            if self.on_dump is not None:
+            # Whoever was asked here has written already.
+            if self.on_dump is not None and number != self.plan.me:
                 self.on_dump()
 
     def _note(self, ending: Ending, now: float) -> None:

@@ -21,6 +21,7 @@ from gradsync.communicator.naming import global_rank
 from gradsync.communicator.topology import host_identity
 from gradsync.errors import ConfigurationError
 from gradsync.watch.door import Door, Invitation, enter
+from gradsync.watch.dump import listen_for_requests, note_model, write_dump
 from gradsync.watch.post import Plan, Post, farewell
 from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
@@ -42,6 +43,7 @@ def watch_over(communicator: Communicator, model: Model, *, together: bool) -> N
 
     A communicator without a process group has ranks that are threads, or a launcher that ends them all together.
     """
+    note_model(model)
     group = communicator.group
     if group is None or communicator.world_size == 1:
         return
@@ -86,6 +88,7 @@ def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
         if wire.rank == HUB:
             LOGGER.warning("there is no watch over the ranks, and a lost one may go unnamed: %s", error)
         return None
+    post.on_dump = lambda: write_dump(posts())
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
     post.guard(wire)
     return post
@@ -146,3 +149,5 @@ def _forsake_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forsake_all)
+# Now, so that a signal that comes before the first model is wrapped does not end the process.
+listen_for_requests(posts)
