@@ -26,6 +26,7 @@ Invitation = dict[str, Any]
 STRANGER_SECONDS = 2.0
 MOST_STRANGERS = 64
 BACKLOG = 128
+AT_A_TIME = 32
 JOIN_SECONDS = 5.0
 RETRY_SECONDS = 0.05
 NAME_BYTES = 16
@@ -57,18 +58,19 @@ class Door:
         addresses = [each.getsockname()[:2] for each in self.listeners if each.family != socket.AF_UNIX]
         return {"secret": self._secret.hex(), "name": self._name.hex(), "addresses": addresses}
 
-    def welcome(self, listener: socket.socket) -> Doorkeeper | None:
-        """Somebody has connected. None if it is nobody, or of another user."""
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return None
-        if listener.family == socket.AF_UNIX and Caller.of(connection).is_stranger:
-            connection.close()
-            return None
-        keeper = Doorkeeper(Line(connection), self._secret, self.missing)
-        self.strangers[keeper] = time.monotonic() + STRANGER_SECONDS
-        return keeper
+    def welcome(self, listener: socket.socket) -> Iterator[Doorkeeper]:
+        """Those who have connected, and are not of another user: a few at a time, as others want to be heard, too."""
+        for _ in range(AT_A_TIME):
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            if listener.family == socket.AF_UNIX and Caller.of(connection).is_stranger:
+                connection.close()
+                continue
+            keeper = Doorkeeper(Line(connection), self._secret, self.missing)
+            self.strangers[keeper] = time.monotonic() + STRANGER_SECONDS
+            yield keeper
 
     def overdue(self, now: float) -> list[Doorkeeper]:
         """Who has stood there too long, or before too many others."""

@@ -70,7 +70,7 @@ class Post:
         self.plan = plan
         # What the other ranks must know to come in.
         self.invitation = None if door is None else door.invitation()
-        self.sampler = Sampler(shows_stack_after=BEAT_SECONDS * 3 if plan.shows_stacks else None)
+        self.sampler = Sampler(shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self.on_dump: Callable[[], None] | None = None
         self._group = weakref.ref(group)
         self._wires: list[tuple[int, weakref.ref[Wire]]] = []
@@ -199,8 +199,7 @@ class Post:
     # -- while ranks come in ------------------------------------------------------------------------------------------
 
     def _open_door(self, listener: socket.socket, now: float) -> None:
-        keeper = self._door.welcome(listener) if self._door is not None else None
-        if keeper is not None:
+        for keeper in self._door.welcome(listener) if self._door is not None else ():
             self._listen_to(keeper.line, partial(self._ask, keeper))
 
     def _ask(self, keeper: Doorkeeper, now: float) -> None:

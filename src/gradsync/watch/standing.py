@@ -101,6 +101,7 @@ class Sampler:
         self._models: list[weakref.ref[Model]] = []
         self._shows_stack_after = shows_stack_after
         self._seen: tuple[object, ...] = ()
+        self._last = Whereabouts(windows=0, phase="idle", progress="no model is wrapped", busy=False)
         self._since = time.monotonic()
 
     def add(self, model: Model | None = None, fate: Fate | None = None) -> None:
@@ -141,8 +142,9 @@ class Sampler:
                 seen.append(model.whereabouts())
             except Exception:  # it is changed at this very moment; the next look comes in a second
                 continue
-        none = Whereabouts(windows=0, phase="idle", progress="", busy=False)
-        return max(seen, key=lambda each: (each.busy, each.windows), default=none)
+        # A script that ends has let go of its models before it says goodbye.
+        self._last = max(seen, key=lambda each: (each.busy, each.windows), default=self._last)
+        return self._last
 
     def _waits(self, now: float) -> tuple[Wait, ...]:
         waits = [
