@@ -263,7 +263,7 @@ def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
     judge = judge_of(stands(12, waits=12, seconds=9.0), standing)
     for each in judge.suspicions(110.0):
         suspected(MEMBERS, each, is_here=False)
-    Suspicion.read(told)
+    Suspicion.read(told, 4)
 
 
 # -- frames and doors -------------------------------------------------------------------------------------------------
@@ -452,7 +452,8 @@ def lose_what_waits() -> tuple[str, str, str]:
         busy, idle = (InProcessWorld(2).communicator(0) for _ in range(2))
         engine = Engine(3)
         for wire in (busy, idle):
-            hub.post.guard(wire, engine)
+            hub.post.guard(wire)
+        hub.post.look_at(engine)
         said: list[str] = []
 
         def wait() -> None:

@@ -61,10 +61,11 @@ class Suspicion:
         return {**vars(self), "standing": self.standing.as_data()}
 
     @classmethod
-    def read(cls, data: Any) -> "Suspicion | None":
+    def read(cls, data: Any, size: int) -> "Suspicion | None":
+        """What :meth:`as_data` has made, of one of ``size`` ranks."""
         try:
             kind: Kind = data["kind"]
-            return cls(
+            read = cls(
                 member=int(data["member"]),
                 kind=kind if kind in ("silent", "behind", "at odds") else "behind",
                 seconds=float(data["seconds"]),
@@ -72,6 +73,7 @@ class Suspicion:
                 what=str(data["what"]),
                 standing=Standing.read(data["standing"]),
             )
+            return read if all(0 <= each < size for each in (read.member, *read.waiters)) else None
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
@@ -114,6 +116,10 @@ class Judge:
         """The last that was heard of a rank, and how many seconds ago."""
         standing, at = self._standings.get(member, (NOWHERE, now))
         return standing, now - at
+
+    def silence_of(self, member: int, now: float) -> float:
+        """For how many seconds nothing was heard of it."""
+        return now - self._last.get(member, now)
 
     def suspicions(self, now: float) -> list[Suspicion]:
         """Who holds others up, or may."""

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from gradsync.communicator import ProcessGroupCommunicator, Wire
 from gradsync.watch.door import Door
-from gradsync.watch.judge import Ending, Judge, Suspicion
-from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError
+from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
+from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
 from gradsync.watch.standing import MOST_LETTERS, Model, Sampler, Standing, Wait
 from gradsync.watch.words import RAISED, Member, ended, sort_key, suspected
 
@@ -46,7 +46,7 @@ LEFT_SECONDS = 0.1
 PATIENCE_SECONDS = 0.5
 # This thread was not run for so long: the whole process was stopped.
 STOPPED_SECONDS = 3.0
-FAREWELL_SECONDS = 0.2
+FAREWELL_SECONDS = 1.0
 MOST_SUSPECTS = 4
 
 GONE = "has ended without a word, killed or by os._exit(),"
@@ -73,7 +73,11 @@ class Post:
         self.sampler = Sampler(shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self.on_dump: Callable[[], None] | None = None
         self._group = weakref.ref(group)
+        # Not all are: then nobody can tell when they are destroyed.
+        self._is_registered = group in dist.distributed_c10d._world.pg_map
         self._wires: list[tuple[int, weakref.ref[Wire]]] = []
+        # Of the sampler's wires those on which the host never waits: their collectives are ordered on a device.
+        self._ahead: set[int] = set()
         self._door, self._lines = door, {} if line is None else {HUB: line}
         heard = [HUB] if door is None else [number for number in range(len(plan.members)) if number != plan.me]
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
@@ -84,6 +88,7 @@ class Post:
         self._selector = selectors.PollSelector()
         self._waker, self._woken = socket.socketpair()
         self._farewell = ""
+        self._is_closed = False
         self._asks_for_dump = False
         self._thread = threading.Thread(target=self._run, name="gradsync watch", daemon=True)
 
@@ -98,15 +103,20 @@ class Post:
             self._listen_to(line, partial(self._hear, number, line))
         self._thread.start()
 
-    def guard(self, wire: object, model: Model | None = None) -> None:
-        """Look at ``model``, and see to it that nobody waits on ``wire`` for a rank that has ended."""
+    def look_at(self, model: Model) -> None:
         self.sampler.add(model)
+
+    def guard(self, wire: object) -> None:
+        """See to it that nobody waits on ``wire`` for a rank that has ended. All ranks guard the same, in one order:
+        they know wires by their numbers."""
         if isinstance(wire, Wire):
             self.sampler.add(fate=wire.fate)
             known = [number for number, fate in enumerate(self.sampler.fates) if fate is wire.fate]
             if known and all(each() is not wire for _, each in self._wires):
                 alive = [each for each in self._wires if each[1]() is not None]
                 self._wires = [*alive, (known[0], weakref.ref(wire))]
+            if wire.device.type != "cpu":
+                self._ahead |= set(known)
             wire.fate.witness = self.testify
 
     def testify(self, story: str) -> str:
@@ -141,7 +151,10 @@ class Post:
         self._farewell = words
         self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(FAREWELL_SECONDS * 5)
+            self._thread.join(FAREWELL_SECONDS)
+        elif not self._is_closed:
+            # It never began.
+            self._close()
 
     def forsake(self) -> None:
         """In a forked child: close its copies of the sockets. The parent's stay as they are."""
@@ -239,7 +252,9 @@ class Post:
             self._selector.unregister(line)
             line.close()
             self._lines.pop(number, None)
-            if line.end == "closed":
+            # Where the way was broken for long, it is a way that comes back which resets the line, and no end.
+            was_heard = self.plan.here[number] or self._judge.silence_of(number, now) < SLOW_SECONDS
+            if line.end == "closed" or (line.end == "reset" and was_heard):
                 standing, age = self._judge.standing_of(number, now)
                 self._note(
                     Ending(member=number, left=False, words=GONE, at=time.time(), standing=standing, age=age), now
@@ -249,9 +264,10 @@ class Post:
         if "beat" in message:
             with self._news:
                 self._judge.hear(number, Standing.read(message["beat"]), now)
-                if number == HUB:
-                    told = [Suspicion.read(each) for each in list(message.get("suspects") or ())]
-                    self._told = [each for each in told if each is not None and each.member < len(self.plan.members)]
+                suspects = message.get("suspects")
+                if number == HUB and isinstance(suspects, list):
+                    told = [Suspicion.read(each, len(self.plan.members)) for each in suspects]
+                    self._told = [each for each in told if each is not None]
         elif "bye" in message:
             standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
             self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
@@ -285,7 +301,7 @@ class Post:
 
     def _beat(self, now: float, *, quietly: bool) -> None:
         group = self._group()
-        if group is None or group not in dist.distributed_c10d._world.pg_map:
+        if group is None or (self._is_registered and group not in dist.distributed_c10d._world.pg_map):
             self._farewell = "has destroyed its process group"
             return
         standing = self.sampler.look(now)
@@ -296,9 +312,10 @@ class Post:
             if self._is_hub:
                 suspects = self._judge.suspicions(now)[:MOST_SUSPECTS]
                 message["suspects"] = [each.as_data() for each in suspects]
+        frame = pack(message)
         for line in self._lines.values():
             line.flush()
-            line.send(message, unless_busy=True)
+            line.send_frame(frame, unless_busy=True)
         # When the hub is silent, the first of the others says so.
         if self._is_hub or self.plan.me == HUB + 1:
             for each in due:
@@ -315,7 +332,7 @@ class Post:
             if fate.failure is not None:
                 continue
             waits = [(collective.place, since) for collective, since in list(fate.waits.items())]
-            if self._runs_ahead(number):
+            if number in self._ahead:
                 # There the host never waits, and what it has started last waits on the device.
                 waits.append((fate.started, 0.0))
             for ending in endings:
@@ -334,15 +351,13 @@ class Post:
         for wire in self._wires_of(number):
             wire.lose(story.rstrip(". "))
 
-    def _runs_ahead(self, number: int) -> bool:
-        return any(wire.device.type != "cpu" for wire in self._wires_of(number))
-
     def _wires_of(self, number: int) -> list[Wire]:
         wires = [wire for each, reference in self._wires if each == number and (wire := reference()) is not None]
         group = self._group()
         if number == 0 and group is not None:
-            # Made for the moment: one that is kept would keep the group.
-            wires.append(ProcessGroupCommunicator(group))
+            # Made for the moment: one that is kept would keep the group. One that is destroyed has none.
+            with contextlib.suppress(ValueError, RuntimeError):
+                wires.append(ProcessGroupCommunicator(group))
         return wires
 
     def _own_wait(self, number: int, now: float) -> str:
@@ -375,6 +390,7 @@ class Post:
 
     def _close(self) -> None:
         """The thread ends: say goodbye to those who still listen, and close everything."""
+        self._is_closed = True
         message: dict[str, Any] = {"off": True}
         if self._farewell:
             message = {"bye": self._farewell, "beat_at_end": self.sampler.look(time.monotonic()).as_data()}
@@ -393,9 +409,9 @@ class Post:
         self._woken.close()
 
 
-def farewell() -> str:
-    """Why this process ends, as far as it knows, for those who may still wait for it."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+def farewell(error: BaseException | None = None) -> str:
+    """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
+    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return "has ended its script"
     return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]

@@ -92,7 +92,8 @@ def code(secret: bytes, nonce: str, name: object) -> str:
 
 
 class Line:
-    """A connection that never blocks. ``end`` says how it ended: ``closed`` by the other end, or ``broken``."""
+    """A connection that never blocks. ``end`` says how it ended: ``closed`` or ``reset`` by the other end, ``broken``
+    on the way, ``off`` where the other end has no watch any more."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -106,12 +107,12 @@ class Line:
 
     def send(self, message: Mapping[str, Any], *, unless_busy: bool = False) -> None:
         """Send ``message``, now or when the other end reads again; never mind if it does not matter any more then."""
-        if self.end or (self._unsent and unless_busy):
+        self.send_frame(pack(message), unless_busy=unless_busy)
+
+    def send_frame(self, frame: bytes, *, unless_busy: bool = False) -> None:
+        if self.end or (self._unsent and unless_busy) or len(self._unsent) > MOST_HELD:
             return
-        self._unsent += pack(message)
-        if len(self._unsent) > MOST_HELD:
-            self.end = "broken"
-            return
+        self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
@@ -133,8 +134,9 @@ class Line:
         except BlockingIOError:
             pass
         except ProtocolError:
-            # Not a sign that the other end is gone: it may be of another version.
-            self.end = "broken"
+            # Not a sign that the other end is gone, nor that this one is: it may be of another version.
+            self.send({"off": True})
+            self.end = "off"
         except OSError as error:
             self._note(error)
         return []
@@ -147,7 +149,7 @@ class Line:
         if error.errno in BROKEN_WAYS:
             self.end = "broken"
         elif error.errno != errno.EPIPE:
-            self.end = "closed"
+            self.end = "reset"
         self._unsent.clear()
 
 

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import logging
+import multiprocessing.util
 import os
 import socket
 import weakref
@@ -27,7 +28,7 @@ from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
 from gradsync.watch.words import Member
 
-__all__ = ["MODES", "VARIABLE", "posts", "watch_over"]
+__all__ = ["MODES", "VARIABLE", "look_at", "posts", "say_goodbye", "set_watch"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -38,20 +39,27 @@ MODES = ("on", "off", "stacks")
 _posts: "weakref.WeakKeyDictionary[Any, Post | None]" = weakref.WeakKeyDictionary()
 
 
-def watch_over(communicator: Communicator, model: Model, *, together: bool) -> None:
-    """Have the ranks of ``communicator`` look at each other, and at ``model``. Collective if ``together``.
+def set_watch(communicator: Communicator) -> None:
+    """Have the ranks of ``communicator`` watch each other, and guard it. Collective.
 
     A communicator without a process group has ranks that are threads, or a launcher that ends them all together.
     """
-    note_model(model)
     group = communicator.group
     if group is None or communicator.world_size == 1:
         return
-    if group not in _posts and together:
+    if group not in _posts:
         _posts[group] = _set_up(ProcessGroupCommunicator(group))
-    post = _posts.get(group)
+    post = _posts[group]
     if post is not None:
-        post.guard(communicator, model)
+        post.guard(communicator)
+
+
+def look_at(model: Model, communicator: Communicator) -> None:
+    """Tell of ``model`` in dumps, and to the other ranks where there is a watch over ``communicator``."""
+    note_model(model)
+    post = None if communicator.group is None else _posts.get(communicator.group)
+    if post is not None:
+        post.look_at(model)
 
 
 def posts() -> list[Post]:
@@ -88,6 +96,8 @@ def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
         if wire.rank == HUB:
             LOGGER.warning("there is no watch over the ranks, and a lost one may go unnamed: %s", error)
         return None
+    # What multiprocessing has forked ends by os._exit, and calls this before.
+    multiprocessing.util.Finalize(None, say_goodbye, exitpriority=0)
     post.on_dump = lambda: write_dump(posts())
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
     post.guard(wire)
@@ -114,6 +124,7 @@ def _open_door(plan: Plan, wire: ProcessGroupCommunicator, undo: contextlib.Exit
         return None
     others = {number for number in range(len(plan.members)) if number != HUB}
     door = Door(others, others_elsewhere=not all(plan.here))
+    undo.callback(door.close)
     post = Post(plan, wire.group, door=door)
     undo.callback(post.leave, "has no watch")
     post.start()
@@ -121,7 +132,9 @@ def _open_door(plan: Plan, wire: ProcessGroupCommunicator, undo: contextlib.Exit
 
 
 def _enter(plan: Plan, wire: ProcessGroupCommunicator, invitation: Invitation, undo: contextlib.ExitStack) -> Post:
-    post = Post(plan, wire.group, line=enter(invitation, plan.me, is_here=plan.here[HUB]))
+    line = enter(invitation, plan.me, is_here=plan.here[HUB])
+    undo.callback(line.close)
+    post = Post(plan, wire.group, line=line)
     undo.callback(post.leave, "has no watch")
     post.start()
     return post
@@ -135,9 +148,12 @@ def _timeout(wire: ProcessGroupCommunicator) -> float:
 
 
 @atexit.register
-def leave_all() -> None:
-    """At the end of the process, before its wires leave: whoever waits for this rank learns that it is in vain."""
-    words = farewell()
+def say_goodbye(error: BaseException | None = None) -> None:
+    """At the end of the process, before its wires leave: whoever waits for this rank learns that it is in vain.
+
+    For processes that end by ``os._exit`` after all, which else would look as if they had been killed.
+    """
+    words = farewell(error)
     for post in posts():
         post.leave(words)
 
