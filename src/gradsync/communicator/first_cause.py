@@ -13,11 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Circle", "begin_anew", "first_cause"]
+__all__ = ["BEFORE", "Circle", "begin_anew", "first_cause"]
 
 # What a failure may take longer for that. A store answers in less than a thousandth of it, if it does.
 PATIENCE_SECONDS = 1.0
 KEY = "gradsync/failed"
+# Between what a rank says itself and what the first to fail has said.
+BEFORE = ". Before that, "
 
 
 class Circle:
@@ -51,7 +53,7 @@ def first_cause(group: Any, story: str) -> str:
         return told
 
     first = (_within(PATIENCE_SECONDS, ask) or b"").decode(errors="replace")
-    return story if first in ("", story) or first in story else f"{story}. Before that, {first}"
+    return story if first in ("", story) or first in story else f"{story}{BEFORE}{first}"
 
 
 def begin_anew(group: Any) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.communicator import ProcessGroupCommunicator, Wire
+from gradsync.communicator.first_cause import BEFORE
 from gradsync.watch.door import Door
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
@@ -125,6 +126,9 @@ class Post:
         with self._news:
             self._news.wait_for(lambda: bool(self._judge.endings or self._suspects()), patience)
             words = self._words()
+            if any(not ending.left for ending in self._judge.endings.values()):
+                # What another rank has said of the same end is no news.
+                story = story.partition(BEFORE)[0]
         own = self.sampler.look(time.monotonic()).windows + 1
         return f"{words}. {self._name} is in window {own}: {story}" if words else story
 

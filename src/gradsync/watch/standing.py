@@ -10,7 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gradsync.communicator.collective import Fate
@@ -67,7 +67,7 @@ class Standing:
     stack: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "waits": [vars(wait) for wait in self.waits]}
 
     @classmethod
     def read(cls, data: Any) -> "Standing":
