@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -154,6 +155,42 @@ def test_a_script_that_leaves_its_loop_is_named_with_the_reason(how: str, told: 
     assert f"WireLostError: rank 1 (process {ranks[1].pid} on " in said
     assert told in said
     assert ", in window " in said
+
+
+def end_early() -> None:
+    """Rank 1 has nothing more to do, and ends by os._exit, as what was forked does. Rank 0 hears its goodbye."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    training = Training("auto")
+    training.step()
+    if dist.get_rank() == 0:
+        (post,) = set_up.posts()
+        deadline = time.monotonic() + 30
+        while 1 not in post._judge.endings and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert post._judge.endings[1].words == "has ended its script"
+
+
+def end_early_as(rank: int, port: int) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update(meeting, RANK=str(rank))
+    end_early()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_rank_that_has_done_its_work_says_goodbye() -> None:
+    fork_ranks(None, end_early, ranks=2, timeout=60.0)
+    context, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [context.Process(target=end_early_as, args=(rank, port)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 # -- ranks that stop --------------------------------------------------------------------------------------------------
