@@ -22,7 +22,7 @@ from gradsync.cli.main import app
 from gradsync.communicator import InProcessWorld
 from gradsync.communicator.collective import Collective
 from gradsync.watch import dump
-from gradsync.watch.door import Door, Invitation, enter
+from gradsync.watch.door import Door, Invitation, enter, own_addresses
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
 from gradsync.watch.post import GRACE_SECONDS, Plan, Post
 from gradsync.watch.protocol import LARGEST, Frames, Line, ProtocolError, join, pack
@@ -389,6 +389,18 @@ def come_by_an_address() -> tuple[bool, bool]:
 
 def test_the_door_is_at_addresses_of_the_group_and_is_shut_when_all_are_in() -> None:
     assert pool_of(1).run(come_by_an_address) == [(False, False)]
+
+
+def test_addresses_are_those_of_the_chosen_interface_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no_such_thing")
+    assert own_addresses() == [(socket.AF_INET, "127.0.0.1")]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_thing")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_addresses()
+    told = [(2, ("127.0.1.1", 0)), (2, ("10.1.2.3", 0)), (10, ("fe80::1%2", 0, 0, 2)), (2, ("10.1.2.3", 0))]
+    answers = [(family, 1, 6, "", address) for family, address in told]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
+    assert own_addresses() == [(2, "10.1.2.3")], "the loopback is for hosts by name only"
 
 
 def until(condition: Any, seconds: float = 20.0) -> bool:

@@ -7,6 +7,7 @@ at all there are.
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import secrets
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 from gradsync.communicator.host_peers import Caller
 from gradsync.watch.protocol import SECRET_BYTES, Doorkeeper, Line, ProtocolError, join
 
-__all__ = ["Door", "Invitation", "enter"]
+__all__ = ["Door", "Invitation", "enter", "own_addresses"]
 
 Invitation = dict[str, Any]
 
@@ -68,6 +69,7 @@ class Door:
             if listener.family == socket.AF_UNIX and Caller.of(connection).is_stranger:
                 connection.close()
                 continue
+            _send_at_once(connection)
             keeper = Doorkeeper(Line(connection), self._secret, self.missing)
             self.strangers[keeper] = time.monotonic() + STRANGER_SECONDS
             yield keeper
@@ -90,35 +92,53 @@ class Door:
 
     def _listen(self, family: int, address: Any) -> None:
         listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
         self.listeners.append(listener)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
 
     def _listen_at_addresses(self) -> None:
         before = len(self.listeners)
-        for family, address in dict.fromkeys(_own_addresses()):
+        for family, address in own_addresses():
             # One of them may be none that can be bound here.
             with contextlib.suppress(OSError):
                 self._listen(family, (address, 0))
-        if not any(each.getsockname()[1] for each in self.listeners[before:]):
+        if len(self.listeners) == before:
             raise OSError("no address of this host is known by which other hosts reach it; set GLOO_SOCKET_IFNAME")
-        self.listeners[before:] = [each for each in self.listeners[before:] if each.getsockname()[1]]
 
 
-def _own_addresses() -> Iterator[tuple[int, str]]:
-    """Those that the group may use: of the chosen interface, of the host's name, and towards the master."""
+def own_addresses() -> list[tuple[int, str]]:
+    """Those by which the group may reach this host: of the interface that was chosen for it; else of the host's name,
+    and of the way to the master. Other hosts cannot use a loopback, unless they are hosts by name only."""
+    chosen = list(dict.fromkeys(_of_interfaces()))
+    found = chosen or list(dict.fromkeys([*_of_the_name(), *_of_the_way_to_the_master()]))
+    return [each for each in found if not ipaddress.ip_address(each[1]).is_loopback] or found
+
+
+def _of_interfaces() -> Iterator[tuple[int, str]]:
     names = [name for variable in INTERFACE_VARIABLES for name in os.environ.get(variable, "").split(",")]
     for name in filter(None, names):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.lstrip("=^").encode()[:15]))
             yield socket.AF_INET, socket.inet_ntoa(answer[20:24])
+
+
+def _of_the_name() -> Iterator[tuple[int, str]]:
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            yield family, str(address[0])
+            # One that is good on a single link needs the name of the link as well.
+            if not ipaddress.ip_address(address[0]).is_link_local:
+                yield family, str(address[0])
+
+
+def _of_the_way_to_the_master() -> Iterator[tuple[int, str]]:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         # Nothing is sent: the kernel only says which way it would take.
-        asked.connect((os.environ.get("MASTER_ADDR", ""), _DISCARD_PORT))
+        asked.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), _DISCARD_PORT))
         yield socket.AF_INET, str(asked.getsockname()[0])
 
 
@@ -132,6 +152,7 @@ def enter(invitation: Invitation, member: int, *, is_here: bool) -> Line:
             connection.settimeout(JOIN_SECONDS / 2)
             try:
                 connection.connect(address)
+                _send_at_once(connection)
                 if family == socket.AF_UNIX and Caller.of(connection).is_stranger:
                     raise PermissionError("another user listens there")
                 return join(connection, member, secret, JOIN_SECONDS / 2)
@@ -144,6 +165,12 @@ def enter(invitation: Invitation, member: int, *, is_here: bool) -> Line:
         if time.monotonic() > deadline:
             raise told
         time.sleep(RETRY_SECONDS)
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    """News of a rank must not wait for more to say."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _ways(invitation: Invitation, *, is_here: bool) -> list[tuple[int, Any]]:
