@@ -23,8 +23,9 @@ from gradsync.communicator import InProcessWorld
 from gradsync.communicator.collective import Collective
 from gradsync.watch import dump
 from gradsync.watch.door import Door, Invitation, enter, own_addresses
+from gradsync.watch.guards import GRACE_SECONDS, Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
-from gradsync.watch.post import GRACE_SECONDS, Plan, Post
+from gradsync.watch.post import Plan, Post
 from gradsync.watch.protocol import LARGEST, Frames, Line, ProtocolError, join, pack
 from gradsync.watch.standing import Sampler, Standing, Wait, Whereabouts
 from gradsync.watch.waiting import at_odds, roots
@@ -226,10 +227,13 @@ class Engine:
 def test_a_sampler_sees_waits_and_how_long_nothing_has_changed() -> None:
     first, second = Engine(3), Engine(1, busy=True)
     wire = InProcessWorld(1).communicator(0)
-    sampler = Sampler()
-    sampler.add(first, wire.fate)
-    sampler.add(second, wire.fate)
-    assert len(sampler.fates) == 1
+    guards = Guards(wire)
+    for _ in range(2):
+        guards.add(wire, str)
+    assert guards.fates == [wire.fate]
+    sampler = Sampler(guards)
+    sampler.add(first)
+    sampler.add(second)
     assert sampler.look(10.0).windows == 1, "the one that is at work"
     second.busy = False
     assert sampler.look(20.0).windows == 3
@@ -264,6 +268,7 @@ def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
     for each in judge.suspicions(110.0):
         suspected(MEMBERS, each, is_here=False)
     Suspicion.read(told, 4)
+    Ending.read(told, 4)
 
 
 # -- frames and doors -------------------------------------------------------------------------------------------------

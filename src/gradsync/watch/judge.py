@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gradsync.watch.standing import Standing, Wait
+from gradsync.watch.standing import MOST_LETTERS, Standing, Wait
 from gradsync.watch.waiting import at_odds, holds_up, longest, roots
 
 __all__ = ["SLOW_SECONDS", "Ending", "Judge", "Suspicion"]
@@ -44,6 +44,25 @@ class Ending:
     def strands(self, wait: Wait) -> bool:
         """Whether ``wait`` has no end by it. Of a rank that was killed nobody knows how far it had come."""
         return not self.left or holds_up(self.standing, wait)
+
+    def as_data(self) -> dict[str, Any]:
+        return {**vars(self), "standing": self.standing.as_data()}
+
+    @classmethod
+    def read(cls, data: Any, size: int) -> "Ending | None":
+        """What :meth:`as_data` has made, of one of ``size`` ranks."""
+        try:
+            read = cls(
+                member=int(data["member"]),
+                left=bool(data["left"]),
+                words=str(data["words"])[:MOST_LETTERS],
+                at=float(data["at"]),
+                standing=Standing.read(data["standing"]),
+                age=float(data["age"]),
+            )
+            return read if 0 <= read.member < size else None
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,12 +25,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsync.communicator import ProcessGroupCommunicator, Wire
+from gradsync.communicator import Wire
 from gradsync.communicator.first_cause import BEFORE
 from gradsync.watch.door import Door
+from gradsync.watch.guards import Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
-from gradsync.watch.standing import MOST_LETTERS, Model, Sampler, Standing, Wait
+from gradsync.watch.standing import MOST_LETTERS, Model, Sampler, Standing
 from gradsync.watch.words import RAISED, Member, ended, sort_key, suspected
 
 __all__ = ["Plan", "Post", "farewell"]
@@ -38,11 +39,8 @@ __all__ = ["Plan", "Post", "farewell"]
 LOGGER = logging.getLogger("gradsync")
 
 BEAT_SECONDS = 1.0
-# Once a rank has ended: how often it is looked whether somebody waits for it, and how long a wait must have lasted. A
-# collective that a killed rank had done its part of ends by itself within that; one that left has told what it did.
+# Once a rank has ended: how often it is looked whether somebody waits for it.
 LOOK_SECONDS = 0.1
-GRACE_SECONDS = 0.4
-LEFT_SECONDS = 0.1
 # How long a failure of the wire waits for what the watch has to say of it.
 PATIENCE_SECONDS = 0.5
 # This thread was not run for so long: the whole process was stopped.
@@ -71,14 +69,12 @@ class Post:
         self.plan = plan
         # What the other ranks must know to come in.
         self.invitation = None if door is None else door.invitation()
-        self.sampler = Sampler(shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
+        self._guards = Guards(group)
+        self.sampler = Sampler(self._guards, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self.on_dump: Callable[[], None] | None = None
         self._group = weakref.ref(group)
         # Not all are: then nobody can tell when they are destroyed.
         self._is_registered = group in dist.distributed_c10d._world.pg_map
-        self._wires: list[tuple[int, weakref.ref[Wire]]] = []
-        # Of the sampler's wires those on which the host never waits: their collectives are ordered on a device.
-        self._ahead: set[int] = set()
         self._door, self._lines = door, {} if line is None else {HUB: line}
         heard = [HUB] if door is None else [number for number in range(len(plan.members)) if number != plan.me]
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
@@ -111,14 +107,7 @@ class Post:
         """See to it that nobody waits on ``wire`` for a rank that has ended. All ranks guard the same, in one order:
         they know wires by their numbers."""
         if isinstance(wire, Wire):
-            self.sampler.add(fate=wire.fate)
-            known = [number for number, fate in enumerate(self.sampler.fates) if fate is wire.fate]
-            if known and all(each() is not wire for _, each in self._wires):
-                alive = [each for each in self._wires if each[1]() is not None]
-                self._wires = [*alive, (known[0], weakref.ref(wire))]
-            if wire.device.type != "cpu":
-                self._ahead |= set(known)
-            wire.fate.witness = self.testify
+            self._guards.add(wire, self.testify)
 
     def testify(self, story: str) -> str:
         """The story of a failure, with what is known of the ranks that may have caused it."""
@@ -280,8 +269,8 @@ class Post:
                 self._judge.forget(number)
             self._lines[number].end = "off"
         elif "ended" in message and number == HUB:
-            ending = _read_ending(message["ended"])
-            if ending is not None and 0 <= ending.member < len(self.plan.members):
+            ending = Ending.read(message["ended"], len(self.plan.members))
+            if ending is not None:
                 self._note(ending, now)
         elif "dump" in message:
             # From whichever rank was asked to the hub, and from there to all others.
@@ -299,7 +288,7 @@ class Post:
             self._news.notify_all()
         if is_new and self._is_hub:
             for line in self._lines.values():
-                line.send({"ended": _as_data(ending)})
+                line.send({"ended": ending.as_data()})
 
     # -- speaking -----------------------------------------------------------------------------------------------------
 
@@ -332,37 +321,10 @@ class Post:
     def _lose_stranded(self, now: float) -> None:
         """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""
         endings = sorted(self._judge.endings.values(), key=sort_key)
-        for number, fate in enumerate(self.sampler.fates):
-            if fate.failure is not None:
-                continue
-            waits = [(collective.place, since) for collective, since in list(fate.waits.items())]
-            if number in self._ahead:
-                # There the host never waits, and what it has started last waits on the device.
-                waits.append((fate.started, 0.0))
-            for ending in endings:
-                since, grace = self._noticed[ending.member], LEFT_SECONDS if ending.left else GRACE_SECONDS
-                stranded = [
-                    place
-                    for place, began in waits
-                    if now - max(began, since) >= grace
-                    and ending.strands(Wait(wire=number, place=place, what="", seconds=0.0))
-                ]
-                if stranded:
-                    self._lose(number, f"{ended(self.plan.members, ending)}. {self._own_wait(number, now)}")
-                    break
-
-    def _lose(self, number: int, story: str) -> None:
-        for wire in self._wires_of(number):
-            wire.lose(story.rstrip(". "))
-
-    def _wires_of(self, number: int) -> list[Wire]:
-        wires = [wire for each, reference in self._wires if each == number and (wire := reference()) is not None]
-        group = self._group()
-        if number == 0 and group is not None:
-            # Made for the moment: one that is kept would keep the group. One that is destroyed has none.
-            with contextlib.suppress(ValueError, RuntimeError):
-                wires.append(ProcessGroupCommunicator(group))
-        return wires
+        noticed = [(ending, self._noticed[ending.member]) for ending in endings]
+        for number, ending in self._guards.stranded(noticed, now):
+            story = f"{ended(self.plan.members, ending)}. {self._own_wait(number, now)}"
+            self._guards.lose(number, story.rstrip(". "))
 
     def _own_wait(self, number: int, now: float) -> str:
         waits = [wait for wait in self.sampler.look(now).waits if wait.wire == number]
@@ -419,21 +381,3 @@ def farewell(error: BaseException | None = None) -> str:
     if error is None:
         return "has ended its script"
     return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]
-
-
-def _as_data(ending: Ending) -> dict[str, Any]:
-    return {**vars(ending), "standing": ending.standing.as_data()}
-
-
-def _read_ending(data: Any) -> Ending | None:
-    try:
-        return Ending(
-            member=int(data["member"]),
-            left=bool(data["left"]),
-            words=str(data["words"])[:MOST_LETTERS],
-            at=float(data["at"]),
-            standing=Standing.read(data["standing"]),
-            age=float(data["age"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None

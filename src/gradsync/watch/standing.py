@@ -44,6 +44,13 @@ class Model(Protocol):
         """The same at length, in lines."""
 
 
+class Wires(Protocol):
+    """The wires of a group, as they are seen here."""
+
+    # By their numbers.
+    fates: list[Fate]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wait:
     """A collective that a rank waits for: the ``place``-th that it has started on the watch's wire of that number."""
@@ -94,21 +101,19 @@ class Standing:
 
 
 class Sampler:
-    """Looks at the models and wires of one group on this rank."""
+    """Looks at the models and ``wires`` of one group on this rank."""
 
-    def __init__(self, *, shows_stack_after: float | None = None) -> None:
-        self.fates: list[Fate] = []
+    def __init__(self, wires: Wires, *, shows_stack_after: float | None = None) -> None:
+        self._wires = wires
         self._models: list[weakref.ref[Model]] = []
         self._shows_stack_after = shows_stack_after
         self._seen: tuple[object, ...] = ()
         self._last = Whereabouts(windows=0, phase="idle", progress="no model is wrapped", busy=False)
         self._since = time.monotonic()
 
-    def add(self, model: Model | None = None, fate: Fate | None = None) -> None:
-        if model is not None and all(each() is not model for each in self._models):
+    def add(self, model: Model) -> None:
+        if all(each() is not model for each in self._models):
             self._models = [*(each for each in self._models if each() is not None), weakref.ref(model)]
-        if fate is not None and all(each is not fate for each in self.fates) and len(self.fates) < MOST_WIRES:
-            self.fates = [*self.fates, fate]
 
     @property
     def models(self) -> list[Model]:
@@ -116,7 +121,7 @@ class Sampler:
 
     def look(self, now: float) -> Standing:
         model = self._current()
-        started = tuple(fate.started for fate in self.fates)
+        started = tuple(fate.started for fate in self._wires.fates)
         waits = self._waits(now)
         # Whoever moves on by a collective has moved on, too.
         seen = (model, started, *((wait.wire, wait.place) for wait in waits))
@@ -154,7 +159,7 @@ class Sampler:
                 what=collective.describe()[:MOST_LETTERS],
                 seconds=round(max(0.0, now - since), 1),
             )
-            for number, fate in enumerate(self.fates)
+            for number, fate in enumerate(self._wires.fates)
             for collective, since in list(fate.waits.items())
         ]
         return tuple(waits[:MOST_WAITS])
