@@ -533,6 +533,23 @@ def test_explain_says_who_wrote_nothing_and_who_is_elsewhere(tmp_path: Path, cli
     assert "Nobody waits for anybody." in cli(tmp_path).output
 
 
+def test_explain_leaves_out_what_is_of_another_request(tmp_path: Path, cli: Any) -> None:
+    write(tmp_path, 0, stands(12, waits=12, seconds=8.0))
+    write(tmp_path, 1, stands(12))
+    write(tmp_path, 2, stands(12), time="2026-01-01T11:00:00+0000")
+    said = cli(tmp_path).output
+    assert "rank 2 (process 102 on here) wrote before, at 11:00:00, and not with the others." in said
+    assert "rank 2 wrote nothing" in said
+    assert "rank 0 may wait for what wrote nothing." in said
+
+
+def test_explain_without_a_watch_says_where_each_rank_is(tmp_path: Path, cli: Any) -> None:
+    write(tmp_path, 0, stands(), groups=[])
+    said = cli(tmp_path).output
+    assert "rank 0 (process 100 on here): at train.py:3 load" in said
+    assert "No watch was set up" in said
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\0", '{"format": 1, "stacks": []}'])
 def test_explain_refuses_what_no_rank_wrote(tmp_path: Path, cli: Any, text: str) -> None:
     (tmp_path / "rank-0.json").write_text(text)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ __all__ = ["Dump", "explain_dumps", "find_dumps", "read_dump"]
 
 PATTERN = "rank-*.json"
 FRAMES_SHOWN = 3
+# What was written longer before the newest is of another request.
+SAME_REQUEST_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class Dump:
     """What one rank has written. ``groups`` are the ranks of each of its process groups, and where it stands there."""
 
     member: Member
-    time: str
+    time: datetime
     groups: tuple[tuple[tuple[int, ...], Standing], ...]
     known: str
     stack: tuple[str, ...]
@@ -43,7 +46,7 @@ def read_dump(path: Path) -> Dump:
         main: list[str] = next((lines for name, lines in data["stacks"].items() if name.startswith("MainThread")), [])
         return Dump(
             member=Member.read(data),
-            time=str(data["time"]),
+            time=datetime.fromisoformat(data["time"]),
             groups=tuple((tuple(each["ranks"]), Standing.read(each["standing"])) for each in data["groups"]),
             known=next((each["known"] for each in data["groups"] if each["known"]), ""),
             stack=tuple(main),
@@ -56,8 +59,11 @@ def read_dump(path: Path) -> Dump:
 
 def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
     """Where each rank stands, and who waits for whom, in lines."""
+    newest = max(dump.time for dump in dumps)
+    old = [dump for dump in dumps if (newest - dump.time).total_seconds() > SAME_REQUEST_SECONDS]
+    dumps = [dump for dump in dumps if dump not in old]
     by_rank = {dump.member.rank: dump for dump in sorted(dumps, key=lambda dump: dump.member.rank)}
-    lines = []
+    lines = [f"{dump.member} wrote before, at {dump.time:%H:%M:%S}, and not with the others." for dump in old]
     for ranks in sorted({ranks for dump in dumps for ranks, _ in dump.groups}):
         standings = {
             rank: standing
@@ -67,8 +73,8 @@ def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
         }
         lines += [_place(by_rank[rank], standing) for rank, standing in standings.items()]
         lines += ["", *_conclusions(ranks, standings, by_rank)]
-    if not lines:
-        lines = [f"{dump.member}: at {_innermost(dump)}" for dump in by_rank.values()]
+    if not any(dump.groups for dump in dumps):
+        lines += [f"{dump.member}: at {_innermost(dump)}" for dump in by_rank.values()]
         lines += ["", "No watch was set up between these ranks, so who waits for whom is not known."]
     # Of those who have written themselves it adds nothing.
     everybody = {rank for dump in dumps for ranks, _ in dump.groups for rank in ranks}
@@ -79,7 +85,7 @@ def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
 def _place(dump: Dump, standing: Standing) -> str:
     wait = longest(standing)
     waits = f", for {wait.seconds:.0f} s" if wait is not None else f", for {standing.seconds:.0f} s"
-    return f"{dump.member} at {dump.time[11:19]}: {where(standing)}{waits}"
+    return f"{dump.member} at {dump.time:%H:%M:%S}: {where(standing)}{waits}"
 
 
 def _conclusions(ranks: Sequence[int], standings: dict[int, Standing], by_rank: dict[int, Dump]) -> list[str]:

@@ -45,7 +45,8 @@ class Guards:
         """Wires on which somebody waits in vain, each with the ending by which it does, of those that were noticed at
         the given times."""
         for number, fate in enumerate(self.fates):
-            waits = [(collective.place, since) for collective, since in list(fate.waits.items())]
+            # A copy is made in one go, whatever other threads do to it.
+            waits = [(collective.place, since) for collective, since in fate.waits.copy().items()]
             if number in self._ahead:
                 # What was started last waits on the device.
                 waits.append((fate.started, 0.0))

@@ -39,6 +39,9 @@ __all__ = ["Plan", "Post", "farewell"]
 LOGGER = logging.getLogger("gradsync")
 
 BEAT_SECONDS = 1.0
+# Where there are more ranks the hub hears and says as much in a second, within limits: nobody is silent for long.
+MOST_BEATS = 256
+LONGEST_BEAT_SECONDS = 2.0
 # Once a rank has ended: how often it is looked whether somebody waits for it.
 LOOK_SECONDS = 0.1
 # How long a failure of the wire waits for what the watch has to say of it.
@@ -60,6 +63,10 @@ class Plan:
     here: tuple[bool, ...]
     timeout: float
     shows_stacks: bool = False
+
+    @property
+    def beat_seconds(self) -> float:
+        return min(LONGEST_BEAT_SECONDS, max(BEAT_SECONDS, len(self.members) / MOST_BEATS))
 
 
 class Post:
@@ -179,7 +186,7 @@ class Post:
             limit = LOOK_SECONDS if self._judge.endings else max(0.0, next_beat - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
-            was_stopped, last = now - last > BEAT_SECONDS + STOPPED_SECONDS, now
+            was_stopped, last = now - last > self.plan.beat_seconds + STOPPED_SECONDS, now
             for key, _ in ready:
                 key.data(now)
             if was_stopped:
@@ -187,7 +194,7 @@ class Post:
             if self._door is not None:
                 self._tend_door(self._door, now)
             if now >= next_beat:
-                next_beat = now + BEAT_SECONDS
+                next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
             if self._judge.endings:
                 self._lose_stranded(now)

@@ -160,7 +160,7 @@ class Sampler:
                 seconds=round(max(0.0, now - since), 1),
             )
             for number, fate in enumerate(self._wires.fates)
-            for collective, since in list(fate.waits.items())
+            for collective, since in fate.waits.copy().items()
         ]
         return tuple(waits[:MOST_WAITS])
 
