@@ -3,11 +3,11 @@ r"""A rank's part of the watch: one thread, which says where this rank stands an
 ::
 
             rank 0, the hub                 every second: a beat on each line, both ways
-           /       |       \               a line that closes: that rank is gone, and the hub tells all
+           /       |       \                a line that closes: that rank is gone, and the hub tells all
        rank 1   rank 2   rank 3             the hub's line closes: rank 0 is gone, and each sees it for itself
 
-What the thread learns it does not do to anybody who needs nobody: only a wire on which somebody has waited for a while,
-since a rank that is needed there has ended, is lost. It then raises the story of that rank.
+That a rank has ended harms nobody who does not need it: a wire is lost only when somebody has waited there for a while,
+for what cannot come any more. It then raises the story of that rank.
 """
 
 import contextlib
