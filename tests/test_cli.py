@@ -143,8 +143,9 @@ def test_without_arguments_it_explains_itself(
     shown = "".join(capsys.readouterr())
     assert "Usage: gradsync" in shown
     assert "Traceback" not in shown
-    lines = [line.strip("│ ") for line in shown.splitlines()]
-    assert "doctor  Say whether this machine is fit for data-parallel training." in lines
+    lines = [" ".join(line.strip("│ ").split()) for line in shown.splitlines()]
+    assert "doctor Say whether this machine is fit for data-parallel training." in lines
+    assert "explain Say who waits for whom in a training that hangs." in lines
 
 
 MISSING = "gradsync needs typer and rich for its command line: pip install 'gradsync[cli]'"

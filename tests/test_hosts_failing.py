@@ -165,7 +165,14 @@ class Stuck:
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
     monkeypatch.setattr(first_cause, "PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: Stuck(error))
-    assert first_cause.first_cause(Stuck(True), "rank 1 fell") == "rank 1 fell"
+    group = Stuck(True)
+    assert first_cause.first_cause(group, "rank 1 fell") == "rank 1 fell"
+    # Nor asked again, though it would answer now.
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: store)
+    store.set(first_cause.KEY, "rank 2 fell")
+    assert first_cause.first_cause(group, "rank 1 fell") == "rank 1 fell"
+    assert first_cause.first_cause(Stuck(True), "rank 1 fell") == "rank 1 fell. Before that, rank 2 fell"
 
 
 @pytest.mark.parametrize("in_circle", [False, True])

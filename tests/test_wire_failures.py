@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import Communicator, InProcessWorld, RoundRobinCommunicator
+from gradsync.communicator import Communicator, InProcessWorld, RoundRobinCommunicator, Wire
 from gradsync.errors import GradsyncError, MismatchError, PeerFailedError, WireLostError
 from tests.ranks import pool_of
 from tests.test_communicators import meet
@@ -139,6 +139,65 @@ def give_up_while_waiting(name: str) -> str:
 def test_who_waits_here_learns_that_it_was_given_up(name: str) -> None:
     said, _ = pool_of(2).run(give_up_while_waiting, name)
     assert said == "rank 0 has given its communicator up: enough"
+
+
+# -- what is known beside the wire ------------------------------------------------------------------------------------
+
+
+def lose_while_waiting(name: str) -> tuple[str, str]:
+    """Somebody knows that the others are gone, and tells the wire that waits for them."""
+    wire = wire_to_break(name)
+    assert isinstance(wire, Wire)
+    said = started = ""
+    if wire.rank == 0:
+        handle = wire.all_reduce(torch.ones(100_000))
+        timer = threading.Timer(0.3, wire.lose, ["rank 1 is gone"])
+        timer.start()
+        said = said_by(handle.wait)
+        timer.join()
+        started = said_by(lambda: wire.all_reduce(torch.ones(1)))
+        assert not wire.fate.waits
+    dist.barrier()
+    return said, started
+
+
+@wires_and_hosts
+def test_a_wire_that_is_lost_raises_the_story_it_was_given(name: str) -> None:
+    (said, started), _ = pool_of(2).run(lose_while_waiting, name)
+    # Communicators in turn pass on what the one that had the turn says.
+    assert said.endswith("rank 1 is gone")
+    assert started.endswith("rank 1 is gone")
+    assert name == "round-robin" or said == started == "rank 1 is gone"
+
+
+def attest(name: str) -> tuple[str, str, int]:
+    """Rank 0 has a witness, which is asked once, when the wire fails for the first time."""
+    wire = wire_to_break(name)
+    assert isinstance(wire, Wire)
+    asked: list[str] = []
+
+    def witness(story: str) -> str:
+        asked.append(story)
+        return f"rank 1 was killed. {story}"
+
+    wire.fate.witness = witness if wire.rank == 0 else None
+    said = started = ""
+    if wire.rank == 0:
+        said = said_by(wire.all_reduce(torch.ones(3)).wait)
+        started = said_by(lambda: wire.all_reduce(torch.ones(3)))
+    else:
+        wire.abort("the disk is full")
+    dist.barrier()
+    return said, started, len(asked)
+
+
+@wires_and_hosts
+def test_a_witness_completes_the_story_of_a_failure(name: str) -> None:
+    (said, started, asked), _ = pool_of(2).run(attest, name)
+    assert said.startswith("rank 1 was killed. ")
+    assert said == started
+    assert "the disk is full" in said
+    assert asked == 1
 
 
 # -- interruptions ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ FLOORS = [
     ("autograd's hooks, the pipeline of buckets", BACKWARD_FILL, ["engine"]),
     ("what lies between two steps, and what it weighs", BACKWARD_FILL, ["window"]),
     ("what is put on the wire", BACKWARD_FILL, ["reduction"]),
-    ("where gradients lie", BACKWARD_FILL, ["bucket"]),
+    ("where gradients lie; where ranks stand", BACKWARD_FILL, ["bucket", "watch"]),
     ("what moves bytes", WIRE_FILL, ["communicator"]),
     ("", PANEL, ["errors", "files", "version", "charts"]),
 ]

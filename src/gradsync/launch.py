@@ -303,17 +303,28 @@ def _be_rank(place: RankPlace, parent: int, action: Callable[[], object]) -> NoR
         os.environ.update(place.variables)
         action()
         code = 0
+        _say_goodbye()
     except SystemExit as error:
         code = _code_of(error)
     except KeyboardInterrupt:
         code = SHELL_SIGNAL_BASE + signal.SIGINT
-    except BaseException:
+    except BaseException as error:
+        _say_goodbye(error)
         print(f"gradsync: {place} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(code)
+
+
+def _say_goodbye(error: BaseException | None = None) -> None:
+    """To the ranks that watch this one, which else would take its end for that of a killed process."""
+    # Who has imported no watch has none; the launcher itself must not import it.
+    watch = sys.modules.get("gradsync.watch")
+    if watch is not None:
+        with suppress(Exception):
+            watch.say_goodbye(error)
 
 
 def _code_of(error: SystemExit) -> int:

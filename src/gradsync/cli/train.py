@@ -14,6 +14,7 @@ from gradsync.accelerator.environment import read_environment
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, times_restarted, usable_cores
 from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
 from gradsync.llm.settings import TrainSettings
+from gradsync.watch import say_goodbye
 
 __all__ = ["train"]
 
@@ -78,9 +79,14 @@ def train(
         chosen["run_folder"] = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     settings = TrainSettings(**chosen)
     if inside_a_launch():
-        code = _run_rank(settings, on_cpu)
+        try:
+            code = _run_rank(settings, on_cpu)
+        except BaseException as error:
+            say_goodbye(error)
+            raise
         sys.stdout.flush()
         sys.stderr.flush()
+        say_goodbye()
         # Not through the interpreter's end, where threads of the wire may still want it and abort the process.
         os._exit(code)
     ranks = _default_ranks(on_cpu) if ranks is None else ranks

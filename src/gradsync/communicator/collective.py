@@ -6,7 +6,9 @@ its failure.
 """
 
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -33,12 +35,25 @@ class Work(Protocol):
 
 
 class Fate:
-    """The first failure of a wire. Communicators over one and the same wire share it."""
+    """The first failure of a wire, and what goes on there. Communicators over one and the same wire share it.
 
-    __slots__ = ("failure",)
+    Others read it while collectives run, and never wait for anybody to do so.
+    """
+
+    __slots__ = ("_places", "failure", "started", "waits", "witness")
 
     def __init__(self) -> None:
         self.failure: GradsyncError | None = None
+        # How many collectives were started, and those that somebody waits for, with the time since when.
+        self._places = itertools.count(1)
+        self.started = 0
+        self.waits: dict[Collective, float] = {}
+        # Who may know more of the other ranks than the wire does: it gets the story of a failure, and completes it.
+        self.witness: Callable[[str], str] | None = None
+
+    def next_place(self) -> int:
+        self.started = place = next(self._places)
+        return place
 
 
 class Owner(Protocol):
@@ -103,13 +118,15 @@ class Later:
 class Collective:
     """A collective of ``wire``. ``detail`` is its operation, or where it comes from."""
 
-    __slots__ = ("_error", "detail", "dtype", "kind", "number", "numel", "wire", "work")
+    __slots__ = ("_error", "detail", "dtype", "kind", "number", "numel", "place", "wire", "work")
 
     def __init__(self, wire: Owner, kind: str, detail: str, numel: int, dtype: torch.dtype) -> None:
         self.wire = wire
         self.kind, self.detail, self.numel, self.dtype = kind, detail, numel, dtype
-        # Both are given when it is started: what is refused before takes no number.
+        # All are given when it is started: what is refused before takes no number. Its place is that among all
+        # collectives of the wire, whichever communicator starts them.
         self.number: int | str = 0
+        self.place = 0
         self.work: Work = DONE
         self._error: BaseException | None = None
 
@@ -123,6 +140,8 @@ class Collective:
             self._error = again(failure)
         if self._error is not None:
             raise self._error
+        waits = self.wire.fate.waits
+        waits[self] = time.monotonic()
         try:
             self.work.wait()
         except BaseException as error:
@@ -132,6 +151,9 @@ class Collective:
             if explained is error:
                 raise
             raise explained from error
+        finally:
+            # Two threads may have waited for it.
+            waits.pop(self, None)
 
     def done(self) -> bool:
         # Whatever cannot be asked raises when it is waited for.

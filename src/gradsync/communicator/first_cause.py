@@ -13,11 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Circle", "begin_anew", "first_cause"]
+__all__ = ["BEFORE", "Circle", "begin_anew", "first_cause"]
 
 # What a failure may take longer for that. A store answers in less than a thousandth of it, if it does.
-PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 0.5
 KEY = "gradsync/failed"
+# Between what a rank says itself and what the first to fail has said.
+BEFORE = ". Before that, "
 
 
 class Circle:
@@ -39,6 +41,8 @@ class Circle:
 
 _made: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 _circles: "weakref.WeakKeyDictionary[Any, Circle]" = weakref.WeakKeyDictionary()
+# Groups whose store has not answered: with one whose rank is stopped, each question would cost the whole patience.
+_unanswered: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def first_cause(group: Any, story: str) -> str:
@@ -50,8 +54,11 @@ def first_cause(group: Any, story: str) -> str:
         told: bytes = _store_of(root).compare_set(key, "", story)
         return told
 
-    first = (_within(PATIENCE_SECONDS, ask) or b"").decode(errors="replace")
-    return story if first in ("", story) or first in story else f"{story}. Before that, {first}"
+    answer = None if root in _unanswered else _within(PATIENCE_SECONDS, ask)
+    if answer is None:
+        _unanswered.add(root)
+    first = (answer or b"").decode(errors="replace")
+    return story if first in ("", story) or first in story else f"{story}{BEFORE}{first}"
 
 
 def begin_anew(group: Any) -> None:

@@ -25,7 +25,7 @@ from gradsync.communicator.base import Communicator
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.errors import WireLostError
 
-__all__ = ["HostPeers"]
+__all__ = ["Caller", "HostPeers"]
 
 NAME_BYTES = 16
 SECRET_BYTES = 32

@@ -115,6 +115,7 @@ class RoundRobinCommunicator(Wire):
             return super().explain(collective, error)
         # The communicator that had the turn knows whether it is out of step.
         if self.failure is not None:
+            error = self._attested(error)
             self._fail(error)
             self._tell_once(str(error))
         return error

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ __all__ = ["Shares", "Wire"]
 
 Shares = tuple[int, ...] | None
 """Elements a rank, as :data:`Counts` that were checked. None: all are equal."""
+
+E = TypeVar("E", bound=BaseException)
 
 
 class Wire:
@@ -136,6 +138,16 @@ class Wire:
         self._fail(WireLostError(f"{name} has given its communicator up: {reason}"))
         self._tell_once(reason)
 
+    def lose(self, story: str) -> None:
+        """Ranks are known to be gone by other ways than this wire: what runs here raises WireLostError with ``story``.
+
+        As :meth:`abort`, it never waits for anybody, and may be called from any thread.
+        """
+        if self._is_forked:
+            return
+        self._fail(WireLostError(story))
+        self._tell_once(story)
+
     # -- what a communicator writes -----------------------------------------------------------------------------------
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
@@ -191,6 +203,7 @@ class Wire:
             self._refuse_after_failure()
         queue = self._background or self._queue
         collective.number = (queue.place() or self._order).next()
+        collective.place = self.fate.next_place()
         if self._logs:
             self._log_start(collective)
 
@@ -216,6 +229,7 @@ class Wire:
             self._refuse_after_failure()
         place = self._order if self._background is None else self._place()
         collective.number = place.next()
+        collective.place = self.fate.next_place()
         if self._logs:
             self._log_start(collective)
         try:
@@ -288,9 +302,13 @@ class Wire:
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
             # It may be that of a wire below this one, which sticks to this one, too.
-            self._fail(failure)
-            return again(failure)
-        explained = error if own else self._in_words(collective, error)
+            attested = self._attested(failure)
+            self._fail(attested)
+            return again(self.fate.failure or attested)
+        explained = error if own else self._attested(self._in_words(collective, error))
+        if self.fate.failure is not None and not own and isinstance(error, Exception):
+            # It was lost in another thread meanwhile, which knows the cause.
+            return again(self.fate.failure)
         lost = explained
         if not isinstance(lost, GradsyncError):
             story = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
@@ -299,6 +317,15 @@ class Wire:
         if self.tells_failures:
             self._tell_once(str(lost))
         return explained
+
+    def _attested(self, error: E) -> E:
+        """With what is known of the other ranks beside this wire, if this is the first that is heard of it."""
+        witness = self.fate.witness
+        if witness is None or self.fate.failure is not None or not isinstance(error, WireLostError):
+            return error
+        attested = type(error)(witness(str(error)))
+        attested.__cause__ = error.__cause__
+        return attested
 
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         """``error`` as a GradsyncError, where this wire knows what it means."""

@@ -127,6 +127,16 @@ class Pipeline:
             return BucketState.FILLING if self._missing[bucket.index] else BucketState.READY
         return BucketState.REDUCED if bucket.index < self._finished else BucketState.REDUCING
 
+    def progress(self) -> str:
+        """How far the buckets are, in words. Other threads ask, while a backward runs."""
+        started, finished, buckets = self._next, self._finished, self.buckets
+        if not buckets:
+            return "no buckets"
+        words = f"{started} of {len(buckets)} buckets started, {finished} finished"
+        if finished < started:
+            return f"{words}; the next to finish is {buckets[finished].describe()}"
+        return f"{words}; the next to start is {buckets[started].describe()}" if started < len(buckets) else words
+
     @property
     def complete(self) -> bool:
         """Whether all buckets have been finished, so that no rank waits for another any more."""

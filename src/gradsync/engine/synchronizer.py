@@ -27,6 +27,7 @@ from gradsync.engine.phase import Phase
 from gradsync.engine.step_guard import guard_steps, unguard_steps
 from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
+from gradsync.watch import Whereabouts
 from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = ["Block", "Synchronizer", "synchronizer_of"]
@@ -87,6 +88,16 @@ class Synchronizer:
         ]
         lines += [f"  {engine.pipeline.state_of(bucket).value:9} {bucket!r}" for bucket in self.buckets]
         return "\n".join(lines)
+
+    def whereabouts(self) -> Whereabouts:
+        """In a few words, for those who look on from other threads, and other ranks."""
+        engine, busy = self.engine, self.engine.phases.busy
+        return Whereabouts(
+            windows=self.synchronizations,
+            phase=engine.phase.name.lower(),
+            progress=engine.pipeline.progress() if engine.phase is Phase.SYNCHRONIZING else engine.phase.value,
+            busy=busy,
+        )
 
     # -- what wrappers read and set --------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from gradsync.local_steps.parts import Optimizers, Parts, communicator_of
 from gradsync.local_steps.saving import check_state
 from gradsync.local_steps.settings import Settings, cut
 from gradsync.reduction import Reduction
+from gradsync.watch import set_watch
 from gradsync.wrap.replica_state import broadcast_tensors
 
 __all__ = ["LocalSteps"]
@@ -88,6 +89,7 @@ class LocalSteps:
         self._communicator = known or fit_communicator(chosen, parts.replica.device).communicator
         require_agreement(self._communicator, "what LocalSteps was given", parts.described)
         broadcast_tensors([*parts.replica.parameters, *parts.replica.buffers], self._communicator)
+        set_watch(self._communicator)
         self._replica, self._parameters, self._outer = parts.replica, parts.parameters, parts.outer
         if self._outer is not None:
             self._outer.drop(self._parameters)

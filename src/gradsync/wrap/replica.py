@@ -22,6 +22,7 @@ from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.policy import SyncPolicy
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.watch import look_at, set_watch
 from gradsync.wrap.replica_state import broadcast_tensors
 
 __all__ = ["MIB", "Replica"]
@@ -84,6 +85,7 @@ class Replica:
             require_agreement(communicator, "the wrapped module", self._described(policy))
             states = [*self.parameters, *(self.buffers if sync_buffers else [])]
             broadcast_tensors(states, communicator)
+            set_watch(communicator)
         caps, tuner = self._caps(communicator, policy, init_sync)
         options = SynchronizerOptions(
             communicator=communicator,
@@ -93,7 +95,9 @@ class Replica:
             keeper=keeper,
             droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
         )
-        return Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
+        synchronizer = Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
+        look_at(synchronizer, communicator)
+        return synchronizer
 
     def watch(self, wrapper: nn.Module) -> None:
         """Parameters added to ``wrapper`` itself are no part of the module, and refused alike."""

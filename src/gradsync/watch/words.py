@@ -1,0 +1,107 @@
+"""What is said of a rank: who it is, since when, where it was, and what to do."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradsync.communicator.naming import listed
+from gradsync.watch.judge import Ending, Suspicion
+from gradsync.watch.standing import Standing
+
+__all__ = ["RAISED", "Member", "ended", "sort_key", "suspected", "where"]
+
+MOST_NAMED = 4
+RAISED = "raised"
+# Consequences of another rank's end, not causes.
+CONSEQUENCES = ("WireLostError", "PeerFailedError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A rank of the group: its number in the world, its host, and its process there."""
+
+    rank: int
+    host: str
+    process: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> "Member":
+        return cls(rank=int(data["rank"]), host=str(data["host"]), process=int(data["process"]))
+
+
+def where(standing: Standing) -> str:
+    """Where a rank stands, in a clause: ``in window 8, synchronizing: 2 of 5 buckets started, …``."""
+    if not standing.phase:
+        return "somewhere before its first window"
+    words = f"in window {standing.windows + 1}, {standing.phase}"
+    if standing.progress:
+        words += f" ({standing.progress})"
+    if standing.waits:
+        words += f", waiting in {standing.waits[-1].what}"
+    return words
+
+
+def ended(members: Sequence[Member], ending: Ending) -> str:
+    """Of a rank that is gone, or has left."""
+    member, at = members[ending.member], time.strftime("%H:%M:%S", time.localtime(ending.at))
+    if ending.left and RAISED in ending.words:
+        return f"{member} {ending.words} [at {at}, {where(ending.standing)}]. Its own output tells where"
+    if ending.left:
+        return (
+            f"{member} {ending.words} at {at}, {where(ending.standing)}, while others still need it. It left the loop "
+            "before them: see that all ranks run as many batches, or use accumulate() or join()"
+        )
+    return (
+        f"{member} {ending.words} at {at}; {ending.age:.1f} s before it was {where(ending.standing)}. "
+        "Its own output may tell why, or the kernel's log (dmesg), if it ran out of memory. Start all ranks again, "
+        "from the last checkpoint"
+    )
+
+
+def sort_key(ending: Ending) -> tuple[int, float]:
+    """Causes before consequences: who was killed, who raised an error of its own, who only lost others, who left."""
+    if not ending.left:
+        return (0, ending.at)
+    if RAISED not in ending.words:
+        return (3, ending.at)
+    return (2 if any(each in ending.words for each in CONSEQUENCES) else 1, ending.at)
+
+
+def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool) -> str:
+    """Of a rank that holds others up. ``is_here``: its process is one of this machine."""
+    member = members[suspicion.member]
+    waiters = [f"rank {members[each].rank}" for each in suspicion.waiters]
+    if len(waiters) > MOST_NAMED:
+        waiters = [*waiters[: MOST_NAMED - 1], f"{len(waiters) - MOST_NAMED + 1} more"]
+    verb = "waits" if len(suspicion.waiters) == 1 else "wait"
+    waiting = f"{listed(waiters)} {verb} in {suspicion.what}" if waiters else "nobody waits for it yet"
+    stand, seconds = where(suspicion.standing), f"{suspicion.seconds:.0f} s"
+    if suspicion.kind == "silent":
+        state = _state(member.process) if is_here else ""
+        cause = state or "It is stopped, its link is cut, or it holds the interpreter's lock"
+        return f"{member} has not been heard of for {seconds}; {waiting}. {cause}. When last heard of, it was {stand}"
+    if suspicion.kind == "at odds":
+        return (
+            f"{member} has waited for {seconds} in another collective than the others: {waiting}, and it is {stand}. "
+            "All ranks must run the same collectives in the same order"
+        )
+    stack = f". Its stack: {' < '.join(reversed(suspicion.standing.stack))}" if suspicion.standing.stack else ""
+    return f"{member} keeps others waiting for {seconds}: {waiting}, and it is {stand}{stack}"
+
+
+def _state(process: int) -> str:
+    """What the kernel says of a process of this machine that does not answer."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+    return {
+        "T": "Its process is stopped (SIGSTOP, or Ctrl-Z); kill -CONT lets it go on",
+        "t": "Its process is held by a debugger",
+        "D": "Its process waits for a disk or a device",
+    }.get(state, "")
