@@ -6,6 +6,7 @@ They are read as a shell would read them, and given to the parsers of the progra
 import importlib.util
 import re
 import shlex
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +77,9 @@ def _check_words(words: list[str]) -> None:
         _check_python(rest)
     elif program == "pip":
         _check_pip(rest)
+    elif program == "kill":
+        if len(rest) != 2 or f"SIG{rest[0].removeprefix('-')}" not in signal.Signals.__members__:
+            raise UnknownCommandError(f"kill has a signal and a process, got {' '.join(rest)}")
     elif program == "make":
         makefile = (ROOT / "Makefile").read_text()
         missing = [target for target in rest if "=" not in target and not re.search(rf"^{target}:", makefile, re.M)]
