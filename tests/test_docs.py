@@ -19,7 +19,7 @@ LANGUAGES = {"", "bash", "diff", "py", "python", "sh"}
 UNDER_MPIRUN = "mpi.md"
 
 IMPORTS = """
-import sys
+import signal, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -103,6 +103,7 @@ accelerator.end_training()
 """,
     ),
     ("compression.md", "ErrorFeedback(LowRank(4))"): Around(PLAIN),
+    ("debug-a-hang.md", "signal.SIGUSR2"): Around(after="signal.raise_signal(signal.SIGUSR2)"),
     ("debug-a-hang.md", "timeout=timedelta"): Around("", "assert dist.get_world_size() == 2"),
     ("debug-a-hang.md", "train_one_step()"): Around(
         WRAPPED
