@@ -541,3 +541,28 @@ def test_a_sparse_momentum_is_saved() -> None:
     ours = ThreadRanks(2).run(sparse_with_momentum, "sharded")
     assert_same([mine for mine, _ in ours], theirs)
     assert all(torch.equal(mine, momentum.to_dense()) for _, mine in ours)
+
+
+def veto_some(kind: str, on_veto: Any) -> list[torch.Tensor]:
+    """A rank abstains from one window and has NaN in another."""
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(net(), bucket_cap_mb=TINY, on_veto=on_veto)
+    optimizers = both(model)
+    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    for step in range(8):
+        if step == 3 and rank == 1:
+            model.abstain("nothing to learn")
+        else:
+            x = batch(rank, step)
+            model(x * float("nan") if step == 5 and rank == 0 else x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+@in_threads_and_processes
+def test_vetoed_windows_are_as_with_plain_optimizers(ranks: Ranks, on_veto: str) -> None:
+    theirs = ranks.run(veto_some, "plain", on_veto)[0]
+    assert all(torch.isfinite(each).all() for each in theirs)
+    assert_same(ranks.run(veto_some, "overlapped", on_veto), theirs)
