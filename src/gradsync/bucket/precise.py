@@ -17,7 +17,7 @@ from gradsync.bucket.bucket import Bucket
 from gradsync.bucket.layout import ParameterSpec
 from gradsync.errors import ConfigurationError
 
-__all__ = ["PreciseGradients", "checked_dtype", "widened"]
+__all__ = ["NARROW", "PreciseGradients", "checked_dtype", "exchange", "restore_gradients", "wide_dtype", "widened"]
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -44,7 +44,7 @@ class PreciseGradients:
             elif gradient.dtype != self.dtype:
                 mean = self._means.get(id(parameter))
                 still_it = mean is not None and mean.narrow is gradient and mean.version == gradient._version
-                _exchange(parameter, mean.wide if mean is not None and still_it else gradient.to(self.dtype))
+                exchange(parameter, mean.wide if mean is not None and still_it else gradient.to(self.dtype))
                 exchanged = True
         self.forget()
         return exchanged
@@ -60,21 +60,26 @@ class PreciseGradients:
                 if parameter.dtype not in copies:
                     copies[parameter.dtype] = bucket.views_of(bucket.payload.to(parameter.dtype))
                 narrow = copies[parameter.dtype][slot]
-                _exchange(parameter, narrow)
+                exchange(parameter, narrow)
                 self._means[id(parameter)] = _Mean(narrow, narrow._version, bucket.views[slot])
         return bool(self._means)
 
     def restore(self) -> bool:
         """Gradients have the dtype of their parameters again. True if one was exchanged."""
-        exchanged = False
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                parameter.grad_dtype = parameter.dtype
-            elif gradient.dtype != parameter.dtype:
-                _exchange(parameter, gradient.to(parameter.dtype))
-                exchanged = True
-        return exchanged
+        return restore_gradients(self.parameters)
+
+
+def restore_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Give gradients the dtype of their parameters, narrow ones. True if one was exchanged."""
+    exchanged = False
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad_dtype = parameter.dtype
+        elif gradient.dtype != parameter.dtype:
+            exchange(parameter, gradient.to(parameter.dtype))
+            exchanged = True
+    return exchanged
 
 
 class _Mean(NamedTuple):
@@ -85,7 +90,8 @@ class _Mean(NamedTuple):
     wide: torch.Tensor
 
 
-def _exchange(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+def exchange(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Give the parameter this gradient, whatever its dtype."""
     # torch refuses a gradient, and a change of its dtype, that do not fit what is there.
     parameter.grad = None
     parameter.grad_dtype = gradient.dtype
@@ -97,6 +103,11 @@ def checked_dtype(dtype: torch.dtype | None) -> None:
         raise ConfigurationError(
             f"accumulation_dtype must be torch.float32, torch.float64 or None (the parameters' own), got {dtype!r}"
         )
+
+
+def wide_dtype(dtype: torch.dtype, accumulation_dtype: torch.dtype | None) -> torch.dtype:
+    """In what gradients of parameters of this ``dtype`` accumulate, and are averaged."""
+    return dtype if accumulation_dtype is None or dtype not in NARROW else accumulation_dtype
 
 
 def widened(specs: Sequence[ParameterSpec], dtype: torch.dtype | None) -> list[ParameterSpec]:

@@ -86,7 +86,7 @@ class BackwardEngine:
         dtype = options.policy.accumulation_dtype
         self._precise = None if dtype is None else PreciseGradients(self.parameters, dtype)
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
-        self._sparse = SparseGradients(self.parameters, options.communicator)
+        self._sparse = SparseGradients(self.parameters, options.communicator, dtype)
         self._turns = Turns(self, options.communicator)
         self._meeting = Meeting(self.arrangement, self.pipeline, self.window.weights, self._sparse)
         prints = options.policy.fingerprints

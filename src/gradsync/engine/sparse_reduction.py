@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradsync.bucket.precise import exchange, wide_dtype
 from gradsync.communicator import Communicator
 
 __all__ = ["SparseGradients", "reduce_sparse_gradients"]
@@ -17,11 +18,18 @@ NOTHING, SPARSE, DENSE = 0, 1, 2
 
 
 class SparseGradients:
-    """Which parameters outside the buckets have received a gradient in this window."""
+    """Which parameters outside the buckets have received a gradient in this window. Narrow ones are averaged in
+    ``accumulation_dtype``, if there is one."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        communicator: Communicator,
+        accumulation_dtype: torch.dtype | None = None,
+    ) -> None:
         self._parameters = parameters
         self._communicator = communicator
+        self._dtype = accumulation_dtype
         self._used: set[int] = set()
 
     def land(self, index: int) -> None:
@@ -34,7 +42,7 @@ class SparseGradients:
         """Average those of the parameters ``indices`` that any rank has used. Collective."""
         parameters = [self._parameters[index] for index in indices]
         used = [index in self._used for index in indices]
-        reduce_sparse_gradients(parameters, used, self._communicator, divisor)
+        reduce_sparse_gradients(parameters, used, self._communicator, divisor, self._dtype)
 
 
 @torch.no_grad()
@@ -43,6 +51,7 @@ def reduce_sparse_gradients(
     used: Sequence[bool],
     communicator: Communicator,
     divisor: float | torch.Tensor,
+    accumulation_dtype: torch.dtype | None = None,
 ) -> None:
     """Replace each parameter's gradient by the mean, where at least one rank used the parameter."""
     if not parameters:
@@ -55,10 +64,13 @@ def reduce_sparse_gradients(
     kinds, counts = gathered.cpu().view(communicator.world_size, -1, 2).unbind(2)
     for number, parameter in enumerate(parameters):
         kind = int(kinds[:, number].max())
+        # Not what the gradient of this rank has: there may be none, and all must send the same.
+        dtype = wide_dtype(parameter.dtype, accumulation_dtype)
         if kind == DENSE:
-            parameter.grad = _dense_mean(parameter, communicator, divisor)
+            exchange(parameter, _dense_mean(parameter, dtype, communicator, divisor))
         elif kind == SPARSE:
-            parameter.grad = _sparse_mean(parameter, counts[:, number].tolist(), communicator, divisor)
+            counted = counts[:, number].tolist()
+            exchange(parameter, _sparse_mean(parameter, dtype, counted, communicator, divisor))
 
 
 def _kind(parameter: torch.nn.Parameter, used: bool) -> int:
@@ -73,9 +85,9 @@ def _nnz(parameter: torch.nn.Parameter) -> int:
 
 
 def _dense_mean(
-    parameter: torch.nn.Parameter, communicator: Communicator, divisor: float | torch.Tensor
+    parameter: torch.nn.Parameter, dtype: torch.dtype, communicator: Communicator, divisor: float | torch.Tensor
 ) -> torch.Tensor:
-    total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    total = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
     if parameter.grad is not None:
         total.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).div_(divisor)
     communicator.all_reduce(total).wait()
@@ -83,18 +95,22 @@ def _dense_mean(
 
 
 def _sparse_mean(
-    parameter: torch.nn.Parameter, counts: list[int], communicator: Communicator, divisor: float | torch.Tensor
+    parameter: torch.nn.Parameter,
+    dtype: torch.dtype,
+    counts: list[int],
+    communicator: Communicator,
+    divisor: float | torch.Tensor,
 ) -> torch.Tensor:
     """Rows are padded to the longest rank's number, gathered, cut to the true numbers and added up."""
     rows, longest, world_size = parameter.shape[1:], max(counts), communicator.world_size
     indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)
-    values = torch.zeros((longest, *rows), dtype=parameter.dtype, device=parameter.device)
+    values = torch.zeros((longest, *rows), dtype=dtype, device=parameter.device)
     gradient = parameter.grad
     if gradient is not None and gradient.is_sparse:
         indices[: gradient._nnz()] = gradient._indices()[0]
         values[: gradient._nnz()] = gradient._values() / divisor
     all_indices = torch.empty(longest * world_size, dtype=torch.int64, device=parameter.device)
-    all_values = torch.empty(values.numel() * world_size, dtype=parameter.dtype, device=parameter.device)
+    all_values = torch.empty(values.numel() * world_size, dtype=dtype, device=parameter.device)
     communicator.all_gather(all_indices, indices).wait()
     communicator.all_gather(all_values, values.view(-1)).wait()
     by_rank = all_values.view(world_size, longest, *rows)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from gradsync.bucket import Bucket
+from gradsync.bucket.precise import NARROW, restore_gradients
 from gradsync.communicator.agreement import make_together
 from gradsync.errors import MisuseError
 from gradsync.reduction import ScatteredMean
@@ -167,6 +168,10 @@ class ShardedOptimizer(Resident):
         for group, current in zip(self._outside.param_groups, options, strict=True):
             group.update(current)
         if any(parameter.grad is not None for parameter in indexed(self._outside.param_groups)):
+            # Means of narrow parameters may be wide, and this is a plain optimizer. But a parameter that has left its
+            # bucket for the moment has a state that is wide, too.
+            narrow = [p for p in indexed(self._outside.param_groups) if p.dtype in NARROW]
+            restore_gradients([p for p in narrow if not _is_wide(self._outside.state.get(p, {}), p)])
             # This step has been looked at already.
             with self._synchronizer.switched(steps_locally=True):
                 self._outside.step()
@@ -315,6 +320,11 @@ class ShardedOptimizer(Resident):
         if part is None:
             return Place(whole=whole, offset=0, count=whole)
         return Place(whole=whole, offset=part.offset, count=part.stop - part.start)
+
+
+def _is_wide(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
+    return any(value.is_floating_point() and value.dtype != parameter.dtype for value in tensors)
 
 
 def _narrowed(state: ParameterState, parameter: nn.Parameter) -> ParameterState:
