@@ -103,6 +103,23 @@ def test_two_ranks_with_four_micro_batches_are_one_with_eight(
     assert alone[-1][0] < alone[0][0]
 
 
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"overlap": "next-forward"},
+        {"overlap": "auto", "shard_optimizer": True},
+        {"on_veto": "skip-window", "fingerprints": 2},
+    ],
+    ids=["overlapped", "sharded auto", "vetoes and fingerprints"],
+)
+def test_ways_of_training_come_to_the_same_losses(tmp_path: Path, text: Path, ways: dict[str, Any]) -> None:
+    plain, _, _ = pool_of(2).run(train, settings_for(tmp_path / "1", text, precision="fp64"))[0]
+    other, _, _ = pool_of(2).run(train, settings_for(tmp_path / "2", text, precision="fp64", **ways))[0]
+    for (loss, norm), (their_loss, their_norm) in zip(plain, other, strict=True):
+        assert loss == pytest.approx(their_loss, abs=1e-10)
+        assert norm == pytest.approx(their_norm, rel=1e-8)
+
+
 class Saves(Losses):
     """Of how many steps it had heard when a checkpoint was written."""
 
@@ -337,6 +354,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path) -> No
         (("--precision", "fp12"), "--precision must be one of fp32"),
         (("--reduction", "local:0"), "--reduction local:STEPS needs a number of steps, got 'local:0'"),
         (("--reduction", "int3"), "got 'int3'"),
+        (("--overlap", "always"), "--overlap must be one of backward, next-forward, auto, got 'always'"),
+        (("--overlap", "auto", "--reduction", "local:4"), "--overlap auto exclude each other"),
+        (("--on-veto", "shrug"), "--on-veto must be one of raise"),
+        (("--fingerprints", 0), "--fingerprints must be"),
+        (("--nproc", 2, "--max-restarts", -1), "--max-restarts"),
         (("--nproc", 0), "--nproc"),
         (("--resume",), "--run-folder"),
         (("--steps", 5, "--epochs", 1), "not both"),

@@ -57,6 +57,13 @@ def train(
     overlap: Annotated[
         str | None, WIRE(help="Hide the wire behind: backward, next-forward, or auto, the faster of both.")
     ] = None,
+    on_veto: Annotated[
+        str | None,
+        WIRE(help="Where gradients of a rank are not finite: raise, skip-window or drop-rank."),
+    ] = None,
+    fingerprints: Annotated[
+        int | None, WIRE(help="Steps after which ranks compare their parameters; one that differs is named.")
+    ] = None,
     run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
     resume: Annotated[bool, RUN("--resume", help="Go on from the newest checkpoint in --run-folder.")] = False,
     checkpoint_every: Annotated[int, RUN(help="Steps between checkpoints.")] = 100,

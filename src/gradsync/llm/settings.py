@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gradsync.accelerator.overlapping import Overlap, Overlapping
+from gradsync.engine.veto import ON_VETO, OnVeto
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import reduction_by_name
 
@@ -14,7 +15,10 @@ __all__ = ["Precision", "TrainSettings"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
-AT_LEAST_1 = ("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every", "steps")
+AT_LEAST_1 = (
+    *("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every", "steps"),
+    "fingerprints",
+)
 # What is expected, and of which settings; None is always allowed.
 RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a whole number of at least 1": (lambda value: value >= 1, AT_LEAST_1),
@@ -24,6 +28,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a number greater than 0": (lambda value: value > 0, ("epochs", "bucket_mb")),
     f"one of {', '.join(get_args(Precision))}": (get_args(Precision).__contains__, ("precision",)),
     f"one of {', '.join(get_args(Overlap))}": (get_args(Overlap).__contains__, ("overlap",)),
+    f"one of {', '.join(ON_VETO)}": (ON_VETO.__contains__, ("on_veto",)),
 }
 
 
@@ -53,6 +58,8 @@ class TrainSettings:
     reduction: str = "mean"
     shard_optimizer: bool = False
     overlap: Overlap | None = None
+    on_veto: OnVeto | None = None
+    fingerprints: int | None = None
     run_folder: Path = Path("runs/train")
     checkpoint_every: int = 100
     keep: int = 2

@@ -11,7 +11,7 @@ from torch import nn
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from gradsync.accelerator.operations import gather_object
 from gradsync.communicator import Communicator
-from gradsync.engine import SyncPolicy
+from gradsync.engine import Fingerprints, SyncPolicy
 from gradsync.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
 from gradsync.llm.interruption import Interruption
@@ -316,7 +316,13 @@ def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Acc
     """An accelerator for the run, and the timeline that its engine will tell of every synchronization."""
     timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
     reduction = reduction_by_name(settings.reduction if settings.local_steps is None else "mean")
-    policy = SyncPolicy(bucket_cap_mb=settings.bucket_mb, reduction=reduction, observer=timeline)
+    policy = SyncPolicy(
+        bucket_cap_mb=settings.bucket_mb,
+        reduction=reduction,
+        observer=timeline,
+        on_veto=settings.on_veto,
+        fingerprints=None if settings.fingerprints is None else Fingerprints(every=settings.fingerprints),
+    )
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
