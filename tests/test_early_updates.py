@@ -124,7 +124,11 @@ def train(
 )
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"optimizer": torch.optim.SGD, "momentum": 0.9}, {"optimizer": torch.optim.NAdam}],
+    [
+        {},
+        {"optimizer": torch.optim.SGD, "momentum": 0.9},
+        pytest.param({"optimizer": torch.optim.NAdam}, marks=pytest.mark.breadth),
+    ],
     ids=["AdamW", "SGD", "NAdam"],
 )
 def test_early_and_late_updates_are_the_same(ranks: Ranks, wire: str, settings: dict[str, Any]) -> None:

@@ -107,7 +107,11 @@ def train(kind: str, make: Make, steps: int, bucket_cap_mb: Any = TINY) -> tuple
 @pytest.mark.parametrize("make", [both, lamb, two_lambs])
 @pytest.mark.parametrize(
     ("ranks", "bucket_cap_mb"),
-    [(("threads", 3), TINY), (("processes", 2), TINY), (("processes", 3), "auto")],
+    [
+        (("threads", 3), TINY),
+        (("processes", 2), TINY),
+        pytest.param(("processes", 3), "auto", marks=pytest.mark.breadth),
+    ],
     indirect=["ranks"],
     ids=["threads-3", "processes-2", "processes-3-auto"],
 )

@@ -64,7 +64,10 @@ def train(name: str, steps: range, *, save: Path | None = None, load: Path | Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("writers", "readers"),
+    [(2, 3), (2, 1), *(pytest.param(*ranks, marks=pytest.mark.breadth) for ranks in ((3, 2), (1, 2)))],
+)
 def test_it_is_loaded_on_another_number_of_ranks(tmp_path: Path, name: str, writers: int, readers: int) -> None:
     pool_of(writers).run(train, name, range(6), save=tmp_path)
     whole = pool_of(1).run(train, name, range(10))[0]
