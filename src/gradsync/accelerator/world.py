@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.accelerator.environment import ProcessEnvironment, read_environment
+from gradsync.accelerator.fresh_start import word_of_this_life
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from gradsync.communicator.agreement import gather_bytes
@@ -70,7 +71,7 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
     try:
         if address not in _meeting_places:
             meeting: Any = dist.rendezvous(address, rank, world_size, **limits)  # type: ignore[attr-defined]
-            _meeting_places[address] = next(meeting)[0]
+            _meeting_places[address] = _apart(next(meeting)[0], environment, timeout)
         store: Any = dist.PrefixStore(f"gradsync/{number}", _meeting_places[address])  # type: ignore[attr-defined]
         backend = _agree_on_backend(store, environment, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **limits)
@@ -82,6 +83,14 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
         raise
     _settle_at_exit()
     return World(choose_communicator(), device, environment, owns_group=True)
+
+
+def _apart(store: Any, environment: ProcessEnvironment, timeout: timedelta | None) -> Any:
+    """``store`` without what an earlier life of the ranks may have left there: torchrun keeps its own over restarts."""
+    if environment.launcher != "torchrun" or not dist.is_torchelastic_launched():
+        return store
+    word = word_of_this_life(store, environment.rank, environment.world_size, timeout)
+    return dist.PrefixStore(f"gradsync/life/{word}", store)  # type: ignore[attr-defined]
 
 
 @functools.cache
