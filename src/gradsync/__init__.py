@@ -11,6 +11,7 @@ from gradsync.attach import GradientSynchronization, synchronize_gradients
 from gradsync.averaging import average_gradients
 from gradsync.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.data_parallel import DistributedDataParallel
+from gradsync.elastic import Elastic
 from gradsync.engine import Fingerprints, SyncPolicy
 from gradsync.errors import (
     ConfigurationError,
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigurationError",
     "DataLoaderConfiguration",
     "DistributedDataParallel",
+    "Elastic",
     "Fingerprints",
     "GradientAccumulationPlugin",
     "GradientSynchronization",

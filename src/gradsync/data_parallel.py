@@ -350,6 +350,16 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self._connect_to(wire)
         self.synchronizer.enabled = enabled
 
+    def regroup(self, communicator: Communicator, policy: SyncPolicy) -> None:
+        """Go on with other ranks, in whatever state those of before have left it. As at wrapping the new ones compare
+        their models and take rank 0's values. Collective among them."""
+        self._policy = policy
+        self.synchronizer.detach()
+        wire = fit_communicator(communicator, self.replica.device)
+        self._connect_to(wire, init_sync=True, sync_buffers=self.forward_sync_buffers)
+        self.process_group = communicator.group
+        self.require_forward_param_sync = True
+
     def current_policy(self) -> SyncPolicy:
         """What was chosen at wrapping, and has been exchanged since."""
         tenant = self.synchronizer.engine.sharing.tenant
@@ -357,13 +367,17 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         reduction = self.synchronizer.reduction if tenant is None else tenant.whole
         return dataclasses.replace(self._policy, reduction=reduction)
 
-    def _connect_to(self, wire: Choice) -> None:
-        """Without a word to the other ranks, so there is nothing to choose by."""
+    def _connect_to(self, wire: Choice, *, init_sync: bool = False, sync_buffers: bool = True) -> None:
+        """Without a word to the other ranks unless ``init_sync``, so there is nothing to choose by."""
         self.wire = wire
         self.communicator = self.wire.communicator
         self.process_group = self.communicator.group
         self.synchronizer = self.replica.connect(
-            self.communicator, self._policy, init_sync=False, keeper=self._low_precision
+            self.communicator,
+            self._policy,
+            init_sync=init_sync,
+            sync_buffers=sync_buffers,
+            keeper=self._low_precision,
         )
         self._listen()
 

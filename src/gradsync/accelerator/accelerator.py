@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from gradsync.accelerator.choices import checked_rng_types, chosen_loaders, chosen_plugin
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
 from gradsync.accelerator.environment import read_environment
 from gradsync.accelerator.familiar import Familiar, launched_settings, refuse_absent
 from gradsync.accelerator.gradient_state import GradientState
@@ -32,8 +33,9 @@ from gradsync.accelerator.saving import Saving
 from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.tracking import Tracking, acquaint
-from gradsync.accelerator.world import World, connect
+from gradsync.accelerator.world import World, connect, unmet
 from gradsync.communicator import Communicator
+from gradsync.elastic import Elastic
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.wrap.accumulation import backward_through
 
@@ -61,6 +63,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
     group. ``communicator`` replaces all that. With ``shard_optimizer=True`` every process updates its share of the
     parameters, as :class:`~gradsync.ShardedOptimizer` does; with ``overlap="next-forward"`` each updates all of them
     when their means come, as :class:`~gradsync.OverlappedOptimizer` does. ``overlap="auto"`` takes what is faster.
+    With ``elastic=Elastic(…)`` ranks may be lost and others may come, between two attempts: see :attr:`elastic`.
 
     Different from Accelerate: a short last window is divided by its real length, several models have a window each,
     ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md has all of it, with the switches.
@@ -95,6 +98,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         communicator: Communicator | None = None,
         shard_optimizer: bool = False,
         overlap: Overlap | None = None,
+        elastic: Elastic | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if not name.startswith("_") and name != "self"}
         refuse_absent(arguments)
@@ -114,9 +118,13 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.overlapping = Overlapping(shards=shard_optimizer, overlap=overlap)
-        world = connect(
-            read_environment(), cpu=cpu or launched.cpu, communicator=communicator, **settings["InitProcessGroupKwargs"]
-        )
+        cpu = cpu or launched.cpu
+        if elastic is None:
+            options = settings["InitProcessGroupKwargs"]
+            world = connect(read_environment(), cpu=cpu, communicator=communicator, **options)
+        else:
+            refuse_beside_elastic(shard_optimizer=shard_optimizer, overlap=overlap, communicator=communicator)
+            world = unmet(read_environment(), cpu=cpu)
         super().__init__(world.communicator, world.device, world.environment)
         self.world = world
         self.precision = Precision(
@@ -132,12 +140,15 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
             models = self.models
             self.precision.scaler.synchronizers = lambda: [each.synchronizer for each in models.attachments]
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
+        self._elastic = None if elastic is None else Elasticity(elastic, self.prepared, [self, world])
         if world.is_process:
             acquaint(self, self.mixed_precision)
         self._choose_trackers(log_with, self.logging_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the settings and the ranks, and has prepared nothing."""
+        if self._elastic is not None:
+            raise MisuseError("an Accelerator whose ranks come and go cannot be pickled. Make a new one there")
         if self._arguments["communicator"] is not None:
             raise MisuseError(
                 "an Accelerator with a communicator of its own cannot be pickled: a communicator has no meaning "
@@ -148,6 +159,13 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
         """As in Accelerate the accelerator itself: a copied model or trainer goes on with it."""
         return self
+
+    @property
+    def elastic(self) -> Elasticity:
+        """The windows of a training whose ranks come and go."""
+        if self._elastic is None:
+            raise MisuseError("this accelerator has the ranks it began with. Pass elastic=gradsync.Elastic() to it")
+        return self._elastic
 
     @property
     def state(self) -> World:
@@ -193,6 +211,11 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
             raise ConfigurationError(
                 "slice_fn_for_dispatch is not supported: batches are cut along their first dimension. Pass "
                 "dispatch_batches=False, so that every process reads its own batches"
+            )
+        if self._elastic is not None:
+            raise ConfigurationError(
+                "a prepared loader shares its batches out among the ranks it began with. Where ranks come and go, take "
+                "the samples of a window by its number: accelerator.elastic.attempt() gives it"
             )
         prepared = prepare_data_loader(
             data_loader,

@@ -1,5 +1,7 @@
 """What ``Accelerator.prepare`` does with a model: move it, wrap it, connect it to the engine."""
 
+import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,7 @@ from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.world import World
 from gradsync.attach import synchronize_gradients
 from gradsync.data_parallel import DistributedDataParallel
+from gradsync.engine.policy import SyncPolicy
 from gradsync.errors import ConfigurationError
 from gradsync.wrap.accumulation import Accumulation
 
@@ -61,16 +64,33 @@ class PreparedModels:
         if isinstance(model, DistributedDataParallel):
             self._remember(model, model, model.module)
             return model
-        if self._world.num_processes == 1:
+        if self._world.num_processes == 1 and not self._world.is_elastic:
             options = {name: value for name, value in self._options.items() if name in _ENGINE}
             self._remember(model, synchronize_gradients(model, **ranks, **options), model)
             return model
-        wrapper = PreparedWrapper(model, **ranks, **self._options)
+        wrapper = PreparedWrapper(model, **ranks, **self._options | self._fresh_policy)
         wrapper.local_training = self._local
         if self._hook:
             register_named_hook(wrapper, *[self._hook.get(name, default) for name, default in _HOOK.items()])
         self._remember(wrapper, wrapper, model)
         return wrapper
+
+    @property
+    def _fresh_policy(self) -> dict[str, SyncPolicy]:
+        """Where ranks may come and go, reductions keep nothing of those of before: who comes has nothing of it."""
+        policy = self._options.get("policy")
+        if not self._world.is_elastic or policy is None:
+            return {}
+        return {"policy": dataclasses.replace(policy, reduction=copy.deepcopy(policy.reduction))}
+
+    def regroup(self) -> None:
+        """Go on with the ranks that the world has now. Collective among them."""
+        for wrapper in self.attachments:
+            if not isinstance(wrapper, DistributedDataParallel):
+                raise ConfigurationError(
+                    f"{type(wrapper).__name__} cannot go on with other ranks: prepare the model itself, unwrapped"
+                )
+            wrapper.regroup(self._world.communicator, self._fresh_policy.get("policy", wrapper.current_policy()))
 
     def _remember(self, prepared: nn.Module, attachment: Accumulation, inner: nn.Module) -> None:
         self.prepared.append(prepared)

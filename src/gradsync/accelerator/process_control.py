@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
@@ -33,6 +34,11 @@ class ProcessControl:
         self.communicator = communicator
         self.device = device
         self.environment = environment
+
+    def go_on_with(self, communicator: Communicator) -> None:
+        """Be one of the ranks of ``communicator`` from now on, instead of those of before."""
+        self.communicator = communicator
+        self.environment = replace(self.environment, rank=communicator.rank, world_size=communicator.world_size)
 
     @property
     def process_index(self) -> int:

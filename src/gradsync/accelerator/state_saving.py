@@ -21,7 +21,15 @@ from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_sta
 from gradsync.communicator import Communicator
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Prepared", "has_checkpoint", "load_prepared", "restore_prepared", "save_prepared"]
+__all__ = [
+    "Prepared",
+    "has_checkpoint",
+    "load_prepared",
+    "load_shared_state",
+    "restore_prepared",
+    "save_prepared",
+    "shared_state",
+]
 
 
 @dataclass(kw_only=True)
@@ -55,12 +63,10 @@ def save_prepared(
 
     ``weights`` stand for the states of the models.
     """
-    scaler = prepared.precision.scaler
     engines = [each.synchronizer for each in prepared.models.attachments]
     shared = {
-        **{name: [_shared_state(each) for each in objects] for name, objects in prepared.replicated.items()},
+        **shared_state(prepared),
         "engines": [engine.state_dict() for engine in engines],
-        "scaler": None if scaler is None else scaler.state_dict(),
         **({} if weights is None else {"models": list(weights)}),
     }
     own = {
@@ -72,6 +78,15 @@ def save_prepared(
     if step is None:
         step = max(checkpoints.steps(), default=-1) + 1
     return checkpoints.save(step, shared=shared, own=own, facts=facts or {})
+
+
+def shared_state(prepared: Prepared) -> dict[str, Any]:
+    """What is the same on all ranks, but for the engines, which are theirs together. Collective with sharding."""
+    scaler = prepared.precision.scaler
+    return {
+        **{name: [_shared_state(each) for each in objects] for name, objects in prepared.replicated.items()},
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
 
 
 def _shared_state(each: Any) -> Any:
@@ -120,6 +135,17 @@ def restore_prepared(
         raise ConfigurationError(
             f"{loaded.path} was written by an earlier gradsync, in another form. Go on with that one, or begin anew"
         )
+    load_shared_state(prepared, shared, f"the checkpoint {loaded.path.name}", models=models)
+    if loaded.own is None or loaded.world_size != world_size:
+        return False
+    _load_own(prepared, loaded.own, shared["engines"])
+    return True
+
+
+def load_shared_state(
+    prepared: Prepared, shared: dict[str, Any], source: str, *, models: Sequence[Any] | None = None
+) -> None:
+    """Bring everything into the state that :func:`shared_state` told, and errors say that ``source`` holds."""
     replicated = prepared.replicated | ({} if models is None else {"models": models})
     for name, objects in replicated.items():
         _require_count(name, shared[name], objects)
@@ -129,13 +155,9 @@ def restore_prepared(
                 target.load_state_dict(state)
             except RuntimeError as error:
                 reason = str(error).splitlines()[-1].strip()
-                raise ConfigurationError(f"the checkpoint {loaded.path.name} holds other {name}: {reason}") from error
+                raise ConfigurationError(f"{source} holds other {name}: {reason}") from error
     if prepared.precision.scaler is not None and shared["scaler"] is not None:
         prepared.precision.scaler.load_state_dict(shared["scaler"])
-    if loaded.own is None or loaded.world_size != world_size:
-        return False
-    _load_own(prepared, loaded.own, shared["engines"])
-    return True
 
 
 def _load_own(prepared: Prepared, own: dict[str, Any], states: Sequence[Any]) -> None:

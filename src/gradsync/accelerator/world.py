@@ -25,7 +25,7 @@ from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupComm
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import NoProcessGroupError
 
-__all__ = ["World", "connect"]
+__all__ = ["World", "agree_on_backend", "connect", "settle_at_exit", "unmet"]
 
 SETTLING_SECONDS = 0.1
 
@@ -53,6 +53,13 @@ def connect(
     return World(existing, _choose_device(environment, cpu), environment, given=communicator is not None)
 
 
+def unmet(environment: ProcessEnvironment, *, cpu: bool = False) -> "World":
+    """A rank that has not met the others yet: a world of one, that is to have more, and may have others later on."""
+    return World(
+        InProcessWorld(1).communicator(0), _choose_device(environment, cpu), environment, owns_group=True, elastic=True
+    )
+
+
 # All ranks connect equally often, so the number keeps the messages of one connection from the next one's. The meeting
 # place stays open: were rank 0 to close it, a faster rank might be there already for the next meeting.
 _connections = itertools.count()
@@ -73,7 +80,7 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
             meeting: Any = dist.rendezvous(address, rank, world_size, **limits)  # type: ignore[attr-defined]
             _meeting_places[address] = _apart(next(meeting)[0], environment, timeout)
         store: Any = dist.PrefixStore(f"gradsync/{number}", _meeting_places[address])  # type: ignore[attr-defined]
-        backend = _agree_on_backend(store, environment, device)
+        backend = agree_on_backend(store, environment, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **limits)
     except Exception as error:
         error.add_note(
@@ -81,7 +88,7 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
             "rank must reach that address; if something else listens there, set MASTER_PORT to a free port"
         )
         raise
-    _settle_at_exit()
+    settle_at_exit()
     return World(choose_communicator(), device, environment, owns_group=True)
 
 
@@ -94,7 +101,7 @@ def _apart(store: Any, environment: ProcessEnvironment, timeout: timedelta | Non
 
 
 @functools.cache
-def _settle_at_exit() -> None:
+def settle_at_exit() -> None:
     """Let Gloo's threads let go of tensors before the interpreter ends.
 
     They do so a little after a collective, later on busy cores, and need the interpreter for it: a thread that finds it
@@ -112,7 +119,7 @@ def _choose_device(environment: ProcessEnvironment, cpu: bool) -> torch.device:
     return device
 
 
-def _agree_on_backend(store: Any, environment: ProcessEnvironment, device: torch.device) -> str:
+def agree_on_backend(store: Any, environment: ProcessEnvironment, device: torch.device) -> str:
     """NCCL needs a GPU of its own for every rank, and all ranks must choose the same backend."""
     on_gpu = device.type == "cuda"
     alone = on_gpu and store.add(f"gpu {torch.cuda.get_device_properties(device).uuid}", 1) == 1
@@ -154,7 +161,10 @@ def _found_again(key: tuple[Any, ...]) -> "World":
 
 
 class World(ProcessControl):
-    """The ranks that have met. ``given``: by a communicator of the caller's, which an engine then takes as it is."""
+    """The ranks that have met. ``given``: by a communicator of the caller's, which an engine then takes as it is.
+
+    ``elastic``: they may change, so that also one that is alone now needs what several need.
+    """
 
     def __init__(
         self,
@@ -164,8 +174,10 @@ class World(ProcessControl):
         *,
         owns_group: bool = False,
         given: bool = False,
+        elastic: bool = False,
     ) -> None:
         super().__init__(communicator, device, environment)
+        self.is_elastic = elastic
         self._given = given
         self._owns_group = owns_group
         _living[self._key] = self

@@ -28,7 +28,7 @@ from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
 from gradsync.watch.words import Member
 
-__all__ = ["MODES", "VARIABLE", "look_at", "posts", "say_goodbye", "set_watch"]
+__all__ = ["MODES", "VARIABLE", "leave_watch", "look_at", "posts", "say_goodbye", "set_watch"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -60,6 +60,13 @@ def look_at(model: Model, communicator: Communicator) -> None:
     post = None if communicator.group is None else _posts.get(communicator.group)
     if post is not None:
         post.look_at(model)
+
+
+def leave_watch(group: Any, words: str) -> None:
+    """Watch ``group`` no longer, here: others that wait for this rank are told ``words``. Not collective."""
+    post = _posts.pop(group, None)
+    if post is not None:
+        post.leave(words)
 
 
 def posts() -> list[Post]:

@@ -1,0 +1,289 @@
+"""Trainings that lose ranks and gain others: a window that was lost is done again by those who are left.
+
+::
+
+    while elastic.step < 1000:
+        with elastic.attempt() as step:
+            …                                # window number `step`: forwards, backwards, one optimizer step
+
+An attempt that loses its wire ends there, without an error; nothing of it is kept, unless the optimizer has stepped:
+then the window was complete, and who has not got as far takes the state of who has. Before the next attempt the ranks
+meet anew: they ask who takes part, form a process group, and give newcomers the state of number 0. Newcomers are looked
+for every few seconds. All that a rank does there depends on what all were told alike.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.accelerator.healing import heal
+from gradsync.accelerator.process_control import ProcessControl
+from gradsync.accelerator.state_saving import Prepared
+from gradsync.accelerator.world import agree_on_backend, settle_at_exit
+from gradsync.elastic.meeting import Generation, MeetingPlace, meet
+from gradsync.elastic.membership import Member, Membership, Standing
+from gradsync.elastic.settings import Elastic
+from gradsync.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
+
+__all__ = ["Elasticity", "refuse_beside_elastic"]
+
+LOGGER = logging.getLogger("gradsync")
+
+# One question to the lighthouse; whoever waits for others asks again.
+ASK_SECONDS = 30.0
+AGAIN_SECONDS = 0.1
+# Meetings that fail in a row, each because somebody was lost meanwhile.
+MEETINGS = 20
+
+
+def refuse_beside_elastic(**options: Any) -> None:
+    """Raise ConfigurationError for what cannot lose a rank."""
+    wrong = sorted(name for name, value in options.items() if value)
+    if wrong:
+        raise ConfigurationError(
+            f"elastic ranks and {' and '.join(wrong)} exclude each other: with a rank its share of the optimizer's "
+            "state would be lost, and ranks that a communicator brings cannot change. Leave one of them out"
+        )
+
+
+class Elasticity:
+    """Of one accelerator. ``step`` counts the windows that its state has behind it; set it after a checkpoint was
+    loaded, before the first attempt."""
+
+    def __init__(self, settings: Elastic, prepared: Prepared, ranks: Sequence[ProcessControl]) -> None:
+        self.step = 0
+        self.generation: Generation | None = None
+        self._settings = settings
+        self._prepared = prepared
+        # All who answer who this process is.
+        self._ranks = ranks
+        self._launched = ranks[0].environment
+        self._membership: Membership = settings.join(settings)
+        self._place = MeetingPlace(self._membership.own_address())
+        self._latest = self._since = 0
+        self._asked: float | None = None
+        self._looked = time.monotonic()
+        self._running = False
+        self._stepped = 0
+        self._hooked: set[int] = set()
+        self._listeners: list[Callable[[Generation], None]] = []
+        settle_at_exit()
+
+    @property
+    def has_met(self) -> bool:
+        """Whether this rank takes part now, as far as it knows."""
+        return self.generation is not None
+
+    def on_meeting(self, listener: Callable[[Generation], None]) -> None:
+        """Call ``listener`` whenever the ranks have met anew: numbers, and how many there are, have changed then."""
+        self._listeners.append(listener)
+
+    @contextmanager
+    def attempt(self) -> Iterator[int]:
+        """One window, the number of which is given: done by all who take part, or by none. Collective."""
+        if self._running:
+            raise MisuseError("an attempt was begun inside another one. Leave the first block before the second")
+        self._meet_if_due()
+        self._watch_optimizers()
+        buffers = [buffer.clone() for buffer in self._buffers()]
+        self._stepped, self._running = 0, True
+        try:
+            yield self.step
+        except PeerFailedError as error:
+            if isinstance(error, VetoError):
+                raise
+            self._lose(error, buffers)
+        else:
+            self.step += 1
+        finally:
+            self._running = False
+
+    def redone(self, action: Callable[[], Any]) -> Any:
+        """``action()``, again and again until no rank is lost in it, for what is no window. Collective."""
+        while True:
+            self._meet_if_due()
+            try:
+                return action()
+            except PeerFailedError as error:
+                self._lose(error, [])
+
+    def close(self) -> None:
+        """Take part no longer."""
+        self._membership.close()
+        self._leave()
+
+    # -- windows -------------------------------------------------------------------------------------------------------
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """What forwards change: a window that is done again must not count twice in a running mean."""
+        return [buffer for model in self._prepared.models.plain for buffer in model.buffers()]
+
+    def _watch_optimizers(self) -> None:
+        for prepared in self._prepared.optimizers:
+            if id(prepared) not in self._hooked:
+                self._hooked.add(id(prepared))
+                prepared.optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped += self._running
+        if self._stepped > 1:
+            raise MisuseError(
+                "two optimizer steps in one attempt: were a rank lost between them, the state would belong to no "
+                "window. Step once, at the end of the attempt"
+            )
+
+    @torch.no_grad()
+    def _lose(self, error: PeerFailedError, buffers: Sequence[torch.Tensor]) -> None:
+        """The wire is gone. Keeps no traceback: that would keep the generators of the window alive, in its middle."""
+        LOGGER.info("step %d: %s", self.step, error)
+        if self._stepped:
+            self.step += 1
+        elif buffers:
+            for buffer, before in zip(self._buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        for model in self._prepared.models.plain:
+            for parameter in model.parameters():
+                parameter.grad = None
+        self._prepared.windows.forget()
+        self._prepared.windows.running = []
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.generation is not None:
+            self.generation.leave()
+            self.generation = None
+
+    # -- meetings ------------------------------------------------------------------------------------------------------
+
+    def _meet_if_due(self) -> None:
+        if self.generation is None:
+            self._meet()
+        elif self._is_time_to_look(self.generation):
+            self._looked = time.monotonic()
+            members = self._ask()
+            if {member.identity for member in members} != self.generation.identities:
+                self._leave()
+                self._meet(members)
+
+    def _is_time_to_look(self, generation: Generation) -> bool:
+        """The same on all ranks: number 0 looks at its clock and says, before a window begins, that the others are to
+        look after it. When they have the means of that window, number 0 has begun it, and so has said so."""
+        is_due = time.monotonic() - self._looked > self._settings.look_every
+        if generation.store is None:
+            return is_due
+        try:
+            if is_due and generation.communicator.rank == 0:
+                self._looked = time.monotonic()
+                generation.store.set(f"look/{self.step + 1}", b"")
+            return bool(generation.store.check([f"look/{self.step}"]))
+        except RuntimeError as error:
+            LOGGER.info("the store of generation %d is gone: %s", generation.number, error)
+            return True
+
+    def _meet(self, members: Sequence[Member] | None = None) -> None:
+        began = time.monotonic()
+        for _ in range(MEETINGS):
+            chosen = self._ask() if members is None else members
+            members = None
+            self._latest = 1 + max(member.standing.generation for member in chosen)
+            try:
+                self.generation = meet(
+                    chosen,
+                    self._membership.identity,
+                    self._place,
+                    timeout=self._settings.timeout,
+                    backend=self._choose_backend,
+                )
+                self._take_over(self.generation)
+            except (RuntimeError, OSError) as error:
+                if isinstance(error, GradsyncError) and not isinstance(error, PeerFailedError):
+                    raise
+                LOGGER.info("generation %d did not come about: %s", self._latest, error)
+                self._leave_behind()
+            else:
+                self._tell(self.generation, time.monotonic() - began)
+                return
+        raise GradsyncError(
+            f"{MEETINGS} meetings in a row came to nothing, since ranks were lost in each. See what they wrote"
+        )
+
+    def _leave_behind(self) -> None:
+        """Whatever there is of a meeting that failed."""
+        self._leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _choose_backend(self, store: Any, size: int) -> str:
+        return agree_on_backend(store, replace(self._launched, world_size=size), self._ranks[0].device)
+
+    def _ask(self) -> Sequence[Member]:
+        """Who takes part, as soon as there are enough."""
+        settings, began = self._settings, time.monotonic()
+        self._asked = began if self._asked is None else self._asked
+        while True:
+            try:
+                members = self._membership.ask(self._standing(), ASK_SECONDS)
+            except TimeoutError as error:
+                if time.monotonic() - began > max(settings.patience, ASK_SECONDS):
+                    raise GradsyncError(
+                        f"nobody said who takes part for {time.monotonic() - began:.0f} s: {error}. Fewer than "
+                        f"min_ranks={settings.min_ranks} may be left, or the lighthouse is gone"
+                    ) from error
+                LOGGER.warning("step %d: still waiting for other ranks (%s)", self.step, error)
+                continue
+            if self._are_enough(members):
+                return members
+            time.sleep(AGAIN_SECONDS)
+
+    def _are_enough(self, members: Sequence[Member]) -> bool:
+        """Follows from what all were told alike, so that all go on, or all ask again."""
+        if any(member.standing.generation for member in members):
+            return len(members) >= self._settings.min_ranks
+        wanted = self._settings.ranks or self._launched.world_size
+        return len(members) >= wanted or max(each.standing.waited for each in members) > self._settings.patience
+
+    def _standing(self) -> Standing:
+        return Standing(
+            step=self.step,
+            generation=self._latest,
+            since=self._since,
+            waited=time.monotonic() - (self._asked or time.monotonic()),
+            meeting_place=self._place.address,
+            launched=self._launched.rank,
+            host=socket.gethostname(),
+            process=os.getpid(),
+        )
+
+    def _take_over(self, generation: Generation) -> None:
+        """From here on these are the ranks."""
+        for each in self._ranks:
+            each.go_on_with(generation.communicator)
+        if generation.lagging:
+            heal(self._prepared, generation.communicator, generation.lagging)
+        self._prepared.models.regroup()
+        self._prepared.windows.forget()
+        self.step = generation.newest_step
+        self._since = self._since or generation.number
+        self._looked = time.monotonic()
+        for listener in self._listeners:
+            listener(generation)
+
+    def _tell(self, generation: Generation, seconds: float) -> None:
+        if generation.communicator.rank == 0:
+            healed = [str(generation.members[number]) for number in generation.lagging]
+            LOGGER.warning(
+                "generation %d: %d ranks go on with step %d, after %.1f s%s",
+                generation.number,
+                len(generation.members),
+                generation.newest_step,
+                seconds,
+                f" ({', '.join(healed)} took the state of rank 0)" if healed else "",
+            )
