@@ -1,13 +1,14 @@
 """Trains with ranks that are killed at random moments and replaced, and compares every window with one process alone.
 
-``python -m tests.elastic_soak --steps 1000 --kills 100 --ranks 4``. A window's samples follow from its number alone, and
-its gradient is their mean over whoever takes part, so that in float64 every window's parameters must be those of a
+``python -m tests.elastic_soak --steps 1000 --kills 100 --ranks 4``. A window's samples follow from its number alone,
+and its gradient is their mean over whoever takes part, so that in float64 every window's parameters must be those of a
 single process, but for the order of additions. With torchft installed its lighthouse says who takes part.
 """
 
 import argparse
 import base64
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -91,9 +92,9 @@ def be_rank(steps: int, log: Path, pause: float, reduction: str) -> None:
     model, optimizer, scheduler = accelerator.prepare(plain, optimizer, scheduler)
     run = accelerator.elastic
     with log.open("a", buffering=1) as file:
-        while run.step < steps:
+        for attempt in run.attempts(steps):
             before = run.step
-            with run.attempt() as step:
+            with attempt as step:
                 size, rank = accelerator.num_processes, accelerator.process_index
                 share = range(GLOBAL_BATCH * rank // size, GLOBAL_BATCH * (rank + 1) // size)
                 inputs, targets = samples_of(step, share)
@@ -122,7 +123,7 @@ def be_rank(steps: int, log: Path, pause: float, reduction: str) -> None:
     run.close()
 
 
-# -- who starts and kills them --------------------------------------------------------------------------------------------
+# -- who starts and kills them ---------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -157,12 +158,9 @@ class Soak:
         variables = {"RANK": place, "WORLD_SIZE": plan.ranks, "LOCAL_RANK": place, "LOCAL_WORLD_SIZE": plan.ranks}
         command = [sys.executable, "-m", "tests.elastic_soak", "--log", str(log), "--steps", str(plan.steps)]
         command += ["--pause", str(plan.pause), "--reduction", plan.reduction]
-        self.running[place] = subprocess.Popen(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | self.variables | {k: str(v) for k, v in variables.items()},
-            stdout=log.with_suffix(".out").open("wb"),
-            stderr=subprocess.STDOUT,
-        )
+        every = os.environ | {"OMP_NUM_THREADS": "1"} | self.variables | {k: str(v) for k, v in variables.items()}
+        with log.with_suffix(".out").open("wb") as output:
+            self.running[place] = subprocess.Popen(command, env=every, stdout=output, stderr=subprocess.STDOUT)
 
     def tend(self) -> None:
         """Replaces who was killed, until somebody has finished."""
@@ -234,6 +232,8 @@ def _kill_at_random(run: Soak, choice: random.Random) -> None:
         if run.ended:
             # Who takes part ends by itself; who is still on its way finds nobody any more.
             finished = finished or now
+            for place in [place for place in run.running if not run.has_begun(place)]:
+                run.running[place].kill()
             if now - finished > ENDING_SECONDS:
                 return
         elif run.killed < plan.kills:
@@ -316,7 +316,7 @@ def longest_pause(told: list[dict[str, Any]]) -> float:
         if each["step"] > best:
             best = each["step"]
             times.append(each["time"])
-    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 def main() -> None:

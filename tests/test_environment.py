@@ -229,14 +229,14 @@ from gradsync.accelerator.environment import read_environment
 from gradsync.accelerator.world import connect
 from gradsync.accelerator.operations import gather
 
-votes, vote = [], module._agree_on_backend
+votes, vote = [], module.agree_on_backend
 
 def counted(store, *arguments):
     backend = vote(store, *arguments)
     votes.append(store.add("ranks", 0))
     return backend
 
-module._agree_on_backend = counted
+module.agree_on_backend = counted
 out, cpu = sys.argv[1], sys.argv[2] == "cpu"
 sums = []
 with warnings.catch_warnings(record=True) as caught:
@@ -472,7 +472,7 @@ def choose_backends(devices: list[str]) -> list[str]:
 
     def choose(rank: int) -> None:
         mine = place(rank, len(devices), rank, len(devices))
-        chosen[rank] = world_module._agree_on_backend(store, mine, torch.device(devices[rank]))
+        chosen[rank] = world_module.agree_on_backend(store, mine, torch.device(devices[rank]))
 
     threads = [threading.Thread(target=choose, args=(rank,), daemon=True) for rank in range(len(devices))]
     for thread in threads:

@@ -19,6 +19,7 @@ PUBLIC = {
     "ConfigurationError",
     "DataLoaderConfiguration",
     "DistributedDataParallel",
+    "Elastic",
     "Fingerprints",
     "GradientAccumulationPlugin",
     "GradientSynchronization",

@@ -219,6 +219,23 @@ class RankProcesses:
                 raise TimeoutError(f"after {timeout:g} s there still ran {names}")
         return self.failure()
 
+    def take_ended(self, timeout: float) -> list[tuple[RankPlace, int]]:
+        """Waits at most so long for ranks to end; those that have, with their codes, are forgotten with all they have
+        started. For who goes on without them, or starts others in their places."""
+        self._await_ends(min(timeout, self._tick))
+        ended = [process for process in self._processes if process.code is not None]
+        self._processes = [process for process in self._processes if process.code is None]
+        for process in ended:
+            process.signal(signal.SIGKILL)
+            os.waitpid(process.pid, 0)
+            os.close(process.pidfd)
+        return [(process.place, process.code or 0) for process in ended]
+
+    @property
+    def count(self) -> int:
+        """Ranks that have not been seen to end."""
+        return len(self._running())
+
     def tell(self, number: signal.Signals, *, pause: float = 0.0) -> None:
         """Send a signal to all ranks that still run, each with a ``pause`` to obey it before the next one."""
         for process in self._running():

@@ -215,7 +215,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         if self._elastic is not None:
             raise ConfigurationError(
                 "a prepared loader shares its batches out among the ranks it began with. Where ranks come and go, take "
-                "the samples of a window by its number: accelerator.elastic.attempt() gives it"
+                "the samples of a window by its number: accelerator.elastic.attempts() gives it"
             )
         prepared = prepare_data_loader(
             data_loader,

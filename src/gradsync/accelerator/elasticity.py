@@ -2,8 +2,8 @@
 
 ::
 
-    while elastic.step < 1000:
-        with elastic.attempt() as step:
+    for attempt in accelerator.elastic.attempts(1000):
+        with attempt as step:
             …                                # window number `step`: forwards, backwards, one optimizer step
 
 An attempt that loses its wire ends there, without an error; nothing of it is kept, unless the optimizer has stepped:
@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,7 @@ class Elasticity:
         self._running = False
         self._stepped = 0
         self._hooked: set[int] = set()
+        self._before: list[Callable[[], None]] = []
         self._listeners: list[Callable[[Generation], None]] = []
         settle_at_exit()
 
@@ -86,12 +87,26 @@ class Elasticity:
         """Call ``listener`` whenever the ranks have met anew: numbers, and how many there are, have changed then."""
         self._listeners.append(listener)
 
+    def attempts(self, steps: int) -> "Iterator[AbstractContextManager[int]]":
+        """One for each window until ``steps`` of them are behind, and more where ranks were lost. Collective.
+
+        An attempt is a context that gives the number of the window: it is done by all who take part, or by none.
+        """
+        while True:
+            self._meet_if_due()
+            if self.step >= steps:
+                return
+            yield self._attempt()
+
+    def before_meeting(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` before the ranks of now part because others have come: what they have started they can
+        finish. Where a rank was lost nobody is asked."""
+        self._before.append(listener)
+
     @contextmanager
-    def attempt(self) -> Iterator[int]:
-        """One window, the number of which is given: done by all who take part, or by none. Collective."""
+    def _attempt(self) -> Iterator[int]:
         if self._running:
             raise MisuseError("an attempt was begun inside another one. Leave the first block before the second")
-        self._meet_if_due()
         self._watch_optimizers()
         buffers = [buffer.clone() for buffer in self._buffers()]
         self._stepped, self._running = 0, True
@@ -170,8 +185,17 @@ class Elasticity:
             self._looked = time.monotonic()
             members = self._ask()
             if {member.identity for member in members} != self.generation.identities:
+                self._say_farewell()
                 self._leave()
                 self._meet(members)
+
+    def _say_farewell(self) -> None:
+        """The wire still works, unless somebody was lost in this very moment."""
+        try:
+            for listener in self._before:
+                listener()
+        except PeerFailedError as error:
+            LOGGER.info("step %d: %s", self.step, error)
 
     def _is_time_to_look(self, generation: Generation) -> bool:
         """The same on all ranks: number 0 looks at its clock and says, before a window begins, that the others are to
@@ -185,7 +209,7 @@ class Elasticity:
                 generation.store.set(f"look/{self.step + 1}", b"")
             return bool(generation.store.check([f"look/{self.step}"]))
         except RuntimeError as error:
-            LOGGER.info("the store of generation %d is gone: %s", generation.number, error)
+            LOGGER.info("the store of generation %d is gone: %s", generation.number, _first_line(error))
             return True
 
     def _meet(self, members: Sequence[Member] | None = None) -> None:
@@ -206,7 +230,7 @@ class Elasticity:
             except (RuntimeError, OSError) as error:
                 if isinstance(error, GradsyncError) and not isinstance(error, PeerFailedError):
                     raise
-                LOGGER.info("generation %d did not come about: %s", self._latest, error)
+                LOGGER.info("generation %d did not come about: %s", self._latest, _first_line(error))
                 self._leave_behind()
             else:
                 self._tell(self.generation, time.monotonic() - began)
@@ -287,3 +311,8 @@ class Elasticity:
                 seconds,
                 f" ({', '.join(healed)} took the state of rank 0)" if healed else "",
             )
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the frames of C++ that torch adds to what it says of a store."""
+    return str(error).partition("\n")[0]

@@ -12,6 +12,7 @@ import typer
 
 from gradsync.accelerator.environment import read_environment
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, times_restarted, usable_cores
+from gradsync.elastic import require_torchft
 from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
 from gradsync.llm.settings import TrainSettings
 from gradsync.watch import say_goodbye
@@ -46,6 +47,13 @@ def train(
     max_restarts: Annotated[
         int, WIRE(help="Start all ranks again, from the newest checkpoint, after so many failures.")
     ] = 0,
+    elastic: Annotated[
+        bool, WIRE("--elastic", help="Go on without ranks that are lost, and with others that come (needs torchft).")
+    ] = False,
+    min_ranks: Annotated[int, WIRE(help="Fewer elastic ranks wait for others.")] = 1,
+    elastic_ranks: Annotated[
+        int | None, WIRE(help="Elastic ranks of all nodes at the beginning; those of this one without it.")
+    ] = None,
     cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
     bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
     reduction: Annotated[
@@ -78,6 +86,7 @@ def train(
     """
     chosen = dict(locals())
     ranks, on_cpu, restarts = chosen.pop("nproc"), chosen.pop("cpu"), chosen.pop("max_restarts")
+    del chosen["elastic_ranks"]
     # A launcher that starts ranks again wants them to go on.
     chosen["resume"] = resume = resume or times_restarted() > 0
     if resume and run_folder is None:
@@ -100,10 +109,25 @@ def train(
     if ranks < 1:
         raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
     _check_early(settings)
+    arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
+    if elastic:
+        raise typer.Exit(_run_elastic(settings, arguments, ranks, elastic_ranks, restarts))
     if ranks == 1 and not restarts:
         raise typer.Exit(_run_rank(settings, on_cpu))
-    arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
     raise typer.Exit(run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts))
+
+
+def _run_elastic(
+    settings: TrainSettings, arguments: list[str], ranks: int, all_ranks: int | None, restarts: int
+) -> int:
+    from gradsync.cli.elastic_launching import run_elastic_ranks_of
+
+    if restarts:
+        raise ConfigurationError("--max-restarts starts all ranks again; --elastic replaces those that are lost")
+    require_torchft()
+    return run_elastic_ranks_of(
+        "gradsync", arguments, nproc=ranks, ranks=all_ranks or ranks, min_ranks=settings.min_ranks
+    )
 
 
 def _default_ranks(on_cpu: bool) -> int:
@@ -128,11 +152,12 @@ def _check_early(settings: TrainSettings) -> None:
 
 
 def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
+    from gradsync.llm.elastic_run import run_elastic
     from gradsync.llm.run import exit_code_of, run
 
     rank = read_environment().rank
     try:
-        return exit_code_of(run(settings, cpu=on_cpu))
+        return exit_code_of((run_elastic if settings.elastic else run)(settings, cpu=on_cpu))
     except OSError as error:
         # A full disk, a folder that went away: no reason for a traceback.
         raise GradsyncError(str(error)) from error

@@ -119,7 +119,7 @@ class LighthouseMembership:
         self._asking = self._client(address)
         self._beating = self._client(address)
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, name="gradsync lighthouse", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def _client(self, address: str) -> Any:
         try:
@@ -128,6 +128,10 @@ class LighthouseMembership:
             raise ConfigurationError(f"there is no lighthouse at {address}: {error}") from error
 
     def ask(self, standing: Standing, timeout: float) -> list[Member]:
+        if self._thread is None:
+            # Not before: the lighthouse lets the others wait for whoever lives, and this rank may have to get ready.
+            self._thread = threading.Thread(target=self._beat, name="gradsync lighthouse", daemon=True)
+            self._thread.start()
         try:
             quorum = self._asking.quorum(
                 self.identity,

@@ -48,6 +48,15 @@ class Recording(Listener):
     def saved(self, step: int) -> None:
         self._screen.saved(step)
 
+    def noted(self, step: int, text: str) -> None:
+        self._folder.note(step, text)
+        self._screen.noted(step, text)
+
+    def hand_over(self) -> None:
+        """Another rank records from here on."""
+        self._folder.close()
+        self._screen.stop()
+
     def close(self, outcome: Outcome) -> None:
         """The run is over: summary, report, and the table on the screen."""
         if outcome.signal:

@@ -26,19 +26,27 @@ class Saving:
     def __init__(self, settings: TrainSettings, accelerator: Accelerator) -> None:
         self._settings = settings
         self._accelerator = accelerator
-        self._folder = CheckpointFolder(
-            settings.run_folder / "checkpoints", accelerator.world.communicator, keep=settings.keep
-        )
+        self._folder = self._open()
         self.loaded: Loaded | None = self._folder.load() if settings.resume else None
         self.latest: int | None = None if self.loaded is None else self.loaded.step
 
-    def adopt(self, plan: BatchPlan) -> tuple[BatchPlan, list[str]]:
-        """The plan to train by, and what is to be said about it: a resumed run keeps its global batch."""
+    def _open(self) -> CheckpointFolder:
+        return CheckpointFolder(
+            self._settings.run_folder / "checkpoints", self._accelerator.world.communicator, keep=self._settings.keep
+        )
+
+    def go_on_with_others(self) -> None:
+        """The accelerator has other ranks now."""
+        self._folder = self._open()
+
+    def adopt(self, plan: BatchPlan, ranks: int) -> tuple[BatchPlan, list[str]]:
+        """The plan to train by on so many ranks, and what is to be said about it: a resumed run keeps its global
+        batch."""
         if self.loaded is None:
             if self._settings.resume:
                 return plan, ["nothing to resume from: the run begins at its first step"]
             return plan, []
-        loaded, ranks = self.loaded, self._accelerator.num_processes
+        loaded = self.loaded
         before, now, global_batch = loaded.facts["settings"], self._settings.as_json(), loaded.facts["global_batch"]
         other = [name for name in FIXED + TOLD if before.get(name) != now[name]]
         for name in other:

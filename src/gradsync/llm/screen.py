@@ -85,6 +85,13 @@ class Screen(Listener):
     def saved(self, step: int) -> None:
         self._line(f"step {step}: checkpoint written")
 
+    def noted(self, step: int, text: str) -> None:
+        self._line(f"step {step}: {text}")
+
+    def stop(self) -> None:
+        """Show nothing any more."""
+        self._progress.stop()
+
     def _line(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True, style="dim")
 

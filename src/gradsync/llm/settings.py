@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 AT_LEAST_1 = (
     *("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every", "steps"),
-    "fingerprints",
+    *("fingerprints", "min_ranks"),
 )
 # What is expected, and of which settings; None is always allowed.
 RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
@@ -60,6 +60,8 @@ class TrainSettings:
     overlap: Overlap | None = None
     on_veto: OnVeto | None = None
     fingerprints: int | None = None
+    elastic: bool = False
+    min_ranks: int = 1
     run_folder: Path = Path("runs/train")
     checkpoint_every: int = 100
     keep: int = 2
@@ -74,6 +76,7 @@ class TrainSettings:
                 if value is not None and not holds(value):
                     raise ConfigurationError(f"--{name.replace('_', '-')} must be {expected}, got {value!r}")
         self._check_reduction()
+        self._check_elastic()
         Overlapping(shards=self.shard_optimizer, overlap=self.overlap)
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
@@ -90,6 +93,20 @@ class TrainSettings:
                 f"--reduction {self.reduction} and {other} exclude each other: who steps locally has no means to wait "
                 "for, and needs the whole state of the optimizer"
             )
+
+    def _check_elastic(self) -> None:
+        wrong = [
+            *(["--shard-optimizer"] if self.shard_optimizer else []),
+            *([f"--overlap {self.overlap}"] if self.overlap not in (None, "backward") else []),
+            *([f"--reduction {self.reduction}"] if self.local_steps is not None else []),
+        ]
+        if self.elastic and wrong:
+            raise ConfigurationError(
+                f"--elastic and {wrong[0]} exclude each other: a rank that is lost would take something along that the "
+                "others have not got"
+            )
+        if not self.elastic and self.min_ranks != 1:
+            raise ConfigurationError("--min-ranks says when --elastic ranks go on; without --elastic all are needed")
 
     @property
     def local_steps(self) -> int | None:

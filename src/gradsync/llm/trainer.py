@@ -11,6 +11,7 @@ from torch import nn
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from gradsync.accelerator.operations import gather_object
 from gradsync.communicator import Communicator
+from gradsync.elastic import Elastic
 from gradsync.engine import Fingerprints, SyncPolicy
 from gradsync.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
@@ -25,7 +26,7 @@ from gradsync.local_steps import LocalSteps
 from gradsync.reduction import reduction_by_name
 from gradsync.timeline import StepTimes, Timeline
 
-__all__ = ["Listener", "Outcome", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
+__all__ = ["Listener", "Outcome", "Records", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
 
 DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
@@ -91,6 +92,9 @@ class Listener:
     def saved(self, step: int) -> None:
         """A checkpoint has been written."""
 
+    def noted(self, step: int, text: str) -> None:
+        """Something to remember has happened."""
+
 
 class Trainer:
     """One run on this rank. Collective from beginning to end."""
@@ -102,10 +106,10 @@ class Trainer:
         self.accelerator = accelerator
         self.data_description = tokens.description
         train, self._validation = tokens.split(at_least=settings.sequence_length + 1)
-        world_size = accelerator.num_processes
+        ranks = self.planned_ranks
         self.plan = BatchPlan(
             sequence_length=settings.sequence_length,
-            global_batch=settings.micro_batch * settings.grad_accum * world_size,
+            global_batch=settings.micro_batch * settings.grad_accum * ranks,
             micro_batch=settings.micro_batch,
             seed=settings.seed,
         )
@@ -114,8 +118,9 @@ class Trainer:
         if settings.precision == "fp64":
             model = model.double()
         self.saving = Saving(settings, accelerator)
-        self.plan, self.notes = self.saving.adopt(self.plan)
-        self.batches = Batches(train, self.plan, accelerator.process_index, world_size)
+        self.plan, self.notes = self.saving.adopt(self.plan, ranks)
+        self._tokens = train
+        self.deal()
         self.total_steps = settings.steps or DEFAULT_STEPS
         if settings.epochs is not None:
             self.total_steps = max(1, round(settings.epochs * self.batches.windows_per_epoch))
@@ -129,9 +134,19 @@ class Trainer:
         self._local = self._make_local_steps(settings.local_steps)
         self.step = self.saving.restore()
         self.phases = Phases(accelerator.device, timeline)
-        self._heartbeat = Heartbeat(accelerator.world.communicator)
         self._listener = Listener()
         self._validation_loss: float | None = None
+
+    @property
+    def planned_ranks(self) -> int:
+        """How many ranks a window is planned for; it is the same window on any other number."""
+        return self.accelerator.num_processes
+
+    def deal(self) -> None:
+        """Share windows out among the ranks there are now."""
+        accelerator = self.accelerator
+        self.batches = Batches(self._tokens, self.plan, accelerator.process_index, accelerator.num_processes)
+        self._heartbeat = Heartbeat(accelerator.world.communicator)
 
     def _make_local_steps(self, every: int | None) -> LocalSteps | None:
         if every is None:
@@ -158,6 +173,9 @@ class Trainer:
             self._local.synchronize()
         if self.saving.latest != self.step:
             self._save()
+        return self._conclude(signal)
+
+    def _conclude(self, signal: int) -> Outcome:
         if not signal:
             self.validate()
         proof = compare_replicas(self.plain_model, self.accelerator.world.communicator)
@@ -165,7 +183,7 @@ class Trainer:
 
     def _train(self) -> int:
         """All steps. Returns the signal that has ended them, or 0."""
-        records, signal = _Records(self, self._listener), 0
+        records, signal = Records(self, self._listener), 0
         with Interruption() as interruption:
             while self.step < self.total_steps and not signal:
                 pulse = self._train_step(interruption.signal, records)
@@ -179,7 +197,7 @@ class Trainer:
             signal = signal or last.signal
         return signal
 
-    def _train_step(self, signal: int, records: "_Records") -> Pulse | None:
+    def _train_step(self, signal: int, records: "Records") -> Pulse | None:
         phase = self.phases.phase
         began = time.perf_counter()
         with phase("data"):
@@ -212,7 +230,7 @@ class Trainer:
         inputs, targets = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
         return inputs, targets
 
-    def _now_and_then(self, records: "_Records") -> int:
+    def _now_and_then(self, records: "Records") -> int:
         """Save, validate. Returns the signal that somebody has got meanwhile, or 0."""
         signal = 0
         if self.step % self.settings.checkpoint_every == 0:
@@ -253,7 +271,7 @@ class Trainer:
         self._listener.validated(self.step, self._validation_loss)
 
 
-class _Records:
+class Records:
     """Steps that have run, until the heartbeat says what they were over all ranks. Then the listener hears of them."""
 
     def __init__(self, trainer: Trainer, listener: Listener) -> None:
@@ -312,7 +330,9 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
     return ReplicaProof(digests=tuple(gather_object(communicator, [digest.hexdigest()])))
 
 
-def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
+def make_accelerator(
+    settings: TrainSettings, *, cpu: bool = False, elastic: Elastic | None = None
+) -> tuple[Accelerator, Timeline]:
     """An accelerator for the run, and the timeline that its engine will tell of every synchronization."""
     timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
     reduction = reduction_by_name(settings.reduction if settings.local_steps is None else "mean")
@@ -328,6 +348,7 @@ def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Acc
         cpu=cpu,
         shard_optimizer=settings.shard_optimizer,
         overlap=settings.overlap,
+        elastic=elastic,
         # The schedule is made of windows, whatever the number of ranks.
         gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
