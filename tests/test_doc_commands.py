@@ -77,6 +77,11 @@ def _check_words(words: list[str]) -> None:
         _check_python(rest)
     elif program == "pip":
         _check_pip(rest)
+    elif program == "torchft_lighthouse":
+        # Its help is its own; these are the options that version 0.2 has of those that the docs name.
+        wrong = [word for word in rest if word.startswith("--") and word not in ("--min_replicas", "--bind")]
+        if wrong:
+            raise UnknownCommandError(f"torchft_lighthouse has no {wrong[0]}")
     elif program == "kill":
         if len(rest) != 2 or f"SIG{rest[0].removeprefix('-')}" not in signal.Signals.__members__:
             raise UnknownCommandError(f"kill has a signal and a process, got {' '.join(rest)}")

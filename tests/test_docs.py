@@ -83,6 +83,32 @@ model(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
 assert model.module.weight.grad.item() == 0.5
 """,
     ),
+    ("elastic.md", "accelerator.elastic.attempts("): Around(
+        """
+import functools, logging
+from tests.roll_call import RollCall, join_roll_call
+dist.init_process_group("gloo")
+call = RollCall() if dist.get_rank() == 0 else None
+ports = [call and call.port]
+dist.broadcast_object_list(ports)
+dist.destroy_process_group()
+# Whoever has no torchft is to run this, too.
+Elastic = functools.partial(Elastic, join=join_roll_call(ports[0]))
+logging.getLogger("gradsync").setLevel(logging.ERROR)
+torch.manual_seed(0)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+loss_function = nn.functional.mse_loss
+def batches_of(step, rank, ranks):
+    torch.manual_seed(step)
+    return [(torch.randn(8 // ranks, 8), torch.randn(8 // ranks, 1))]
+""",
+        """
+assert accelerator.elastic.step == 1000 and accelerator.num_processes == 2
+accelerator.elastic.close()
+""",
+    ),
     ("coming-from-accelerate.md", "from gradsync.utils import"): Around(""),
     ("coming-from-ddp.md", "from gradsync import"): Around(""),
     ("coming-from-deepspeed.md", "accelerator.prepare("): Around(

@@ -12,7 +12,7 @@ FLOORS = [
     ("the command line, and what it runs", PANEL, ["cli", "bench", "doctor", "lab", "llm", "launch"]),
     ("Accelerate's interface; states on disk", PANEL, ["accelerator", "utils", "checkpoint"]),
     ("what users import", FORWARD_FILL, ["data_parallel", "attach", "averaging", "clipping"]),
-    ("", FORWARD_FILL, ["sharded", "local_steps", "layer_drop", "timeline", "testing"]),
+    ("", FORWARD_FILL, ["sharded", "local_steps", "elastic", "layer_drop", "timeline", "testing"]),
     ("a module as one replica among several", STEP_FILL, ["wrap"]),
     ("autograd's hooks, the pipeline of buckets", BACKWARD_FILL, ["engine"]),
     ("what lies between two steps, and what it weighs", BACKWARD_FILL, ["window"]),
