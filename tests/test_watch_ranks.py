@@ -89,8 +89,7 @@ class Training:
 
 def train_until_one_ends(wire: str, victim: int, seconds: float, number: int) -> NoReturn:
     """At any moment the victim is killed, or ends its process itself."""
-    # Rarely Gloo gives up a message to a peer that is gone at the timeout of the group only: sooner than the test.
-    training = Training(wire, timeout=20.0)
+    training = Training(wire)
     training.step()
     if dist.get_rank() == victim:
         end = (lambda: os._exit(3)) if number == 0 else (lambda: os.kill(os.getpid(), number))
