@@ -171,7 +171,9 @@ def check(fault: Fault, outcome: Outcome, times: Times, expected: str = "") -> l
         assert max(seconds) <= times.noticed, f"{seconds}: {told}"
         return seconds
     assert all(abs(each - times.timeout) <= times.off for each in seconds), f"{seconds}: {told}"
-    warnings = [at - outcome.at for each in outcome.ranks.values() for at, line in each["heard"] if "heard of" in line]
+    warnings = [
+        at - outcome.at for each in outcome.ranks.values() for at, line in each["heard"] if "error only after" in line
+    ]
     assert warnings, f"nobody was warned. {told}"
     assert abs(min(warnings) - times.warned) <= 2 * times.off, f"warned after {warnings} s: {told}"
     return seconds

@@ -27,6 +27,7 @@ from gradsync.communicator import (
     host_peers,
     shared_heap,
 )
+from gradsync.communicator.host_door import HELLO, SECRET_BYTES
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 from tests.ranks import pool_of
 from tests.test_shared_memory import Lines
@@ -286,10 +287,10 @@ def meet_among_strangers() -> list[str]:
 
     def listen_to_strangers(opened: contextlib.ExitStack) -> Any:
         listener, invitation = listen(opened)
-        hello = host_peers._HELLO.pack
-        by_name = invitation.name.ljust(host_peers.SECRET_BYTES, b"\0")
+        hello = HELLO.pack
+        by_name = invitation.name.ljust(SECRET_BYTES, b"\0")
         callers["mute"] = call_on(listener, b"")
-        callers["garbage"] = call_on(listener, os.urandom(host_peers._HELLO.size))
+        callers["garbage"] = call_on(listener, os.urandom(HELLO.size))
         callers["short"] = call_on(listener, hello(1, invitation.secret)[:-1])
         callers["knows the name"] = call_on(listener, hello(1, by_name))
         callers["this rank's number"] = call_on(listener, hello(0, invitation.secret))
