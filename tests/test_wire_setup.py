@@ -318,6 +318,36 @@ def test_strangers_are_let_go_and_keep_nobody_waiting() -> None:
     assert pool_of(2).run(meet_among_strangers) == [[], []]
 
 
+def meet_behind_a_full_queue() -> bool:
+    """As many strangers as there is room for have come before any rank, and stay."""
+    callers: list[socket.socket] = []
+    listen = host_peers._listen
+
+    def listen_to_many(opened: contextlib.ExitStack) -> Any:
+        listener, invitation = listen(opened)
+        with contextlib.suppress(BlockingIOError):
+            while len(callers) < 100:
+                callers.append(socket.socket(socket.AF_UNIX))
+                callers[-1].setblocking(False)
+                callers[-1].connect(invitation.address)
+        assert len(callers) < 100, "the queue is not full"
+        return listener, invitation
+
+    group = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "SOMAXCONN", 4)
+        if group.rank == 0:
+            patch.setattr(host_peers, "_listen", listen_to_many)
+        wire = SharedMemoryCommunicator(group)
+    for caller in callers:
+        caller.close()
+    return sums_up(wire)
+
+
+def test_a_full_queue_keeps_no_rank_out() -> None:
+    assert pool_of(2).run(meet_behind_a_full_queue) == [True, True]
+
+
 def be_another_user() -> str:
     """A rank that another user runs is no peer: the group is used, on all ranks."""
     wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
