@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test more soak kills laws peers-tests check docs dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test more soak kills faults laws peers-tests check docs dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
@@ -21,6 +21,7 @@ help:
 	@echo 'make more      run the tests that make test leaves out: whole programs, and more combinations (minutes)'
 	@echo 'make soak      random trainings, compared with one process, for as long as asked (ARGS="--minutes 30")'
 	@echo 'make kills     trainings that are killed at random moments and go on elsewhere (minutes, ARGS="--seeds 20")'
+	@echo 'make faults    ranks that are killed, stopped, cut off or raise at random moments (an hour, ARGS="--seeds 2")'
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
 	@echo 'make peers-tests   the tests of torch and of Accelerate, with our classes in the place of theirs (minutes)'
 	@echo 'make check     lint, formatting, types'
@@ -54,6 +55,9 @@ soak: .venv/.dev
 
 kills: .venv/.dev
 	$(BIN)/python -m tests.kills $(ARGS)
+
+faults: .venv/.dev
+	$(BIN)/python -m tests.faults $(ARGS)
 
 laws: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m hypothesis --hypothesis-profile deep --timeout 3600 $(ARGS)

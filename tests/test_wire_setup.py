@@ -27,6 +27,7 @@ from gradsync.communicator import (
     host_peers,
     shared_heap,
 )
+from gradsync.communicator.host_door import HELLO, SECRET_BYTES
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 from tests.ranks import pool_of
 from tests.test_shared_memory import Lines
@@ -286,10 +287,10 @@ def meet_among_strangers() -> list[str]:
 
     def listen_to_strangers(opened: contextlib.ExitStack) -> Any:
         listener, invitation = listen(opened)
-        hello = host_peers._HELLO.pack
-        by_name = invitation.name.ljust(host_peers.SECRET_BYTES, b"\0")
+        hello = HELLO.pack
+        by_name = invitation.name.ljust(SECRET_BYTES, b"\0")
         callers["mute"] = call_on(listener, b"")
-        callers["garbage"] = call_on(listener, os.urandom(host_peers._HELLO.size))
+        callers["garbage"] = call_on(listener, os.urandom(HELLO.size))
         callers["short"] = call_on(listener, hello(1, invitation.secret)[:-1])
         callers["knows the name"] = call_on(listener, hello(1, by_name))
         callers["this rank's number"] = call_on(listener, hello(0, invitation.secret))
@@ -315,6 +316,36 @@ def meet_among_strangers() -> list[str]:
 
 def test_strangers_are_let_go_and_keep_nobody_waiting() -> None:
     assert pool_of(2).run(meet_among_strangers) == [[], []]
+
+
+def meet_behind_a_full_queue() -> bool:
+    """As many strangers as there is room for have come before any rank, and stay."""
+    callers: list[socket.socket] = []
+    listen = host_peers._listen
+
+    def listen_to_many(opened: contextlib.ExitStack) -> Any:
+        listener, invitation = listen(opened)
+        with contextlib.suppress(BlockingIOError):
+            while len(callers) < 100:
+                callers.append(socket.socket(socket.AF_UNIX))
+                callers[-1].setblocking(False)
+                callers[-1].connect(invitation.address)
+        assert len(callers) < 100, "the queue is not full"
+        return listener, invitation
+
+    group = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "SOMAXCONN", 4)
+        if group.rank == 0:
+            patch.setattr(host_peers, "_listen", listen_to_many)
+        wire = SharedMemoryCommunicator(group)
+    for caller in callers:
+        caller.close()
+    return sums_up(wire)
+
+
+def test_a_full_queue_keeps_no_rank_out() -> None:
+    assert pool_of(2).run(meet_behind_a_full_queue) == [True, True]
 
 
 def be_another_user() -> str:

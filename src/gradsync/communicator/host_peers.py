@@ -16,26 +16,28 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
+from gradsync.communicator.host_door import HELLO, SECRET_BYTES, Caller, HostDoor
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.errors import WireLostError
 
-__all__ = ["Caller", "HostPeers"]
+__all__ = ["HostPeers"]
 
 NAME_BYTES = 16
-SECRET_BYTES = 32
+# How long a rank waits for a place in another one's queue, and for those who have said who they are to be heard.
+PATIENCE_SECONDS = 5.0
+RETRY_SECONDS = 1e-3
 # What a rank could not do if a step fails.
 _REACH = "reach the other ranks of its host over Unix sockets"
 _YES, _NO = b"y", b"n"
 # What accompanies a descriptor: the number of bytes behind it, or -1 from a rank that could not make it.
 _OFFER = struct.Struct("<q")
-_HELLO = struct.Struct(f"<q{SECRET_BYTES}s")
-_CREDENTIALS = struct.Struct("=iII")
 
 
 class Invitation(NamedTuple):
@@ -51,24 +53,6 @@ class Invitation(NamedTuple):
     @classmethod
     def read(cls, told: bytes) -> "Invitation":
         return cls(told[:NAME_BYTES], told[NAME_BYTES:])
-
-
-class Caller(NamedTuple):
-    """The process at the other end of a socket, as the kernel knows it."""
-
-    process: int
-    user: int
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> "Caller":
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        process, user, _ = _CREDENTIALS.unpack(credentials)
-        return cls(process, user)
-
-    @property
-    def is_stranger(self) -> bool:
-        """Whether another user runs it than this one."""
-        return self.user != os.geteuid()
 
 
 _all: "weakref.WeakSet[HostPeers]" = weakref.WeakSet()
@@ -113,39 +97,34 @@ class HostPeers:
         So a rank that cannot go on, because it has no descriptor left or another name space, keeps nobody waiting.
         """
         with contextlib.ExitStack() as opened:
-            listener, mine = make_together(communicator, "make a Unix socket", lambda: _listen(opened))
+            door, mine = make_together(communicator, "make a Unix socket", lambda: self._open_door(opened))
             told = [Invitation.read(each) for each in gather_bytes(communicator, mine.name + mine.secret)]
             make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
-            make_together(communicator, _REACH, lambda: self._accept(listener, mine))
+            make_together(communicator, _REACH, lambda: self._accept(door))
+
+    def _open_door(self, opened: contextlib.ExitStack) -> tuple[HostDoor, Invitation]:
+        listener, invitation = _listen(opened)
+        missing = set(range(self.rank + 1, self.world_size))
+        return opened.enter_context(HostDoor(listener, invitation.secret, missing)), invitation
 
     def _connect(self, invitations: list[Invitation]) -> None:
         """To all ranks before this one, who need not take it for that."""
         for peer, invitation in enumerate(invitations):
             connection = self._sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.setblocking(False)
-            connection.connect(invitation.address)
+            _connect(connection, invitation.address)
             caller = Caller.of(connection)
             if caller.is_stranger:
                 raise PermissionError(f"{self.name(peer)} runs as user {caller.user}, and this one as {os.geteuid()}")
-            connection.sendall(_HELLO.pack(self.rank, invitation.secret))
+            connection.sendall(HELLO.pack(self.rank, invitation.secret))
             self.process_ids[peer] = caller.process
 
-    def _accept(self, listener: socket.socket, invitation: Invitation) -> None:
+    def _accept(self, door: HostDoor) -> None:
         """All ranks after this one, who have connected and said who they are by now. See [Note: strangers]."""
-        missing = set(range(self.rank + 1, self.world_size))
-        while missing:
-            try:
-                connection, _ = listener.accept()
-            except BlockingIOError:
-                names = listed([self.name(peer) for peer in sorted(missing)])
-                raise ConnectionError(f"{names} did not come, or not as the user of this one") from None
-            connection.setblocking(False)
-            caller = Caller.of(connection)
-            peer = None if caller.is_stranger else _greeted(connection, invitation.secret)
-            if peer is None or peer not in missing:
-                connection.close()
-                continue
-            missing.remove(peer)
+        if not door.wait(PATIENCE_SECONDS) or door.missing:
+            names = listed([self.name(peer) for peer in sorted(door.missing)])
+            raise ConnectionError(f"{names} did not come, or not as the user of this one")
+        for peer, (connection, caller) in door.take_guests().items():
             self._sockets[peer] = connection
             self.process_ids[peer] = caller.process
 
@@ -267,12 +246,14 @@ def _listen(opened: contextlib.ExitStack) -> tuple[socket.socket, Invitation]:
     return listener, invitation
 
 
-def _greeted(connection: socket.socket, secret: bytes) -> int | None:
-    """The number that is said at the other end, by whoever knows the secret."""
-    with contextlib.suppress(OSError):
-        hello = connection.recv(_HELLO.size)
-        if len(hello) == _HELLO.size:
-            peer, shown = _HELLO.unpack(hello)
-            if secrets.compare_digest(shown, secret):
-                return int(peer)
-    return None
+def _connect(connection: socket.socket, address: bytes) -> None:
+    """Strangers may fill the queue there for a moment, until they are let go."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            connection.connect(address)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_SECONDS)

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["UnderWay", "keep_for_good", "keep_track", "leave_all"]
+__all__ = ["UnderWay", "keep_for_good", "keep_track", "leave_all", "never_let_go"]
 
 # For all threads of all wires together, and for those of Gloo.
 PATIENCE_SECONDS = 2.0
@@ -92,6 +92,11 @@ def keep_for_good(under_way: UnderWay) -> UnderWay:
     return under_way
 
 
+def never_let_go(thing: object) -> None:
+    """Keep it beyond the end of the interpreter, which then does not run its destructor."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 @atexit.register
 def leave_all() -> None:
     """See [Note: the end]."""
@@ -102,7 +107,7 @@ def leave_all() -> None:
         with contextlib.suppress(Exception):
             wire.leave(max(0.0, deadline - time.monotonic()))
     for tensor in (tensor for each in _under_way for tensor in each.left()):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+        never_let_go(tensor)
     _let_gloo_settle()
 
 

@@ -126,6 +126,7 @@ class PeerExchangeCommunicator(Wire):
     def _tell_others(self, reason: str) -> None:
         first_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
         break_gloo(self._link.backend, self.rank, self.world_size)
+        self._link.give_up()
 
     # -- the collectives ----------------------------------------------------------------------------------------------
 

@@ -15,10 +15,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator.background import Numbering
+from gradsync.communicator.background import GivenUpError, Numbering
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.first_cause import first_cause
+from gradsync.communicator.lost_sends import end_wait
 from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.process_group import is_timeout
 from gradsync.errors import ConfigurationError, WireLostError
 
 __all__ = ["Exchange", "Message", "PeerLink"]
@@ -84,6 +86,14 @@ class PeerLink:
         # The backend itself: torch.distributed's checks and the dispatcher cost as much as a small message.
         self.backend = _gloo_of(group)
         self._tags = _tags.setdefault(group, _Tags())
+        # What somebody waits for whose receives have all come.
+        self.finishing: Exchange | None = None
+
+    def give_up(self) -> None:
+        """From another thread, when all else is closed: nobody waits any longer for a send. See [Note: lost sends]."""
+        exchange = self.finishing
+        if exchange is not None:
+            exchange.give_up()
 
     def exchange(self, collective: Collective, messages: int, place: Numbering) -> "Exchange":
         """The messages of ``collective``, at most so many each way with every peer."""
@@ -108,12 +118,17 @@ class Message:
 
     def wait(self) -> None:
         # Messages of nothing are not sent, and then there is no work.
-        work, self.work = self.work, None
-        if work is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self.exchange.fail(self.peer, error)
+        work = self.work
+        if work is None:
+            return
+        try:
+            has_ended = work.wait()
+        except RuntimeError as error:
+            self.work = None
+            self.exchange.fail(self.peer, error)
+        self.work = None
+        if not has_ended:
+            raise GivenUpError
 
     def is_cut_off(self) -> bool:
         """Whether the peer is known to be gone. Asked only when the collective has failed: it ends the message."""
@@ -124,7 +139,7 @@ class Message:
             work.wait(SECOND_LOOK)
         except RuntimeError as error:
             # One that does not answer in time has Gloo close all of them, here.
-            return not _is_timeout(error) and CLOSED not in str(error)
+            return not is_timeout(error) and CLOSED not in str(error)
         return False
 
 
@@ -149,8 +164,17 @@ class Exchange:
         self._sends.append(self._begin(self.link.backend.send, peer, tensor, number))
 
     def finish_sends(self) -> None:
-        while self._sends:
-            self._sends.pop().wait()
+        self.link.finishing = self
+        try:
+            while self._sends:
+                self._sends[-1].wait()
+                self._sends.pop()
+        finally:
+            self.link.finishing = None
+
+    def give_up(self) -> None:
+        for message in tuple(self._sends):
+            end_wait(message.work)
 
     def finish(self) -> None:
         """Wait for every message that was not waited for."""
@@ -180,7 +204,7 @@ class Exchange:
             self._collective.describe(),
             re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0]),
         )
-        if _is_timeout(error):
+        if is_timeout(error):
             return (
                 f"{name(peer)} did not answer {name(self.link.rank)} in {what} ({said}). It hangs, is slower than "
                 "the group's timeout allows, or its link is cut. Look at that rank, or give the group a longer timeout"
@@ -203,7 +227,3 @@ def _gloo_of(group: Any) -> Any:
             'torch.distributed.new_group(backend="gloo"), or use ProcessGroupCommunicator'
         )
     return backend
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    return "timed out" in str(error).lower()

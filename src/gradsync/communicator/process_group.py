@@ -10,26 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator.background import call_back
+from gradsync.communicator.background import LOOK_SECONDS, GivenUpError, call_back
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.first_cause import begin_anew, first_cause
-from gradsync.communicator.leaving import UnderWay, keep_for_good
+from gradsync.communicator.leaving import UnderWay, keep_for_good, never_let_go
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import ConfigurationError, WireLostError
 
-__all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of"]
+__all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of", "is_timeout"]
 
 # Backends that divide while they reduce. Gloo and MPI would divide in a pass of their own.
 AVERAGING_BACKENDS = frozenset({"nccl", "rccl", "xccl", "hccl"})
+CPU = torch.device("cpu")
 # What all backends can add up. They move other numbers as bytes.
 SUMMED = SUMMED_BY_TORCH - {torch.int16}
 # No collective and no exchange of ours has it.
 LAST_TAG = (1 << 31) - 1
+# How often whoever waits for Gloo looks whether the wire was lost meanwhile.
+LOOK = timedelta(seconds=LOOK_SECONDS)
 
 _fates: "weakref.WeakKeyDictionary[dist.ProcessGroup, Fate]" = weakref.WeakKeyDictionary()
 
@@ -69,6 +72,34 @@ class _TorchWork:
             call_back(callback)
 
         self._work.get_future().then(call)
+
+
+class _GlooWork(_TorchWork):
+    """One of Gloo's collectives, which may never come to its end. See [Note: lost sends] in lost_sends.py."""
+
+    __slots__ = ("_wire",)
+
+    def __init__(self, wire: Wire, work: Any, *tensors: torch.Tensor) -> None:
+        super().__init__(work, *tensors)
+        self._wire = wire
+
+    def wait(self) -> None:
+        while not self._waited_for(LOOK):
+            if self._wire.failure is not None:
+                # The group's own end would wait for the thread that is still in it.
+                never_let_go(self._wire.group)
+                raise GivenUpError
+        _under_way.end(self._number)
+
+    def _waited_for(self, limit: timedelta) -> bool:
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            # What it has come to at this very moment, or its own error.
+            self._work.wait()
+        return True
 
 
 class ProcessGroupCommunicator(Wire):
@@ -121,7 +152,7 @@ class ProcessGroupCommunicator(Wire):
             options = dist.AllreduceOptions()
             options.reduceOp = _OPERATIONS[op]
             real = _as_real(tensor)
-            return _TorchWork(self.group.allreduce([real], options), real)
+            return self._work(self.group.allreduce([real], options), real)
 
         return self._start(collective, tensor, start)
 
@@ -131,7 +162,7 @@ class ProcessGroupCommunicator(Wire):
             options.rootRank = source
             options.rootTensor = 0
             moved = _as_bytes(tensor)
-            return _TorchWork(self.group.broadcast([moved], options), moved)
+            return self._work(self.group.broadcast([moved], options), moved)
 
         return self._start(collective, tensor, start)
 
@@ -144,7 +175,7 @@ class ProcessGroupCommunicator(Wire):
 
         def start() -> Work:
             into, out = _as_bytes(output), _as_bytes(tensor)
-            return _TorchWork(self.group._allgather_base(into, out, _AllgatherOptions()), into, out)
+            return self._work(self.group._allgather_base(into, out, _AllgatherOptions()), into, out)
 
         return self._start(collective, tensor, start)
 
@@ -158,7 +189,7 @@ class ProcessGroupCommunicator(Wire):
             options = dist.ReduceScatterOptions()
             options.reduceOp = _OPERATIONS[op]
             into, out = _as_real(output), _as_real(tensor)
-            return _TorchWork(self.group._reduce_scatter_base(into, out, options), into, out)
+            return self._work(self.group._reduce_scatter_base(into, out, options), into, out)
 
         return self._start(collective, tensor, start)
 
@@ -187,7 +218,7 @@ class ProcessGroupCommunicator(Wire):
             # Counted in what they are sent as.
             size = output.itemsize // into.itemsize
             counts = [size * count for count in arriving], [size * count for count in leaving]
-            return _TorchWork(self.group.alltoall_base(into, out, *counts), into, out)
+            return self._work(self.group.alltoall_base(into, out, *counts), into, out)
 
         return self._start(collective, tensor, start)
 
@@ -195,6 +226,15 @@ class ProcessGroupCommunicator(Wire):
         if tensor.is_cpu:
             return self._issue(collective, start)
         return self._issue(DeviceCollective(self, collective, tensor.device), start, on_host=False)
+
+    def _work(self, work: Any, *tensors: torch.Tensor) -> Work:
+        if tensors[0].is_cpu and self._is_gloo:
+            return _GlooWork(self, work, *tensors)
+        return _TorchWork(work, *tensors)
+
+    @functools.cached_property
+    def _is_gloo(self) -> bool:
+        return bool(self.group._get_backend(CPU).name() == "gloo")
 
     def _refused(self, collective: Collective, error: BaseException) -> BaseException:
         # Whether the wire has failed, or torch has only refused an argument.
@@ -242,15 +282,21 @@ def break_gloo(backend: Any, rank: int, world_size: int) -> None:
 
     But it closes them when somebody has waited too long: for a message that nobody sends.
     """
-    if world_size == 1:
-        return
     # It has a set of connections for every interface, which messages use in turn, by their tags.
     interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     for number in range(interfaces):
-        try:
-            backend.recv([torch.empty(1)], (rank + 1) % world_size, LAST_TAG - number).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            continue
+        # Of one that is gone it fails without having waited, and closes no other.
+        for step in range(1, world_size):
+            try:
+                message = backend.recv([torch.empty(1)], (rank + step) % world_size, LAST_TAG - number)
+                message.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if is_timeout(error):
+                    break
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower()
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

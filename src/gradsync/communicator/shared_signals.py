@@ -161,10 +161,11 @@ class Signals:
                     raise self._ended_because(missing[0], describe)
                 if self._posts[peer].value >= self._awaited:
                     return
-            if semaphore.take(SLEEP_SECONDS):
+            left = deadline - time.monotonic()
+            if semaphore.take(min(SLEEP_SECONDS, max(0.0, left))):
                 if not self._ended:
                     return
-            elif time.monotonic() > deadline:
+            elif left <= 0.0:
                 raise WireLostError(
                     f"{self._peers.name(self._peers.rank)} waited {self._timeout:g} s in {describe()} for "
                     f"{self._peers.name(peer)} (process {self._peers.process_ids[peer]}), which is alive but has not "

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gradsync.communicator.host_peers import Caller
+from gradsync.communicator.host_door import Caller
 from gradsync.watch.protocol import SECRET_BYTES, Doorkeeper, Line, ProtocolError, join
 
 __all__ = ["Door", "Invitation", "enter", "own_addresses"]

@@ -1,0 +1,54 @@
+"""Ends the wait for a send that Gloo has lost.
+
+[Note: lost sends] A send waits until its receiver says that it is ready. When that word is the last that came before
+the connection was reset, Gloo takes the send from its list, fails to write it, and tells all operations in its lists of
+the error: this one is in none any more. Whoever waits for it waits until the timeout of the group, whatever is closed
+or timed out meanwhile. Python cannot end the wait of another thread in C++; torch could (``SendWork::abort``), but has
+no name for it in Python, so it is called by the one in its library. Only what is a ``SendWork`` beyond doubt is
+touched: its first word leads to that class's table of methods. Where any of it is not found, the wait ends at the
+timeout.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["end_wait"]
+
+LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+ABORT = "_ZN4c10d16ProcessGroupGloo8SendWork5abortEv"
+METHODS = "_ZTVN4c10d16ProcessGroupGloo8SendWorkE"
+# A table begins with an offset and the class's name, in front of the methods.
+BEFORE_METHODS = 2 * ctypes.sizeof(ctypes.c_void_p)
+
+
+def end_wait(work: Any) -> bool:
+    """Have ``work.wait()`` of a send return False, now or when it is called. False here if that cannot be done."""
+    known = _methods()
+    if known is None or work is None:
+        return False
+    methods, abort = known
+    # Behind what every object has, one of pybind11's has the address of what it stands for.
+    address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
+    if not address or ctypes.c_void_p.from_address(address).value != methods:
+        return False
+    abort(address)
+    return True
+
+
+@functools.cache
+def _methods() -> tuple[int, Callable[[int], None]] | None:
+    for path in (Path(torch.__file__).parent / "lib" / name for name in LIBRARIES):
+        try:
+            library = ctypes.CDLL(str(path))
+            table = ctypes.addressof(ctypes.c_char.in_dll(library, METHODS))
+            abort = library[ABORT]
+        except (OSError, ValueError, AttributeError):
+            continue
+        abort.argtypes, abort.restype = [ctypes.c_void_p], None
+        return table + BEFORE_METHODS, abort
+    return None

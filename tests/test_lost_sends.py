@@ -1,0 +1,97 @@
+"""A send that Gloo has lost: its receiver was ready and then reset the connection. Nobody waits for it for long."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator import Wire
+from gradsync.communicator.lost_sends import end_wait
+from gradsync.errors import WireLostError
+from tests.ranks import RankError, RankPool
+from tests.wires import fresh_wire
+
+pytestmark = pytest.mark.timeout(120)
+
+TIMEOUT = 40.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks of their own: one does not survive its test."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def reset_when_closed() -> None:
+    """Have this process's end reset its connections, as the kernel does where something was not read."""
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            connection = socket.socket(fileno=os.dup(int(path.name)))
+        except OSError:
+            continue
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def lose_a_send(name: str) -> tuple[str, float]:
+    """Rank 1 finds in one go that rank 0 is ready, and gone."""
+    wire = fresh_wire(name, TIMEOUT)
+    assert isinstance(wire, Wire)
+    wire.all_reduce(torch.ones(3)).wait()
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    tensor = torch.ones(1000)
+    if wire.rank == 0:
+        time.sleep(0.5)
+        os.kill(pids[1], signal.SIGSTOP)
+        wire.broadcast(tensor, 1)
+        time.sleep(0.5)
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {pids[1]}"])
+        reset_when_closed()
+        os._exit(3)
+    # What the watch would say.
+    threading.Timer(2.0, wire.lose, ["rank 0 is gone"]).start()
+    began = time.monotonic()
+    with pytest.raises(WireLostError) as raised:
+        wire.broadcast(tensor, 1).wait()
+    return str(raised.value), time.monotonic() - began
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", ["peer-exchange", "group"])
+def test_nobody_waits_for_a_send_that_gloo_has_lost(pool: RankPool, name: str) -> None:
+    died, answer = pool.run(lose_a_send, name, expect_errors=True)
+    assert isinstance(died, RankError)
+    assert died.kind == "RankDied"
+    assert not isinstance(answer, RankError), answer
+    said, seconds = answer
+    assert "rank 0" in said
+    assert seconds < TIMEOUT / 2, "that was the timeout"
+
+
+def end_waits() -> list[bool]:
+    """Of a send, whose wait then returns at once, and of what is none."""
+    group = dist.new_group()
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]
+    outcome = []
+    if dist.get_rank() == 1:
+        send, receive = backend.send([torch.ones(3)], 0, 1), backend.recv([torch.ones(3)], 0, 2)
+        outcome = [end_wait(send), send.wait(), end_wait(receive), end_wait(None)]
+    dist.barrier()
+    return outcome
+
+
+def test_only_the_wait_for_a_send_is_ended(pool: RankPool) -> None:
+    assert pool.run(end_waits)[1] == [True, False, False, False]
