@@ -28,7 +28,7 @@ from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
 from gradsync.watch.words import Member
 
-__all__ = ["MODES", "VARIABLE", "look_at", "posts", "say_goodbye", "set_watch"]
+__all__ = ["MODES", "VARIABLE", "look_at", "posts", "say_goodbye", "set_watch", "straggling"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -65,6 +65,11 @@ def look_at(model: Model, communicator: Communicator) -> None:
 def posts() -> list[Post]:
     """Those of this process."""
     return [post for post in _posts.values() if post is not None]
+
+
+def straggling() -> list[str]:
+    """What was said of ranks that others wait for, so far. On the hub, rank 0; nothing elsewhere."""
+    return [words for post in posts() for words in post.straggling]
 
 
 def _set_up(wire: ProcessGroupCommunicator) -> Post | None:

@@ -9,8 +9,9 @@ from typing import Any
 from gradsync.communicator.naming import listed
 from gradsync.watch.judge import Ending, Suspicion
 from gradsync.watch.standing import Standing
+from gradsync.watch.stragglers import Verdict
 
-__all__ = ["RAISED", "Member", "ended", "sort_key", "suspected", "where"]
+__all__ = ["RAISED", "Member", "ended", "sort_key", "straggling", "suspected", "where"]
 
 MOST_NAMED = 4
 RAISED = "raised"
@@ -92,6 +93,20 @@ def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool)
         )
     stack = f". Its stack: {' < '.join(reversed(suspicion.standing.stack))}" if suspicion.standing.stack else ""
     return f"{member} keeps others waiting for {seconds}: {waiting}, and it is {stand}{stack}"
+
+
+def straggling(members: Sequence[Member], verdict: Verdict) -> str:
+    """Of a rank that all others wait for, in every window."""
+    each = verdict.straggler
+    member, own, others = members[each.member], f"{each.own * 1e3:.4g}", f"{each.others * 1e3:.4g}"
+    if verdict.is_over:
+        return f"{member} computes no longer than the others any more ({own} ms a window)"
+    whom = "the other rank" if len(members) == 2 else "the median of the others"
+    who = "which waits" if len(members) == 2 else "who all wait"
+    return (
+        f"{member} computes {each.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and update "
+        f"included), {who} for it. It waits {each.wire * 1e3:.3g} ms for the wire itself"
+    )
 
 
 def _state(process: int) -> str:
