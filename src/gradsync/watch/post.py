@@ -14,7 +14,6 @@ import contextlib
 import logging
 import selectors
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -31,11 +30,11 @@ from gradsync.watch.door import Door
 from gradsync.watch.guards import Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
-from gradsync.watch.standing import MOST_LETTERS, Model, Sampler, Standing
+from gradsync.watch.standing import Model, Sampler, Standing
 from gradsync.watch.stragglers import Stragglers
-from gradsync.watch.words import RAISED, Member, ended, sort_key, straggling, suspected
+from gradsync.watch.words import Member, ended, sort_key, straggling, suspected
 
-__all__ = ["Plan", "Post", "farewell"]
+__all__ = ["Plan", "Post"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -397,11 +396,3 @@ class Post:
         self._selector.close()
         self._waker.close()
         self._woken.close()
-
-
-def farewell(error: BaseException | None = None) -> str:
-    """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
-    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        return "has ended its script"
-    return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]

@@ -23,10 +23,10 @@ from gradsync.communicator.topology import host_identity
 from gradsync.errors import ConfigurationError
 from gradsync.watch.door import Door, Invitation, enter
 from gradsync.watch.dump import listen_for_requests, note_model, write_dump
-from gradsync.watch.post import Plan, Post, farewell
+from gradsync.watch.post import Plan, Post
 from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
-from gradsync.watch.words import Member
+from gradsync.watch.words import Member, farewell
 
 __all__ = ["MODES", "VARIABLE", "look_at", "posts", "say_goodbye", "set_watch", "straggling"]
 

@@ -1,5 +1,6 @@
 """What is said of a rank: who it is, since when, where it was, and what to do."""
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +9,10 @@ from typing import Any
 
 from gradsync.communicator.naming import listed
 from gradsync.watch.judge import Ending, Suspicion
-from gradsync.watch.standing import Standing
+from gradsync.watch.standing import MOST_LETTERS, Standing
 from gradsync.watch.stragglers import Verdict
 
-__all__ = ["RAISED", "Member", "ended", "sort_key", "straggling", "suspected", "where"]
+__all__ = ["RAISED", "Member", "ended", "farewell", "sort_key", "straggling", "suspected", "where"]
 
 MOST_NAMED = 4
 RAISED = "raised"
@@ -120,3 +121,11 @@ def _state(process: int) -> str:
         "t": "Its process is held by a debugger",
         "D": "Its process waits for a disk or a device",
     }.get(state, "")
+
+
+def farewell(error: BaseException | None = None) -> str:
+    """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
+    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return "has ended its script"
+    return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]
