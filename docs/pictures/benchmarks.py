@@ -1,9 +1,11 @@
-"""Fills docs/benchmarks.md from the results of one run: its pictures, tables and readings.
+"""Fills docs/benchmarks.md, or another page, from the results of one run: its pictures, tables and readings.
 
     gradsync bench all --out results
     python docs/pictures/benchmarks.py results
+    gradsync bench faults --out faults
+    python docs/pictures/benchmarks.py faults failures.md
 
-Everything between the two markers of the page is written anew, and docs/pictures/bench holds the pictures of that run
+Everything between the two markers of the page is written anew, and the page's folder of pictures holds the pictures of that run
 and no others, so that the page never mixes runs. Pictures are PNG: they have a white ground, also where a reader's
 page is dark.
 """
@@ -20,8 +22,8 @@ from gradsync.bench.scenario import Table
 from gradsync.bench.scenarios import SCENARIOS
 from gradsync.errors import ConfigurationError, GradsyncError
 
-PAGE = Path(__file__).parent.parent / "benchmarks.md"
-PICTURES = Path(__file__).parent / "bench"
+# The pages that are filled, and the folders of their pictures.
+PAGES = {"benchmarks.md": "bench", "failures.md": "faults"}
 BEGIN, END = "<!-- results begin -->", "<!-- results end -->"
 
 
@@ -119,10 +121,13 @@ def _cell(value: object) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python docs/pictures/benchmarks.py FOLDER, where FOLDER holds the results of gradsync bench")
+    results, page = (*sys.argv[1:], *["benchmarks.md"] * (len(sys.argv) == 2), "", "")[:2]
+    if len(sys.argv) not in (2, 3) or page not in PAGES:
+        pages = " or ".join(PAGES)
+        sys.exit(f"usage: python docs/pictures/benchmarks.py FOLDER [PAGE]: results of gradsync bench, and {pages}")
+    here = Path(__file__).parent
     try:
-        fill(ResultFolder.open(Path(sys.argv[1])), PAGE, PICTURES)
+        fill(ResultFolder.open(Path(results)), here.parent / page, here / PAGES[page])
     except (GradsyncError, OSError) as error:
         sys.exit(f"benchmarks.py: {error}")
 

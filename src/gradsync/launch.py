@@ -98,10 +98,12 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that did not end with 0; a negative code is the signal that ended it."""
+    """A rank that did not end with 0; a negative code is the signal that ended it. ``at`` is when that was seen, as
+    the time of day."""
 
     place: RankPlace
     code: int
+    at: float = 0.0
 
     @property
     def exit_code(self) -> int:
@@ -151,6 +153,7 @@ class _Process:
     pid: int
     pidfd: int
     code: int | None = None
+    ended_at: float = 0.0
 
     def signal(self, number: signal.Signals) -> None:
         """To its group; to itself while it has not got as far as making one."""
@@ -237,21 +240,42 @@ class RankProcesses:
         return len(self._running())
 
     def tell(self, number: signal.Signals, *, pause: float = 0.0) -> None:
-        """Send a signal to all ranks that still run, each with a ``pause`` to obey it before the next one."""
+        """Send a signal to all ranks that still run, each with a ``pause`` to obey it before the next one.
+
+        One that is stopped is woken: it could not obey, and the others would wait for it to the end of the grace.
+        """
         for process in self._running():
             process.signal(number)
+            if number in PASSED_ON:
+                process.signal(signal.SIGCONT)
             time.sleep(pause)
 
     def failure(self) -> Failure | None:
         """The rank to blame of those that have failed; one that obeys a signal only if there is no other."""
-        failures = [Failure(place=process.place, code=process.code) for process in self._processes if process.code]
         # A rank that a signal ended leaves the others with broken connections, and they fail within the same moment.
-        return min(failures, key=lambda each: (any(map(each.obeys, self.signals)), each.code > 0), default=None)
+        return min(self.failures(), key=lambda each: (any(map(each.obeys, self.signals)), each.code > 0), default=None)
+
+    def failures(self) -> list[Failure]:
+        """Of all that have failed until now."""
+        return [
+            Failure(place=process.place, code=process.code, at=process.ended_at)
+            for process in self._processes
+            if process.code
+        ]
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask all ranks that still run to end, and kill what is left after the grace, also of those that have ended."""
         self.tell(number)
-        self._await_all(self._grace)
+        self.running_after(self._grace)
+        self.kill()
+
+    def running_after(self, seconds: float) -> list[RankPlace]:
+        """Those that have not ended by themselves within ``seconds``."""
+        self._await_all(seconds)
+        return [process.place for process in self._running()]
+
+    def kill(self) -> None:
+        """All that still run, and what those have started that have ended."""
         for process in self._processes:
             process.signal(signal.SIGKILL)
         self._await_all(math.inf)
@@ -296,7 +320,7 @@ class RankProcesses:
             result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
             assert result is not None
             killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            process.code = -result.si_status if killed else result.si_status
+            process.code, process.ended_at = -result.si_status if killed else result.si_status, time.time()
         return bool(ended)
 
 

@@ -24,7 +24,7 @@ from gradsync.bench.machine import commit, describe_machine, versions
 from gradsync.bench.measure import Progress, Rounds
 from gradsync.bench.record import Cell, ResultFolder, RowFile
 from gradsync.bench.report import Section, build_report
-from gradsync.bench.scenario import Scenario
+from gradsync.bench.scenario import DrivenScenario, Scenario
 from gradsync.bench.screen import Screen
 from gradsync.charts.canvas import require
 from gradsync.errors import ConfigurationError, GradsyncError
@@ -58,19 +58,38 @@ class RunPlan:
     out: Path
     quick: bool = False
     rounds: int | None = None
+    # Of cells and of variants, by name; all where there are none. How long cells may take that mind it, together.
+    cases: Sequence[str] = ()
+    peers: Sequence[str] = ()
+    minutes: float | None = None
     command: str = ""
     no_lab: str = field(default_factory=missing_lab)
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 1:
             raise ConfigurationError(f"--rounds must be at least 1, got {self.rounds}")
+        if self.minutes is not None and self.minutes <= 0:
+            raise ConfigurationError(f"--minutes must be above 0, got {self.minutes:g}")
+        for scenario in self.scenarios:
+            self.cells(scenario)
 
     def cells(self, scenario: Scenario) -> list[Cell]:
         cells = list(scenario.cells(quick=self.quick))
+        unknown = [name for name in self.cases if name not in {cell.name for cell in cells}]
+        if unknown:
+            names = ", ".join(repr(cell.name) for cell in cells)
+            raise ConfigurationError(f"{scenario.name} has no case {unknown[0]!r}. It has: {names}")
+        if self.cases:
+            cells = [cell for cell in cells if cell.name in self.cases]
+        cells = [dataclasses.replace(cell, options={**cell.options, **self._wishes(len(cells))}) for cell in cells]
         if self.rounds is None:
             return cells
         each = {cell.name: cell.seconds / (cell.rounds + cell.warmup) * (self.rounds + cell.warmup) for cell in cells}
         return [dataclasses.replace(cell, rounds=self.rounds, seconds=each[cell.name]) for cell in cells]
+
+    def _wishes(self, cells: int) -> dict[str, object]:
+        wishes: dict[str, object] = {"peers": list(self.peers)} if self.peers else {}
+        return wishes | ({} if self.minutes is None else {"seconds": self.minutes * 60 / cells})
 
     def runs(self, cell: Cell) -> bool:
         return cell.hosts is None or not self.no_lab
@@ -142,7 +161,10 @@ def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, lat
     work = partial(_measure, scenario, cell, rows, progress)
     try:
         with hosts as lab:
-            fork_ranks(lab, work, ranks_per_host=cell.ranks_per_host, timeout=cell.seconds * PATIENCE + GRACE)
+            if isinstance(scenario, DrivenScenario):
+                scenario.drive(cell, lab, rows, progress)
+            else:
+                fork_ranks(lab, work, ranks_per_host=cell.ranks_per_host, timeout=cell.seconds * PATIENCE + GRACE)
     except KeyboardInterrupt:
         rows.write("interrupted")
         raise

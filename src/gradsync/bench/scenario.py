@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradsync.bench.measure import Rounds
+from gradsync.bench.measure import Progress, Rounds
 from gradsync.bench.peers import ALONE, OURS, TUNED
-from gradsync.bench.record import LIMITS, Cell, CellRecord
+from gradsync.bench.record import LIMITS, Cell, CellRecord, RowFile
 from gradsync.charts.canvas import SOFT, canvas, colour, legend
 from gradsync.charts.kinds import Series
 
@@ -35,8 +35,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from gradsync.lab import Lab
+
 __all__ = [
     "MISSING",
+    "DrivenScenario",
     "Picture",
     "Scenario",
     "Table",
@@ -142,6 +145,17 @@ class Scenario(ABC):
     def sentence(self, record: CellRecord) -> str:
         """What a cell says."""
         return ""
+
+
+class DrivenScenario(Scenario):
+    """One whose ranks are no ranks of the benchmark: it starts processes of its own, and watches them from outside."""
+
+    @abstractmethod
+    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
+        """Run a cell, on the hosts of ``lab`` where it wants some, and write its samples."""
+
+    def measure(self, rounds: Rounds) -> None:
+        raise NotImplementedError(f"{self.name} is driven from outside, and measures nothing in a rank")
 
 
 def colour_of(name: str) -> str:

@@ -28,7 +28,12 @@ def bench(
     folder: Annotated[Path | None, typer.Argument(help="With 'report': the folder of results.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cells and rounds: minutes instead of hours.")] = False,
     out: Annotated[Path | None, typer.Option(help="New folder for the results; bench-results/TIME without it.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Measured rounds of every cell.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", "--seeds", help="Measured rounds of every cell; seeds of 'faults'.")
+    ] = None,
+    cases: Annotated[str | None, typer.Option(help="Only these cells, by name, with commas between them.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Of 'faults': only these peers, with commas between them.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Of 'faults': begin nothing more after so long.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
 ) -> None:
     """Measure what synchronization costs, beside torch's DDP, Accelerate and others.
@@ -60,9 +65,16 @@ def bench(
             out=Path("bench-results") / time.strftime("%Y%m%d-%H%M%S") if out is None else out,
             quick=quick,
             rounds=rounds,
+            cases=_listed(cases),
+            peers=_listed(peers),
+            minutes=minutes,
             command=shlex.join(["gradsync", *sys.argv[1:]]),
         )
         _run(plan, screen)
+
+
+def _listed(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
 def _draw_again(path: Path | None, screen: "Screen") -> None:

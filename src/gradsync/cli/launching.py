@@ -12,9 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from gradsync.accelerator.environment import read_environment
+from gradsync.cli.last_words import WRONG_USE, Inquest, Statements
+from gradsync.communicator.naming import listed
 from gradsync.errors import ConfigurationError
 from gradsync.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
 
@@ -22,9 +25,11 @@ __all__ = ["inside_a_launch", "run_ranks_of", "times_restarted", "usable_cores"]
 
 # What a rank may take after a signal: to finish its step and to write a checkpoint.
 GRACE_SECONDS = 60
-
-# The exit code of a command that was given what it cannot do.
-REFUSED = 2
+# After a failure there is nothing to finish: the others only say what they saw of it.
+FAILURE_SECONDS = 5
+# When it is said what is waited for.
+SLOW_SECONDS = 5
+SHOW_CURSOR = "\x1b[?25h"
 
 # What `python -m` does, except that Ctrl-C while torch is imported is no reason for a traceback from every rank.
 RANK_PROGRAM = """\
@@ -68,8 +73,9 @@ def run_ranks_of(
     shell. SIGINT, SIGTERM and SIGHUP go to all ranks as such. They then have ``grace_seconds`` to end by themselves; a
     second signal kills them at once. Must be called in the main thread, the only one that hears of signals.
 
-    A line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is. After
-    a failure, which no signal to this process is, all ranks are started again, ``max_restarts`` times at most, and are
+    Of ranks that leave last words the error of the first that failed is shown, and a line for each other one. Else a
+    line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is. After a
+    failure, which no signal to this process is, all ranks are started again, ``max_restarts`` times at most, and are
     told so by torchrun's variable. Not after a refusal of what they were given, which would be the same again.
     """
     if nproc < 1:
@@ -86,39 +92,73 @@ def run_ranks_of(
     command = [sys.executable, "-c", RANK_PROGRAM, module, *arguments]
     failure: Failure | None = None
     for count in range(max_restarts + 1):
-        with standalone(nproc, (count, max_restarts)) as places, RankProcesses(grace_seconds) as ranks:
-            failure, passed_on = _run(ranks, places, command)
-        if failure is None:
+        with (
+            standalone(nproc, (count, max_restarts)) as places,
+            Statements(nproc) as statements,
+            RankProcesses(grace_seconds) as ranks,
+        ):
+            places = [replace(each, more={**each.more, **statements.variables(each.rank)}) for each in places]
+            inquest = replace(_run(ranks, places, command, grace_seconds), words=statements.words())
+        if not inquest.failures:
             return 0
-        # That a signal was obeyed needs no words.
-        if failure.code not in explained and not any(map(failure.obeys, passed_on)):
-            _say(_told(failure, passed_on))
-        if passed_on or failure.code == REFUSED or count == max_restarts:
+        failure = inquest.first
+        _tell(inquest, places, explained)
+        if inquest.signals or failure.code == WRONG_USE or count == max_restarts:
             break
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
     assert failure is not None
     return failure.exit_code
 
 
-def _run(
-    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str]
-) -> tuple[Failure | None, list[signal.Signals]]:
-    """The ranks from their start to the end of all: which one failed, and the signals that had come before."""
+def _run(ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float) -> Inquest:
+    """The ranks from their start to the end of all: which have failed, and the signals that had come before."""
     with ranks.noting_signals():
         for place in places:
             ranks.start(place, partial(os.execv, sys.executable, command))
-        failure = ranks.wait()
-        passed_on = ranks.signals if failure is None else []
-        ranks.stop(passed_on[0] if passed_on else signal.SIGTERM)
-        return failure or ranks.failure(), passed_on
+        ranks.wait()
+        early = ranks.failures()
+        signals = [] if early else ranks.signals
+        _end(ranks, signals, grace)
+        return Inquest(early=early, failures=ranks.failures(), words={}, signals=signals)
 
 
-def _told(failure: Failure, passed_on: Sequence[signal.Signals]) -> str:
+def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) -> None:
+    """Have all ranks end by themselves, and kill those that do not."""
+    ranks.tell(signals[0] if signals else signal.SIGTERM)
+    if not signals:
+        ranks.running_after(min(grace, FAILURE_SECONDS))
+    elif grace > SLOW_SECONDS and (late := ranks.running_after(SLOW_SECONDS)) and len(signals) == 1:
+        names = listed([str(place) for place in late])
+        verb = "finishes its step" if len(late) == 1 else "finish their step"
+        _say(f"{names} still {verb}, and write a checkpoint. A second Ctrl-C or SIGTERM kills without one")
+        ranks.running_after(grace - SLOW_SECONDS)
+    elif signals:
+        ranks.running_after(grace)
+    ranks.kill()
+
+
+def _tell(inquest: Inquest, places: Sequence[RankPlace], explained: Collection[int]) -> None:
+    failure, passed_on = inquest.first, inquest.signals
+    lines = inquest.lines(places)
+    # That a signal was obeyed needs no words.
+    if failure.place.rank not in inquest.words and failure.code not in explained:
+        lines = [*([] if any(map(failure.obeys, passed_on)) else [_told(inquest)]), *lines]
+    if lines and sys.stderr.isatty():
+        # Rank 0 may have been in the middle of a line, with the cursor hidden.
+        print(SHOW_CURSOR, file=sys.stderr)
+    for line in lines:
+        _say(line)
+
+
+def _told(inquest: Inquest) -> str:
+    failure, passed_on = inquest.first, inquest.signals
     killed = failure.code == -signal.SIGKILL
     if killed and len(passed_on) > 1:
         return f"the ranks were killed by the second {passed_on[1].name}, without time to finish"
     if killed and passed_on:
         return f"{failure.place} had not ended in time after {passed_on[0].name} and was killed"
+    if failure.code > 0 and inquest.words:
+        return f"{failure}, and left no error: it called os._exit(), or a library of its did"
     if failure.code > 0:
         return f"{failure}; its own message is above"
     hint = ". Out of memory? The kernel's log (dmesg) says so" if killed else ""

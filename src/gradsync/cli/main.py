@@ -13,16 +13,14 @@ try:
 except ModuleNotFoundError:
     sys.exit("gradsync needs typer and rich for its command line: pip install 'gradsync[cli]'")
 
+from gradsync.cli.last_words import DEBUG, INTERRUPTED, exit_code_of, one_line
 from gradsync.doctor.software import versions
-from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.errors import GradsyncError
 
 __all__ = ["app", "main"]
 
-DEBUG = "GRADSYNC_DEBUG"
 # Each is a function, or a typer application, of its own name in a module of its own name, in the order of the help.
 COMMANDS = ("train", "bench", "lab", "doctor", "explain")
-
-FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 
 
 def main() -> None:
@@ -32,15 +30,11 @@ def main() -> None:
     except GradsyncError as error:
         if os.environ.get(DEBUG, "") not in ("", "0"):
             raise
-        print(f"gradsync: {_one_line(error)}", file=sys.stderr)
-        sys.exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED)
+        print(f"gradsync: {one_line(error)}", file=sys.stderr)
+        sys.exit(exit_code_of(error))
     except KeyboardInterrupt:
         # Outside of typer, which does the same inside.
         sys.exit(INTERRUPTED)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 app = typer.Typer(
@@ -91,7 +85,7 @@ def _register(name: str) -> None:
 def _unavailable(name: str, error: ImportError) -> Callable[[], Any]:
     def command() -> None:
         raise GradsyncError(
-            f"the command {name} cannot be loaded: {_one_line(error)}. Install what is missing, for instance with "
+            f"the command {name} cannot be loaded: {one_line(error)}. Install what is missing, for instance with "
             "pip install 'gradsync[cli]'"
         ) from error
 

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from gradsync.accelerator.environment import read_environment
+from gradsync.cli.last_words import is_heard, leave_last_words
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, times_restarted, usable_cores
 from gradsync.elastic import require_torchft
 from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
@@ -98,7 +99,10 @@ def train(
         try:
             code = _run_rank(settings, on_cpu)
         except BaseException as error:
+            at = time.time()
             say_goodbye(error)
+            if isinstance(error, Exception):
+                leave_last_words(error, at=at)
             raise
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,7 +167,7 @@ def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
         raise GradsyncError(str(error)) from error
     except (ConfigurationError, PeerFailedError) as error:
         # Bad input is the same everywhere, and rank 0 says it once; what failed on another rank alone that rank says.
-        if rank > 0 and type(error) in (ConfigurationError, PeerFailedError, WireLostError):
+        if rank > 0 and not is_heard() and type(error) in (ConfigurationError, PeerFailedError, WireLostError):
             time.sleep(SECONDS_FOR_RANK_0)
             return 1
         raise

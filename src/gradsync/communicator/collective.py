@@ -18,7 +18,27 @@ from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Handle, Stage
 from gradsync.errors import GradsyncError
 
-__all__ = ["DONE", "Collective", "Fate", "Finishing", "Later", "StageHandle", "Together", "Work", "again"]
+__all__ = [
+    "DONE",
+    "Collective",
+    "Fate",
+    "Finishing",
+    "Later",
+    "StageHandle",
+    "Together",
+    "Work",
+    "again",
+    "waited_here",
+]
+
+# By thread: how many seconds it has waited for collectives, of those that do, and who is in one now.
+_waited: dict[int, float] = {}
+_waiting: set[int] = set()
+
+
+def waited_here() -> float:
+    """How many seconds this thread has waited for collectives, in all."""
+    return _waited.get(threading.get_ident(), 0.0)
 
 
 class Work(Protocol):
@@ -141,7 +161,11 @@ class Collective:
         if self._error is not None:
             raise self._error
         waits = self.wire.fate.waits
-        waits[self] = time.monotonic()
+        waits[self] = since = time.monotonic()
+        thread = threading.get_ident()
+        # A collective may be made of others: what is waited for inside is waited for here.
+        is_outermost = thread not in _waiting
+        _waiting.add(thread)
         try:
             self.work.wait()
         except BaseException as error:
@@ -154,6 +178,9 @@ class Collective:
         finally:
             # Two threads may have waited for it.
             waits.pop(self, None)
+            if is_outermost:
+                _waiting.discard(thread)
+                _waited[thread] = _waited.get(thread, 0.0) + time.monotonic() - since
 
     def done(self) -> bool:
         # Whatever cannot be asked raises when it is waited for.

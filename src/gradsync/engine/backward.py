@@ -56,6 +56,7 @@ from gradsync.engine.turns import Turns
 from gradsync.engine.veto import Veto
 from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
+from gradsync.watch import PaceMeter
 from gradsync.window import Window, WindowState, has_nonzero_gradients
 
 __all__ = ["BackwardEngine"]
@@ -77,6 +78,7 @@ class BackwardEngine:
         self.forwards = Forwards()
         # Those that went well, and those of which all ranks know that they did not.
         self.synchronizations = self.failures = 0
+        self.pace = PaceMeter()
         self.observer = options.watchers()
         self.phases = Phases()
         self.veto = Veto(options.policy.on_veto, options.communicator)
@@ -356,6 +358,7 @@ class BackwardEngine:
             self.recover()
             raise
         self.synchronizations += 1
+        self.pace.window_ended()
         if has_means:
             self.arrangement.window_finished(self._hooks.arrivals)
         self._leave_synchronization(Phase.IDLE)

@@ -97,6 +97,7 @@ class Synchronizer:
             phase=engine.phase.name.lower(),
             progress=engine.pipeline.progress() if engine.phase is Phase.SYNCHRONIZING else engine.phase.value,
             busy=busy,
+            pace=engine.pace.pace(),
         )
 
     # -- what wrappers read and set --------------------------------------------------------------------------------

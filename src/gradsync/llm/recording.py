@@ -12,6 +12,7 @@ from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
 from gradsync.llm.trainer import Listener, Outcome, StepRecord, Trainer
 from gradsync.timeline import StepTimes
+from gradsync.watch import straggling
 
 __all__ = ["Recording"]
 
@@ -23,6 +24,7 @@ class Recording(Listener):
         self._folder = folder
         self._screen = screen
         self._timeline_due = 1
+        self._noted = 0
 
     def began(self, trainer: Trainer, notes: list[str]) -> None:
         self._timeline_due = trainer.step + 3
@@ -39,6 +41,10 @@ class Recording(Listener):
             # A few over the run, more and more apart: the last one is the one the report draws.
             self._timeline_due = 2 * record.step
             self._folder.append({"kind": "timeline", "step": record.step, **_buckets(record.timeline)})
+        # The watch has put it on the screen when it found it.
+        for words in straggling()[self._noted :]:
+            self._noted += 1
+            self._folder.note(record.step, words)
         self._screen.stepped(record)
 
     def validated(self, step: int, loss: float) -> None:

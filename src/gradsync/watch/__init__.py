@@ -1,6 +1,7 @@
 """Beside the wire: ranks tell each other where they stand, so that one that is lost, stuck or gone has a name."""
 
-from gradsync.watch.set_up import leave_watch, look_at, say_goodbye, set_watch
+from gradsync.watch.pace import PaceMeter
+from gradsync.watch.set_up import leave_watch, look_at, say_goodbye, set_watch, straggling
 from gradsync.watch.standing import Whereabouts
 
-__all__ = ["Whereabouts", "leave_watch", "look_at", "say_goodbye", "set_watch"]
+__all__ = ["PaceMeter", "Whereabouts", "leave_watch", "look_at", "say_goodbye", "set_watch", "straggling"]

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import selectors
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -31,10 +30,11 @@ from gradsync.watch.door import Door
 from gradsync.watch.guards import Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
-from gradsync.watch.standing import MOST_LETTERS, Model, Sampler, Standing
-from gradsync.watch.words import RAISED, Member, ended, sort_key, suspected
+from gradsync.watch.standing import Model, Sampler, Standing
+from gradsync.watch.stragglers import Stragglers
+from gradsync.watch.words import Member, ended, sort_key, straggling, suspected
 
-__all__ = ["Plan", "Post", "farewell"]
+__all__ = ["Plan", "Post"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -87,6 +87,9 @@ class Post:
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
         self._told: list[Suspicion] = []
+        self._stragglers = Stragglers()
+        # What was said of them, for reports.
+        self.straggling: list[str] = []
         # Held while what is known changes; whoever waits for news waits here.
         self._news = threading.Condition()
         self._selector = selectors.PollSelector()
@@ -262,8 +265,10 @@ class Post:
 
     def _take(self, number: int, message: dict[str, Any], now: float) -> None:
         if "beat" in message:
+            standing = Standing.read(message["beat"])
+            self._stragglers.hear(number, standing.pace)
             with self._news:
-                self._judge.hear(number, Standing.read(message["beat"]), now)
+                self._judge.hear(number, standing, now)
                 suspects = message.get("suspects")
                 if number == HUB and isinstance(suspects, list):
                     told = [Suspicion.read(each, len(self.plan.members)) for each in suspects]
@@ -272,6 +277,7 @@ class Post:
             standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
             self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
         elif "off" in message:
+            self._stragglers.forget(number)
             with self._news:
                 self._judge.forget(number)
             self._lines[number].end = "off"
@@ -312,6 +318,7 @@ class Post:
             if self._is_hub:
                 suspects = self._judge.suspicions(now)[:MOST_SUSPECTS]
                 message["suspects"] = [each.as_data() for each in suspects]
+        self._stragglers.hear(self.plan.me, standing.pace)
         frame = pack(message)
         for line in self._lines.values():
             line.flush()
@@ -324,6 +331,15 @@ class Post:
                     suspected(self.plan.members, each, is_here=self.plan.here[each.member]),
                     self.plan.timeout,
                 )
+        if self._is_hub and not self._judge.endings:
+            self._name_stragglers(now)
+
+    def _name_stragglers(self, now: float) -> None:
+        verdict = self._stragglers.look(now)
+        if verdict is not None:
+            words = straggling(self.plan.members, verdict)
+            self.straggling.append(words)
+            LOGGER.warning("%s", words)
 
     def _lose_stranded(self, now: float) -> None:
         """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""
@@ -380,11 +396,3 @@ class Post:
         self._selector.close()
         self._waker.close()
         self._woken.close()
-
-
-def farewell(error: BaseException | None = None) -> str:
-    """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
-    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        return "has ended its script"
-    return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]

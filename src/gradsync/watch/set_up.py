@@ -23,12 +23,12 @@ from gradsync.communicator.topology import host_identity
 from gradsync.errors import ConfigurationError
 from gradsync.watch.door import Door, Invitation, enter
 from gradsync.watch.dump import listen_for_requests, note_model, write_dump
-from gradsync.watch.post import Plan, Post, farewell
+from gradsync.watch.post import Plan, Post
 from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
-from gradsync.watch.words import Member
+from gradsync.watch.words import Member, farewell
 
-__all__ = ["MODES", "VARIABLE", "leave_watch", "look_at", "posts", "say_goodbye", "set_watch"]
+__all__ = ["MODES", "VARIABLE", "leave_watch", "look_at", "posts", "say_goodbye", "set_watch", "straggling"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -72,6 +72,11 @@ def leave_watch(group: Any, words: str) -> None:
 def posts() -> list[Post]:
     """Those of this process."""
     return [post for post in _posts.values() if post is not None]
+
+
+def straggling() -> list[str]:
+    """What was said of ranks that others wait for, so far. On the hub, rank 0; nothing elsewhere."""
+    return [words for post in posts() for words in post.straggling]
 
 
 def _set_up(wire: ProcessGroupCommunicator) -> Post | None:

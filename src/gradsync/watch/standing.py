@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gradsync.communicator.collective import Fate
+from gradsync.watch.pace import NO_PACE, Pace
 
 __all__ = ["MOST_LETTERS", "Model", "Sampler", "Standing", "Wait", "Whereabouts", "stack_of"]
 
@@ -26,12 +27,14 @@ MOST_FRAMES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """What an engine does: ``windows`` it has synchronized, the name of its phase, and how far its buckets are."""
+    """What an engine does: ``windows`` it has synchronized, the name of its phase, how far its buckets are, and at
+    which ``pace`` it goes."""
 
     windows: int
     phase: str
     progress: str
     busy: bool
+    pace: Pace = NO_PACE
 
 
 class Model(Protocol):
@@ -72,9 +75,10 @@ class Standing:
     started: tuple[int, ...] = ()
     waits: tuple[Wait, ...] = ()
     stack: tuple[str, ...] = ()
+    pace: Pace = NO_PACE
 
     def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "waits": [vars(wait) for wait in self.waits]}
+        return {**vars(self), "waits": [vars(wait) for wait in self.waits], "pace": vars(self.pace)}
 
     @classmethod
     def read(cls, data: Any) -> "Standing":
@@ -97,6 +101,7 @@ class Standing:
                 for each in waits[:MOST_WAITS]
             ),
             stack=tuple(_text(each) for each in _listed(fields.get("stack"))[:MOST_FRAMES]),
+            pace=Pace.read(fields.get("pace")),
         )
 
 
@@ -137,6 +142,7 @@ class Sampler:
             started=started,
             waits=waits,
             stack=tuple(stack_of()[-MOST_FRAMES:]) if limit is not None and seconds >= limit else (),
+            pace=model.pace,
         )
 
     def _current(self) -> Whereabouts:

@@ -1,5 +1,6 @@
 """What is said of a rank: who it is, since when, where it was, and what to do."""
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +9,10 @@ from typing import Any
 
 from gradsync.communicator.naming import listed
 from gradsync.watch.judge import Ending, Suspicion
-from gradsync.watch.standing import Standing
+from gradsync.watch.standing import MOST_LETTERS, Standing
+from gradsync.watch.stragglers import Verdict
 
-__all__ = ["RAISED", "Member", "ended", "sort_key", "suspected", "where"]
+__all__ = ["RAISED", "Member", "ended", "farewell", "sort_key", "straggling", "suspected", "where"]
 
 MOST_NAMED = 4
 RAISED = "raised"
@@ -94,6 +96,20 @@ def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool)
     return f"{member} keeps others waiting for {seconds}: {waiting}, and it is {stand}{stack}"
 
 
+def straggling(members: Sequence[Member], verdict: Verdict) -> str:
+    """Of a rank that all others wait for, in every window."""
+    each = verdict.straggler
+    member, own, others = members[each.member], f"{each.own * 1e3:.4g}", f"{each.others * 1e3:.4g}"
+    if verdict.is_over:
+        return f"{member} computes no longer than the others any more ({own} ms a window)"
+    whom = "the other rank" if len(members) == 2 else "the median of the others"
+    who = "which waits" if len(members) == 2 else "who all wait"
+    return (
+        f"{member} computes {each.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and update "
+        f"included), {who} for it. It waits {each.wire * 1e3:.3g} ms for the wire itself"
+    )
+
+
 def _state(process: int) -> str:
     """What the kernel says of a process of this machine that does not answer."""
     try:
@@ -105,3 +121,11 @@ def _state(process: int) -> str:
         "t": "Its process is held by a debugger",
         "D": "Its process waits for a disk or a device",
     }.get(state, "")
+
+
+def farewell(error: BaseException | None = None) -> str:
+    """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
+    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return "has ended its script"
+    return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]

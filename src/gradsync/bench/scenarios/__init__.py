@@ -5,6 +5,7 @@ from gradsync.bench.scenarios.accumulation import Accumulation
 from gradsync.bench.scenarios.bucket_size import BucketSize
 from gradsync.bench.scenarios.compression import Compression
 from gradsync.bench.scenarios.convergence import Convergence
+from gradsync.bench.scenarios.faults import Faults
 from gradsync.bench.scenarios.next_forward import NextForward
 from gradsync.bench.scenarios.overlap import Overlap
 from gradsync.bench.scenarios.peers import Peers
@@ -30,6 +31,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     RoundRobin(),
     Wire(),
     Peers(),
+    Faults(),
 )
 ALL = "all"
 

@@ -1,0 +1,210 @@
+"""What becomes of a training in which one rank is hurt: who notices, after how long, and how much is lost."""
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradsync.bench.faults.cases import AFTERWARDS, CASES, CUT_LINK, Injury
+from gradsync.bench.faults.program import CHECKPOINT_EVERY, FINGERPRINTS_EVERY
+from gradsync.bench.faults.trials import PEERS, RANKS, RESTARTS, Limits, Outcome, Trial
+from gradsync.bench.measure import Progress
+from gradsync.bench.record import Cell, CellRecord, RowFile, Sample
+from gradsync.bench.scenario import MISSING, DrivenScenario, Picture, Table, colour_of
+from gradsync.charts.canvas import SOFT, canvas, legend
+from gradsync.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gradsync.lab import Lab
+
+__all__ = ["Faults"]
+
+SEEDS = 20
+QUICK = ("kill -9", "exception", "NaN", "bit flip")
+# About what a trial takes on two cores: three processes that import torch, twice.
+TRIAL_SECONDS = 30.0
+TORCHFT = "torchft"
+LIMITS = Limits()
+
+
+class Faults(DrivenScenario):
+    """A cell a case, a round a seed, a variant for each of those who are compared."""
+
+    name, title = "faults", "Faults: who notices, and how it goes on"
+    source = "own; moments drawn at random, real processes"
+    question = "When a rank is killed, stopped, cut off or wrong: who says so, when, and what is lost?"
+    slug = "notice"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        seeds = 1 if quick else SEEDS
+        return [
+            Cell(
+                name=name,
+                ranks=RANKS,
+                hosts=RANKS if name == CUT_LINK else None,
+                warmup=0,
+                rounds=seeds,
+                seconds=seeds * len(PEERS) * TRIAL_SECONDS,
+                emulated=False,
+            )
+            for name in (QUICK if quick else CASES)
+        ]
+
+    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
+        wanted = cell.options.get("peers", list(PEERS))
+        unknown = [name for name in wanted if name not in (*PEERS, TORCHFT)]
+        if unknown:
+            raise ConfigurationError(f"faults knows no peer {unknown[0]!r}. It knows: {', '.join((*PEERS, TORCHFT))}")
+        _note_absent(rows, wanted)
+        peers = [name for name in wanted if name in PEERS and _reason(name) is None]
+        rows.fact("case", CASES[cell.name].words)
+        deadline = time.monotonic() + float(cell.options.get("seconds", float("inf")))
+        for seed in range(cell.rounds):
+            injury = Injury.draw(cell.name, seed, cell.ranks)
+            for number, peer in enumerate(peers):
+                # At least one of each: else there is nothing to show.
+                if seed and time.monotonic() > deadline:
+                    return
+                outcome = _run(Trial(peer=peer, injury=injury, limits=LIMITS, lab=lab), injury)
+                if outcome is None:
+                    rows.fact(f"no fault with {peer}, seed {seed}", "its ranks did not get that far")
+                else:
+                    _write(rows, peer, seed, outcome)
+                progress.advance(seed * len(peers) + number + 1, cell.rounds * len(peers))
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        columns = ["noticed after s", "most", "rank named", "steps lost", "goes on after s", "left behind"]
+        rows = []
+        for record in records:
+            rows += [
+                [peer, record.cell.name, str(len(record.samples[peer])), *_row(record, peer)] for peer in record.samples
+            ]
+            rows += [[peer, record.cell.name, reason, *[MISSING] * 6] for peer, reason in record.absent.items()]
+        return [Table(title=self.title, columns=["peer", "case", "seeds", *columns], rows=rows, note=_note())]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        title = self.reading(records)
+        panels = ["until somebody says so", "until all ranks go on"]
+        figure, axes = canvas(title, panels=panels, height=1.6 + 0.62 * len(records))
+        for panel, part in zip(axes, ("noticed", "went on"), strict=True):
+            _draw(panel, records, part)
+        legend(axes)
+        return [Picture(slug=self.slug, title=title, figure=figure, reading=title)]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        """How many of the faults of all cases were noticed, and the rank named."""
+        words = []
+        for peer in PEERS:
+            samples = [sample for record in records for sample in record.samples.get(peer, {}).values()]
+            if samples:
+                named = sum(sample.parts["named"] > 0 for sample in samples)
+                words.append(f"{peer} names the rank in {named} of {len(samples)} trials")
+        return "; ".join(words) + "."
+
+
+def _reason(peer: str) -> str | None:
+    """Why it cannot take part."""
+    if peer == TORCHFT:
+        is_there = importlib.util.find_spec(TORCHFT) is not None
+        return "not measured: it goes on without a launcher's restart" if is_there else "not installed"
+    missing = peer == "Accelerate" and importlib.util.find_spec("accelerate") is None
+    return "not installed" if missing else None
+
+
+def _note_absent(rows: RowFile, wanted: Sequence[str]) -> None:
+    for peer in dict.fromkeys([*wanted, TORCHFT]):
+        reason = _reason(peer)
+        if reason is not None:
+            rows.write("absent", variant=peer, reason=reason)
+
+
+def _run(trial: Trial, injury: Injury) -> Outcome | None:
+    try:
+        return trial.run()
+    finally:
+        if injury.case == CUT_LINK and trial.lab is not None:
+            trial.lab.heal(injury.victim)
+
+
+def _write(rows: RowFile, peer: str, seed: int, outcome: Outcome) -> None:
+    parts: dict[str, float] = {"named": float(outcome.named), "left": float(len(outcome.left))}
+    known = {"noticed": outcome.noticed, "lost": outcome.lost, "went on": outcome.went_on}
+    parts |= {name: float(value) for name, value in known.items() if value is not None}
+    seconds = LIMITS.notice if outcome.noticed is None else outcome.noticed
+    rows.write("sample", variant=peer, round=seed, seconds=seconds, ranks=[], sent=0, parts=parts)
+    if outcome.left:
+        rows.fact(f"left behind by {peer}, seed {seed}", list(outcome.left))
+
+
+def _row(record: CellRecord, peer: str) -> list[str]:
+    samples = list(record.samples[peer].values())
+    noticed, lost, went_on = (_known(samples, name) for name in ("noticed", "lost", "went on"))
+    count = len(samples)
+    left = sum(sample.parts["left"] > 0 for sample in samples)
+    return [
+        _median(noticed, count) if noticed else f"not within {LIMITS.notice:g} s",
+        f"{max(noticed):.1f}" if len(noticed) == count else f"{count - len(noticed)} not noticed",
+        f"{sum(sample.parts['named'] > 0 for sample in samples)} of {count}",
+        "all since" if not lost else f"{statistics.median(lost):g}" + _but(lost, count),
+        "no restart here" if record.cell.name == CUT_LINK else _median(went_on, count) if went_on else "never",
+        f"{left} of {count}" if left else "nothing",
+    ]
+
+
+def _known(samples: Sequence[Sample], name: str) -> list[float]:
+    return [sample.parts[name] for sample in samples if name in sample.parts]
+
+
+def _median(values: Sequence[float], count: int) -> str:
+    return f"{statistics.median(values):.1f}" + _but(values, count)
+
+
+def _but(values: Sequence[float], count: int) -> str:
+    return "" if len(values) == count else f" ({count - len(values)} never)"
+
+
+def _note() -> str:
+    return (
+        f"{RANKS} ranks; medians over seeds, which draw the rank, the step and the moment in it. Groups of all have "
+        f"{LIMITS.timeout:g} s for a collective. gradsync runs under the launcher of gradsync train, with "
+        f"on_veto='skip-window' and fingerprints every {FINGERPRINTS_EVERY} steps; the others under torchrun; "
+        f"{RESTARTS} restarts each, from a checkpoint every {CHECKPOINT_EVERY} steps. Noticed: by the first rank that "
+        "warns or raises, other than the one that was hurt, or else by the launcher's restart. Steps are lost where "
+        "their work is done again, or skipped; all since the fault, where the parameters are wrong in the end, or "
+        f"nobody goes on within {LIMITS.notice + LIMITS.going_on:g} s. Wrong numbers have {AFTERWARDS} steps to be "
+        "noticed in. "
+        "The ranks with a link that is cut have no launcher, and are not started again. Left behind: processes, "
+        "temporary files or shared memory, in so many trials."
+    )
+
+
+def _draw(axes: "Axes", records: Sequence[CellRecord], part: str) -> None:
+    """A dot a trial, a row a case; what did not come is a cross at the right end."""
+    limit = LIMITS.notice if part == "noticed" else LIMITS.notice + LIMITS.going_on
+    shift = 0.8 / len(PEERS)
+    for number, peer in enumerate(PEERS):
+        dots: list[tuple[float, float]] = []
+        crosses: list[tuple[float, float]] = []
+        for place, record in enumerate(records):
+            if part == "went on" and record.cell.name == CUT_LINK:
+                continue
+            height = place + (number - (len(PEERS) - 1) / 2) * shift
+            for sample in record.samples.get(peer, {}).values():
+                value = sample.parts.get(part)
+                (crosses if value is None else dots).append((limit if value is None else max(value, 0.01), height))
+        looks: dict[str, Any] = {"color": colour_of(peer), "linestyle": "none", "alpha": 0.75}
+        axes.plot([x for x, _ in dots], [y for _, y in dots], marker="o", markersize=4.5, label=peer, **looks)
+        axes.plot([x for x, _ in crosses], [y for _, y in crosses], marker="x", markersize=6, **looks)
+    axes.set_xscale("log")
+    axes.set_xlim(0.05, limit * 1.6)
+    axes.set_yticks(range(len(records)), [record.cell.name for record in records])
+    axes.set_ylim(len(records) - 0.4, -0.6)
+    for place in range(1, len(records)):
+        axes.axhline(place - 0.5, color=SOFT, linewidth=0.5, alpha=0.5)
+    axes.set_xlabel(f"seconds after the fault; a cross: not within {limit:g} s")
+    axes.grid(True, axis="x")

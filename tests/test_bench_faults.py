@@ -1,0 +1,157 @@
+"""The scoreboard of faults: what notes and output are taken for, moments from seeds, and a real fault."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.bench.faults.cases import CASES, Injury
+from gradsync.bench.faults.program import Settings
+from gradsync.bench.faults.trials import PEERS, RANKS, Limits, Outcome, Trial, judge
+from gradsync.bench.record import CellRecord, ResultFolder
+from gradsync.bench.runner import RunPlan
+from gradsync.bench.scenarios import find_scenarios
+from gradsync.bench.scenarios.faults import Faults
+from gradsync.errors import ConfigurationError
+
+pytestmark = pytest.mark.timeout(300)
+
+INJURY = Injury(case="kill -9", victim=1, step=10, delay=0.0)
+LIMITS = Limits(notice=30.0, going_on=60.0)
+
+
+def event(what: str, at: float, rank: int, life: int = 0, **more: Any) -> dict[str, Any]:
+    return {"what": what, "at": at, "rank": rank, "life": life, "process": 100 + rank, **more}
+
+
+def steps(life: int, first: float, numbers: range, ranks: range = range(RANKS)) -> list[dict[str, Any]]:
+    return [
+        event("step", first + 0.1 * place, rank, life, step=number, skipped=False)
+        for place, number in enumerate(numbers)
+        for rank in ranks
+    ]
+
+
+def ends(life: int, at: float, *, digests: str = "aaa", finite: bool = True) -> list[dict[str, Any]]:
+    return [event("ended", at, rank, life, digest=digests[rank], finite=finite, step=24) for rank in range(RANKS)]
+
+
+FAULT = event("fault", 10.0, 1, step=10)
+RESTARTED = [
+    *steps(0, 9.0, range(1, 11)),
+    FAULT,
+    event("raised", 10.4, 0, text="WireLostError: rank 1 (process 101 on a) has ended"),
+    *(event("began", 18.0, rank, 1, step=5) for rank in range(RANKS)),
+    *steps(1, 18.5, range(6, 25)),
+    *ends(1, 21.0),
+]
+
+
+def test_a_rank_that_was_killed_is_noticed_named_and_made_good_for() -> None:
+    outcome = judge(RESTARTED, "", INJURY, LIMITS)
+    assert outcome is not None
+    assert outcome.noticed == pytest.approx(0.4)
+    assert outcome.named
+    assert outcome.lost == 5
+    assert outcome.went_on == pytest.approx(8.5)
+
+
+def test_without_a_fault_there_is_no_outcome() -> None:
+    assert judge(steps(0, 1.0, range(1, 25)), "", INJURY, LIMITS) is None
+
+
+def test_whoever_only_starts_ranks_again_has_noticed_then() -> None:
+    outcome = judge([each for each in RESTARTED if each["what"] != "raised"], "exitcode: 1", INJURY, LIMITS)
+    assert outcome is not None
+    assert outcome.noticed == pytest.approx(8.0)
+    assert not outcome.named
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "[rank1]: Traceback", "failed (pid: 101)"],
+)
+def test_ways_to_name_a_rank(said: str) -> None:
+    others = [each for each in RESTARTED if each["what"] != "raised"]
+    named = judge(others, said, INJURY, LIMITS)
+    assert named is not None
+    assert named.named
+    other = judge(others, said.replace("1", "0"), INJURY, LIMITS)
+    assert other is not None
+    assert not other.named
+
+
+@pytest.mark.parametrize("wrong", [{"digests": "aba"}, {"finite": False}])
+def test_who_goes_on_with_wrong_numbers_has_lost_all(wrong: dict[str, Any]) -> None:
+    events = [FAULT, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0, **wrong)]
+    outcome = judge(events, "", INJURY, LIMITS)
+    assert outcome == Outcome(noticed=None, named=False, lost=None, went_on=None)
+
+
+def test_a_skipped_window_is_one_lost_step() -> None:
+    events = [FAULT, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)]
+    for each in events[1:4]:
+        each["skipped"] = True
+    told = event("warned", 10.2, 0, text="the gradient of 'weight' on rank 1 is not finite")
+    outcome = judge([*events, told], "", INJURY, LIMITS)
+    assert outcome is not None
+    assert (outcome.lost, outcome.named) == (1, True)
+    assert outcome.went_on == pytest.approx(0.3)
+
+
+@given(st.sampled_from(sorted(CASES)), st.integers(0, 1000))
+def test_a_seed_is_a_moment(case: str, seed: int) -> None:
+    injury = Injury.draw(case, seed, RANKS)
+    assert injury == Injury.draw(case, seed, RANKS)
+    assert 0 <= injury.victim < RANKS
+    settings = Settings(peer="DDP", folder="here", timeout=1.0, injury=injury)
+    assert Settings.read(settings.as_json()) == settings
+
+
+def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
+    """A peer that notices nothing, and one that is not there."""
+    (faults,) = find_scenarios("faults")
+    folder = ResultFolder.create(tmp_path / "out")
+    with folder.rows("faults") as rows:
+        for cell in faults.cells(quick=True)[:2]:
+            rows.cell(cell)
+            rows.write("absent", variant="torchft", reason="not installed")
+            for seed in range(2):
+                parts = {"named": 1.0, "left": 0.0, "noticed": 0.3, "lost": 3.0, "went on": 7.0}
+                rows.write("sample", variant="gradsync", round=seed, seconds=0.3, ranks=[], sent=0, parts=parts)
+                parts = {"named": 0.0, "left": 1.0}
+                rows.write("sample", variant="DDP", round=seed, seconds=30.0, ranks=[], sent=0, parts=parts)
+            rows.write("done")
+    records: list[CellRecord] = folder.records("faults")
+    (table,) = faults.tables(records)
+    ours, theirs, absent = table.rows[:3]
+    assert ours == ["gradsync", "kill -9", "2", "0.3", "0.3", "2 of 2", "3", "7.0", "nothing"]
+    assert theirs[3:] == ["not within 30 s", "2 not noticed", "0 of 2", "all since", "never", "2 of 2"]
+    assert absent[:3] == ["torchft", "kill -9", "not installed"]
+    assert len(faults.pictures(records)) == 1
+    assert "gradsync names the rank in 4 of 4 trials" in faults.reading(records)
+
+
+def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
+    plan = RunPlan(scenarios=[Faults()], out=tmp_path, cases=["NaN", "pause"], peers=["DDP"], minutes=4.0)
+    cells = plan.cells(plan.scenarios[0])
+    assert [cell.name for cell in cells] == ["pause", "NaN"]
+    assert cells[0].options == {"peers": ["DDP"], "seconds": 120.0}
+    with pytest.raises(ConfigurationError, match=r"faults has no case 'flood'\. It has: 'kill -9', "):
+        RunPlan(scenarios=[Faults()], out=tmp_path, cases=["flood"])
+    with pytest.raises(ConfigurationError, match="--minutes must be above 0"):
+        RunPlan(scenarios=[Faults()], out=tmp_path, minutes=0.0)
+
+
+@pytest.mark.program
+def test_a_real_fault_is_named_gone_on_after_and_leaves_nothing() -> None:
+    outcome = Trial(peer=PEERS[0], injury=Injury.draw("kill -9", 3, RANKS), limits=Limits(start=200.0)).run()
+    assert outcome is not None
+    assert outcome.named, outcome.said
+    assert outcome.noticed is not None
+    assert outcome.lost is not None
+    assert outcome.left == ()
+    assert json.loads(json.dumps(vars(outcome)))["named"]
