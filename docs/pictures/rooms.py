@@ -13,6 +13,7 @@ FLOORS = [
     ("Accelerate's interface; states on disk", PANEL, ["accelerator", "utils", "checkpoint"]),
     ("what users import", FORWARD_FILL, ["data_parallel", "attach", "averaging", "clipping"]),
     ("", FORWARD_FILL, ["sharded", "local_steps", "layer_drop", "timeline", "testing"]),
+    ("what a step will take", PANEL, ["plan"]),
     ("a module as one replica among several", STEP_FILL, ["wrap"]),
     ("autograd's hooks, the pipeline of buckets", BACKWARD_FILL, ["engine"]),
     ("what lies between two steps, and what it weighs", BACKWARD_FILL, ["window"]),
