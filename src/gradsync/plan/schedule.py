@@ -60,11 +60,12 @@ class Schedule:
     """How a step is synchronized. ``overlap`` says what a transfer hides behind: backward, as the engine does by
     itself; nothing, as sums after backward do; or the next forward, too, as the sharded optimizer has it.
 
-    ``host`` are seconds of a rank's own for each bucket, in which it does not compute; ``gather_host`` the same for a
-    gather of new parameters.
+    ``host`` are seconds of a rank's own for each bucket, in which it does not compute, ``fixed`` the same once a step,
+    and ``gather_host`` for each gather of new parameters.
     """
 
     overlap: Overlap = "backward"
     reduction: ReductionCost = field(default=EXACT)
     host: float = 0.0
+    fixed: float = 0.0
     gather_host: float = 0.0

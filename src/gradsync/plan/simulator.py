@@ -212,6 +212,8 @@ class _Run:
                 computed = min(bucket.ready, profile.backward)
             yield from self._reduce(rank, number, bucket.index, bucket.nbytes)
         yield "backward", max(0.0, profile.backward - computed)
+        if schedule.fixed:
+            yield "host", schedule.fixed
         for bucket in profile.buckets[len(overlapping) :]:
             yield from self._reduce(rank, number, bucket.index, bucket.nbytes)
 
