@@ -28,7 +28,7 @@ CLOSE = {"rel_tol": 1e-9, "abs_tol": 1e-12}
 
 seconds = st.floats(0.0, 1.0)
 overlaps = st.sampled_from(["backward", "none", "next-forward"])
-ways = st.sampled_from(["ring", "exchange", "tree", "hierarchical"])
+ways = st.sampled_from(["ring", "exchange", "tree", "fastest", "hierarchical"])
 reductions = st.sampled_from(sorted(REDUCTIONS))
 
 

@@ -20,7 +20,7 @@ __all__ = ["app", "main"]
 
 DEBUG = "GRADSYNC_DEBUG"
 # Each is a function, or a typer application, of its own name in a module of its own name, in the order of the help.
-COMMANDS = ("train", "bench", "lab", "doctor", "explain")
+COMMANDS = ("train", "bench", "lab", "doctor", "explain", "plan")
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 

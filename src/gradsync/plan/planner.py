@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradsync.bucket.layout import BucketCaps
@@ -61,25 +61,29 @@ class Prediction:
 def predict(calibration: Calibration, setting: Setting) -> Prediction:
     """The ranks are exchangeable, so a step takes as long as with the slowest of them: what costs time here is the
     number of buckets, not that of ranks."""
+    low, middle, high = (_simulated(calibration, setting, chance) for chance in CHANCES)
+    unsure = (MEASURED if calibration.measured else PUBLISHED) * (1 + EACH_TENFOLD * _tenfolds(calibration, setting))
+    return Prediction(
+        setting=setting,
+        step=middle.step,
+        low=low.step / (1 + unsure),
+        high=high.step * (1 + unsure),
+        simulated=middle,
+        extrapolates=extrapolation(calibration, setting),
+    )
+
+
+def _simulated(calibration: Calibration, setting: Setting, chance: float = CHANCES[1]) -> SimulatedStep:
+    """With the slowest rank as slow as it is with that chance, or less."""
     here = calibration if setting.rate is None else calibration.over(setting.rate)
-    wire = here.wire.among(setting.ranks)
-    schedule = here.schedule(setting.overlap, setting.reduction)
     profile = here.profile.accumulating(setting.micro_batches)
     whole = max(1, profile.nbytes)
     cap = whole if setting.bucket_mb is None else max(1, int(setting.bucket_mb * MIB))
-    profile = profile.in_buckets(BucketCaps.uniform(cap))
-    steps = [
-        simulate(profile.slowed(here.jitter.quantile(chance, setting.ranks)), wire, schedule) for chance in CHANCES
-    ]
-    tenfolds = _tenfolds(calibration, setting)
-    unsure = (MEASURED if calibration.measured else PUBLISHED) * (1 + EACH_TENFOLD * tenfolds)
-    return Prediction(
-        setting=setting,
-        step=steps[1].step,
-        low=steps[0].step / (1 + unsure),
-        high=steps[2].step * (1 + unsure),
-        simulated=steps[1],
-        extrapolates=extrapolation(calibration, setting),
+    slowest = here.jitter.quantile(chance, setting.ranks)
+    return simulate(
+        profile.in_buckets(BucketCaps.uniform(cap)).slowed(slowest),
+        here.wire.among(setting.ranks),
+        here.schedule(setting.overlap, setting.reduction),
     )
 
 
@@ -109,24 +113,26 @@ def best_setting(
     first: Setting,
     *,
     bucket_mb: Sequence[float] = BUCKET_SIZES_MB,
-    micro_batches: Sequence[int] = (1,),
-    reductions: Sequence[str] = ("mean",),
-    overlaps: Sequence[Overlap] = ("backward",),
+    micro_batches: Sequence[int] = (),
+    reductions: Sequence[str] = (),
+    overlaps: Sequence[Overlap] = (),
 ) -> Prediction:
-    """The setting of all these with the shortest step a micro-batch; of those that are alike, what is named first."""
+    """The setting of all these with the shortest step a micro-batch; of those that are alike, what is named first.
+    What is not named stays as ``first`` has it."""
     largest = calibration.profile.nbytes / MIB
     sizes = [size for size in bucket_mb if size < 2 * largest] or [largest]
     settings = (
         replace(first, bucket_mb=size, micro_batches=number, reduction=reduction, overlap=overlap)
-        for number, reduction, overlap, size in itertools.product(micro_batches, reductions, overlaps, sizes)
+        for number, reduction, overlap, size in itertools.product(
+            micro_batches or (first.micro_batches,),
+            reductions or (first.reduction,),
+            overlaps or (first.overlap,),
+            sizes,
+        )
         # A sharded optimizer sends exact means.
         if overlap != "next-forward" or reduction == "mean"
     )
-    return _least(calibration, settings)
-
-
-def _least(calibration: Calibration, settings: Iterable[Setting]) -> Prediction:
-    return min((predict(calibration, setting) for setting in settings), key=lambda each: each.a_micro_batch)
+    return predict(calibration, min(settings, key=lambda each: _simulated(calibration, each).step / each.micro_batches))
 
 
 def rate_for(calibration: Calibration, setting: Setting, loss: float) -> float | None:
@@ -137,7 +143,7 @@ def rate_for(calibration: Calibration, setting: Setting, loss: float) -> float |
     bound = profile.slowed(jitter).compute * (1 + loss)
 
     def fits(rate: float) -> bool:
-        return predict(calibration, replace(setting, rate=rate)).step <= bound
+        return _simulated(calibration, replace(setting, rate=rate)).step <= bound
 
     return _smallest(fits, low=1e5, high=1e13)
 

@@ -10,6 +10,9 @@ backward has ended. A collective begins when the last rank has started it and th
 simulated, until they repeat themselves; ranks that are alike are simulated once.
 """
 
+import bisect
+import functools
+import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -151,6 +154,8 @@ class _Run:
 
     def __init__(self, profiles: Sequence[StepProfile], wire: Wire, schedule: Schedule) -> None:
         self._wire, self._schedule = wire, schedule
+        # Asked for the same sizes in every step.
+        self._cost = functools.cache(wire.cost)
         self._warm_up, self._counted = WARM_UP[schedule.overlap], COUNTED[schedule.overlap]
         clock = Clock()
         link = Link(clock, wire.topology.between.burst)
@@ -165,6 +170,7 @@ class _Run:
         for rank in self._ranks:
             rank.follow(live(rank))
         clock.run()
+        self._active = _Active(self._traffic.active)
 
     # -- the life of a rank ----------------------------------------------------------------------------------------
 
@@ -265,7 +271,7 @@ class _Run:
         operations = reduction.operations
         decode = reduction.decode * nbytes / len(operations)
         phases = [
-            Phase(before=decode if place else 0.0, cost=self._wire.cost(operation, nbytes * reduction.share))
+            Phase(before=decode if place else 0.0, cost=self._cost(operation, nbytes * reduction.share))
             for place, operation in enumerate(operations)
         ]
         return Transfer(len(self._ranks), phases, after=decode)
@@ -284,7 +290,7 @@ class _Run:
         return Transfer(ranks or len(self._ranks), [self._phase("all_gather", nbytes)])
 
     def _phase(self, operation: Operation, nbytes: float) -> Phase:
-        return Phase(before=0.0, cost=self._wire.cost(operation, nbytes))
+        return Phase(before=0.0, cost=self._cost(operation, nbytes))
 
     def _plan_early(self, profile: StepProfile) -> frozenset[int]:
         sizes = [bucket.nbytes for bucket in profile.buckets]
@@ -312,9 +318,8 @@ class _Run:
         each = 1.0 / self._counted
         spent = {name: sum(rank.spent[number][name] for number in counted) * each for name in rank.spent[0]}
         waits = [wait for number in counted for wait in rank.waits[number]]
-        exposed = sum(_overlap(wait, self._traffic.active) for wait in waits)
-        begin, end = rank.began[counted.start], rank.began[counted.stop]
-        active = _overlap((begin, end), self._traffic.active)
+        exposed = sum(self._active.within(*wait) for wait in waits)
+        active = self._active.within(rank.began[counted.start], rank.began[counted.stop])
         return StepParts(
             **spent,
             waiting=max(0.0, sum(until - since for since, until in waits) - exposed) * each,
@@ -347,6 +352,18 @@ def _known(moment: float | None) -> float:
     return moment
 
 
-def _overlap(span: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
-    """How long ``span`` and one of ``others``, which do not overlap each other, are together."""
-    return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in others)
+class _Active:
+    """When the wire was under way, to be asked for how long of a span."""
+
+    def __init__(self, spans: Sequence[tuple[float, float]]) -> None:
+        self._begins, self._ends = [begin for begin, _ in spans], [end for _, end in spans]
+        self._before = [0.0, *itertools.accumulate(end - begin for begin, end in spans)]
+
+    def within(self, since: float, until: float) -> float:
+        return self._until(until) - self._until(since)
+
+    def _until(self, moment: float) -> float:
+        place = bisect.bisect_right(self._begins, moment)
+        if not place:
+            return 0.0
+        return self._before[place] - max(0.0, self._ends[place - 1] - moment)

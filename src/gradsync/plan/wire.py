@@ -6,6 +6,7 @@ With p ranks, n bytes, a latency α and a bandwidth B:
 ring            all-reduce 2(p−1)·α + 2(p−1)/p·n/B            Gloo's and NCCL's; a half of it: (p−1)·α + (p−1)/p·n/B
 exchange        all-reduce 2·α + 2(p−1)/p·n/B                 every rank sends to every other one; a half of it: 1·α
 tree            all-reduce 2·log2(p)·α + 2·n/B                NCCL's for what is small, or at many ranks
+fastest         the cheaper of ring and tree                  as NCCL chooses by itself
 hierarchical    inside a host, then between h hosts           the same between hosts, with h in the place of p
 shared          copies in the memory of one host              one host only
 ==============  ============================================  =====================================================
@@ -24,7 +25,7 @@ from gradsync.plan.topology import Link, Topology
 __all__ = ["Cost", "Operation", "Way", "Wire"]
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
-Way = Literal["ring", "exchange", "tree", "hierarchical", "shared"]
+Way = Literal["ring", "exchange", "tree", "fastest", "hierarchical", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +105,11 @@ class Wire:
             "ring": self._ring,
             "exchange": self._exchange,
             "tree": self._tree,
+            "fastest": self._fastest,
             "hierarchical": self._hierarchical,
             "shared": self._shared,
         }[self.way]
-        if self.way in ("ring", "tree") and operation == "all_to_all":
+        if self.way in ("ring", "tree", "fastest") and operation == "all_to_all":
             # There is no other way for what is different for each pair.
             law = self._exchange
         cost = law(rounds, nbytes)
@@ -150,6 +152,11 @@ class Wire:
         link = topology.between if topology.hosts > 1 else inside
         bandwidth = topology.shared_bandwidth(topology.crossing_of_neighbours) if topology.hosts > 1 else link.bandwidth
         return Cost(latency=rounds * (latency + hops * self.message), nbytes=rounds * nbytes, bandwidth=bandwidth)
+
+    def _fastest(self, rounds: int, nbytes: float) -> Cost:
+        ring = self._ring(rounds, nbytes)
+        # Halves of an all-reduce go by a ring.
+        return ring if rounds == 1 else min(ring, self._tree(rounds, nbytes), key=lambda cost: cost.seconds)
 
     def _hierarchical(self, rounds: int, nbytes: float) -> Cost:
         """A reduce-scatter inside, an exchange of each rank's share between hosts, a gather inside."""
