@@ -133,8 +133,8 @@ def _measure(path: Path, hosts: str | None) -> None:
 
 def _show(report: PlanReport, price: float | None) -> None:
     console = Console(highlight=False)
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("ranks", "step", "90 % within", "on wire", "efficiency", "buckets"):
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for name in ("ranks", "step", "90 % within", "wire", "efficiency", "buckets"):
         table.add_column(name, justify="right", no_wrap=True)
     if price is not None:
         table.add_column("1,000 steps", justify="right", no_wrap=True)

@@ -28,8 +28,8 @@ __all__ = ["Calibration", "Reading", "fit_wire"]
 FORMAT = 1
 # A start is taken to be as long as a step with the weight of so many measured operations.
 BELIEF = 0.5
-# Messages that take so many times as long as the smallest tell of the bandwidth.
-BYTES_COUNT = 10
+# Messages that take so many times as long as the smallest tell of the bandwidth; at least these many of the largest.
+BYTES_COUNT, FEWEST = 10, 3
 # A burst that is less of the largest message is noise.
 LEAST_BURST = 0.01
 
@@ -75,9 +75,8 @@ def fit_wire(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float =
         steps = {key: next(r for r in readings if (r.operation, r.way) == key).steps for key in fits if key[1] == way}
         start, latency = _split([(count, fits[key]) for key, count in steps.items()])
         link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
-        made = Wire(
-            topology=Topology(ranks=ranks, between=link), way=way, start=start, in_flight=in_flight, hidden=hidden
-        )
+        topology = Topology(ranks=ranks, between=link, ranks_per_host=ranks if way == "shared" else 1)
+        made = Wire(topology=topology, way=way, start=start, in_flight=in_flight, hidden=hidden)
         wires |= dict.fromkeys(steps, made)
     main = wires.get(("all_reduce", "ring")) or wires[next(iter(wires))]
     others = {operation: wire for (operation, way), wire in wires.items() if way != main.way}
@@ -88,8 +87,10 @@ def _fit_link(readings: Sequence[Reading]) -> tuple[float, float]:
     """Bandwidth and burst, by the line through those messages whose time is that of their bytes."""
     ordered = sorted(readings, key=lambda each: each.through)
     least = ordered[0]
-    large = [each for each in ordered if each.seconds > BYTES_COUNT * least.seconds] or ordered[-2:]
-    if len(large) < 2 or large[0].through == large[-1].through:
+    large = [each for each in ordered if each.seconds > BYTES_COUNT * least.seconds]
+    if len(large) < FEWEST:
+        large = ordered[-FEWEST:]
+    if large[0].through == large[-1].through:
         return max(ordered[-1].through / ordered[-1].seconds, 1.0), 0.0
     slope, x, y = _line(large)
     if slope <= 0:
@@ -163,7 +164,9 @@ class Calibration:
         """The same over a link of another ``rate``: as much of it is used as of the one that was measured."""
         between = self.wire.topology.between
         efficiency = between.bandwidth / self.link if self.link else 1.0
-        return replace(self, wire=self.wire.over(replace(between, bandwidth=rate * min(efficiency, 1.0))), link=rate)
+        wire = self.wire.over(replace(between, bandwidth=rate * min(efficiency, 1.0)))
+        # What was measured inside of one machine took its cores; a link between machines works by itself.
+        return replace(self, wire=wire if self.link else replace(wire, hidden=1.0), link=rate)
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,9 @@ class Wire:
 
     def among(self, ranks: int) -> "Wire":
         """The same wire among so many ranks."""
-        return self._on(replace(self.topology, ranks=ranks))
+        # What shares memory is on one host, however many there are.
+        local = max(ranks, self.topology.ranks_per_host) if self.way == "shared" else self.topology.ranks_per_host
+        return self._on(replace(self.topology, ranks=ranks, ranks_per_host=local))
 
     def over(self, between: Link) -> "Wire":
         """The same wire over other links between hosts."""

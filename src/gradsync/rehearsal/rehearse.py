@@ -4,10 +4,12 @@ Ranks are forked, and rank 0 leaves what was measured in a file: a rank that fai
 the screen.
 """
 
+import importlib
 import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +23,13 @@ from gradsync.bench.peers import NoWrapper
 from gradsync.bench.workload import Workload
 from gradsync.bucket.cost_model import measure_link
 from gradsync.communicator import choose_communicator, fit_communicator
+from gradsync.communicator.fitting import Choice
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.lab.lab import fork_ranks
 from gradsync.plan.calibration import Calibration, fit_wire
 from gradsync.plan.schedule import REDUCTIONS
 from gradsync.rehearsal.model_times import time_model
-from gradsync.rehearsal.wire_times import coding_costs, way_of, wire_readings
+from gradsync.rehearsal.wire_times import PAUSE, SIZES, coding_costs, way_of, wire_readings
 
 __all__ = ["Rehearsal", "rehearse"]
 
@@ -39,16 +42,21 @@ GROUP_IN_FLIGHT = 2
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """What is tried: a ``workload`` on two ranks; with a ``rate`` on two hosts of a lab that are joined by such links,
-    else on this machine."""
+    else on this machine. Collectives of ``sizes`` in bytes come after a ``pause``, in which a link that saves bytes up
+    has done so."""
 
     workload: Workload
     rate: Rate | None = None
     steps: int = 10
+    sizes: Sequence[int] = SIZES
+    pause: float = PAUSE
     timeout: float = 300.0
 
 
 def rehearse(rehearsal: Rehearsal) -> Calibration:
     """Measure, and fit."""
+    # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
+    importlib.import_module("torch._dynamo")
     plan = None if rehearsal.rate is None else LabPlan(name=LAB_NAME, hosts=2, rate=rehearsal.rate)
     with (
         tempfile.TemporaryDirectory(prefix="gradsync-plan-") as folder,
@@ -79,16 +87,20 @@ def _be_rank(rehearsal: Rehearsal, path: Path) -> None:
 def measure(rehearsal: Rehearsal) -> Calibration:
     """On the ranks of the default group. Collective."""
     device = torch.device("cpu")
-    chosen = fit_communicator(choose_communicator(), device)
+    group = choose_communicator()
+    # Ranks of one machine would share memory, which says nothing of a link.
+    chosen = (
+        Choice(communicator=group, reason="its sockets") if rehearsal.rate is None else fit_communicator(group, device)
+    )
     communicator = chosen.communicator
-    readings = wire_readings(communicator, device)
+    readings = wire_readings(communicator, device, rehearsal.sizes, pause=rehearsal.pause)
     is_group = way_of(communicator) == "ring"
     hidden = measure_link(communicator, device).hidden
     wire = fit_wire(readings, in_flight=GROUP_IN_FLIGHT if is_group else 1, hidden=hidden)
     workload = rehearsal.workload
     alone = workload.wrap(NoWrapper())
     times = time_model(alone.model, workload.forward, alone.optimizer, steps=rehearsal.steps)
-    codings = {each.name: each for each in coding_costs(communicator, device, wire)}
+    codings = {each.name: each for each in coding_costs(communicator, device, wire, pause=rehearsal.pause)}
     rate = rehearsal.rate
     return Calibration(
         profile=times.profile,
@@ -99,7 +111,7 @@ def measure(rehearsal: Rehearsal) -> Calibration:
         facts={
             "ranks": str(communicator.world_size),
             "wire": str(chosen),
-            "link": "this machine" if rate is None else str(rate),
+            "link": "inside this machine" if rate is None else str(rate),
             "cores": str(len(os.sched_getaffinity(0))),
         },
     )

@@ -13,7 +13,7 @@ from gradsync.plan.wire import Operation, Way, Wire
 from gradsync.reduction.codings import Blocks, Coding, Rounded, Signs
 from gradsync.reduction.exchanged import exchange
 
-__all__ = ["CODINGS", "coding_costs", "way_of", "wire_readings"]
+__all__ = ["CODINGS", "PAUSE", "SIZES", "coding_costs", "way_of", "wire_readings"]
 
 KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
