@@ -20,7 +20,7 @@ from gradsync.errors import GradsyncError
 __all__ = ["app", "main"]
 
 # Each is a function, or a typer application, of its own name in a module of its own name, in the order of the help.
-COMMANDS = ("train", "bench", "lab", "doctor", "explain")
+COMMANDS = ("train", "bench", "lab", "doctor", "explain", "plan")
 
 
 def main() -> None:

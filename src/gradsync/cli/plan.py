@@ -1,0 +1,196 @@
+"""``gradsync plan``: what a step takes at so many ranks, what would be faster, how fast a link must be."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from gradsync.errors import ConfigurationError
+from gradsync.lab.rate import Rate
+from gradsync.plan.calibration import Calibration
+from gradsync.plan.library import known_machines, known_models, published
+from gradsync.plan.planner import Setting
+from gradsync.plan.report import PlanReport, make_report, rate_words, seconds_words
+
+__all__ = ["plan"]
+
+RANKS = "2,4,8,16,32,64,128,256,512,1024,4096,10000"
+MODES = {"plain": "backward", "next-forward": "next-forward", "no-overlap": "none"}
+MOST_RANKS = 10_000_000
+
+
+def plan(
+    calibration: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="A calibration, as --measure writes it.")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="Instead of a file: a known machine; --list names them.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --profile: a known model.")] = None,
+    batch: Annotated[int | None, typer.Option(help="With --profile: samples of a micro-batch.")] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = RANKS,
+    link: Annotated[str | None, typer.Option(help="Rate of the link of a host, such as 10gbit.")] = None,
+    bucket_mb: Annotated[float | None, typer.Option(help="Size of a bucket; the best one if it is not given.")] = None,
+    reduction: Annotated[str, typer.Option(help="mean, bf16, int8, …")] = "mean",
+    mode: Annotated[str, typer.Option(help="plain, next-forward or no-overlap.")] = "plain",
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
+    loss: Annotated[float, typer.Option(help="How fast must a link be to lose less than so many percent?")] = 5.0,
+    price: Annotated[
+        float | None, typer.Option(help="Of a rank and hour: the plan says what 1,000 steps cost.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this .svg or .png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    measure: Annotated[
+        Path | None, typer.Option(help="Measure two ranks of a small GPT on this machine, and write a calibration.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="With --measure: on two hosts of a lab whose links have this rate; needs root.")
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the known machines and models, and exit.")] = False,
+) -> None:
+    """Say what a step takes at 2 to 10,000 ranks, what would be faster, and how fast a link must be.
+
+    It is simulated from a calibration of two ranks, or from published numbers of a machine and a model.
+    """
+    if listing:
+        _list()
+        return
+    if measure is not None:
+        _measure(measure, hosts)
+        return
+    chosen = _calibration(calibration, profile, model, batch)
+    if mode not in MODES:
+        raise ConfigurationError(f"--mode is one of {', '.join(MODES)}, got {mode!r}")
+    if not 0 < loss < 100:
+        raise ConfigurationError(f"--loss is a percentage above 0 and below 100, got {loss:g}")
+    setting = Setting(
+        ranks=1,
+        bucket_mb=bucket_mb,
+        overlap=MODES[mode],  # type: ignore[arg-type]
+        reduction=reduction,
+        micro_batches=accumulate,
+        rate=None if link is None else Rate.parse(link).bytes_per_second,
+    )
+    report = make_report(chosen, _ranks(ranks), setting, choose_size=bucket_mb is None, loss=loss / 100)
+    if as_json:
+        print(json.dumps(_as_data(report, price), indent=1))
+    else:
+        _show(report, price)
+    if picture is not None:
+        from gradsync.plan.picture import save_picture
+
+        save_picture(report, picture)
+        print(f"\npicture: {picture}")
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        numbers = sorted({int(each) for each in text.replace("_", "").split(",")})
+    except ValueError:
+        raise ConfigurationError(f"--ranks are whole numbers with commas between them, got {text!r}") from None
+    if not numbers or numbers[0] < 1 or numbers[-1] > MOST_RANKS:
+        raise ConfigurationError(f"--ranks lie between 1 and {MOST_RANKS:,}, got {text!r}")
+    return numbers
+
+
+def _calibration(path: Path | None, profile: str | None, model: str | None, batch: int | None) -> Calibration:
+    if path is not None:
+        if profile or model or batch:
+            raise ConfigurationError("give a calibration, or --profile and --model, not both")
+        return Calibration.load(path)
+    if not profile or not model:
+        raise ConfigurationError(
+            "expected a calibration (gradsync plan --measure FILE makes one), or --profile and --model; "
+            "gradsync plan --list names those that are known"
+        )
+    return published(profile, model, batch=batch)
+
+
+def _list() -> None:
+    for title, known in (("machines (--profile)", known_machines()), ("models (--model)", known_models())):
+        print(title)
+        for name, words in known.items():
+            print(f"  {name:<12} {words}")
+
+
+def _measure(path: Path, hosts: str | None) -> None:
+    from gradsync.bench.workload import RealWorkload
+    from gradsync.rehearsal import Rehearsal, rehearse
+
+    # Small enough for a laptop, large enough that buckets matter.
+    workload = RealWorkload(layers=6, width=256, batch=2, length=128)
+    made = rehearse(Rehearsal(workload=workload, rate=None if hosts is None else Rate.parse(hosts)))
+    made.save(path)
+    step, link = seconds_words(made.profile.compute), made.wire.cost("all_reduce", 1 << 20).seconds
+    print(
+        f"{path}: a step of {step} with {made.profile.nbytes / 1e6:.1f} MB of gradients, and an all-reduce of 1 MiB in "
+        f"{seconds_words(link)}, over {made.facts['wire']}"
+    )
+
+
+def _show(report: PlanReport, price: float | None) -> None:
+    console = Console(highlight=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for name in ("ranks", "step", "90 % within", "wire", "efficiency", "buckets"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if price is not None:
+        table.add_column("1,000 steps", justify="right", no_wrap=True)
+    for each in report.predictions:
+        parts, size = each.simulated.slowest, each.setting.bucket_mb
+        row = [
+            f"{each.setting.ranks:,}",
+            seconds_words(each.step),
+            f"{seconds_words(each.low)} – {seconds_words(each.high)}",
+            f"{parts.exposed / each.step:.0%}",
+            f"{report.efficiency(each):.0%}",
+            "one" if size is None else f"{size:g} MB",
+        ]
+        table.add_row(*row, *([] if price is None else [f"{report.cost(each, price):,.2f}"]))
+    console.print(table)
+    print("\n" + "\n".join(_sentences(report)))
+
+
+def _sentences(report: PlanReport) -> list[str]:
+    last = report.predictions[-1]
+    lines = [f"One rank alone: {seconds_words(report.alone)} a step, {report.calibration.profile.nbytes / 1e6:.1f} MB."]
+    lines += [f"  {name}: {words}" for name, words in report.calibration.facts.items()]
+    if last.extrapolates:
+        lines.append(f"The last line extrapolates: {last.extrapolates}.")
+    if not report.calibration.measured:
+        lines.append("Nothing here was measured: numbers are those of datasheets and papers.")
+    at = f"at {last.setting.ranks:,} ranks"
+    if report.needed is None:
+        lines.append(f"No link is fast enough to lose less than {report.loss:.0%} {at}: latencies alone take more.")
+    else:
+        lines.append(f"To lose less than {report.loss:.0%} {at}, the link of a host needs {rate_words(report.needed)}.")
+    for advice in report.advice:
+        lines.append(f"{advice.gain:>5.0%} shorter {at}: {advice.words}\n        {advice.line}")
+    if not report.advice:
+        lines.append(f"Nothing that was tried gains a hundredth {at}.")
+    return lines
+
+
+def _as_data(report: PlanReport, price: float | None) -> dict[str, object]:
+    return {
+        "alone": report.alone,
+        "measured": report.calibration.measured,
+        "facts": dict(report.calibration.facts),
+        "predictions": [
+            {
+                **asdict(each.setting),
+                "step": each.step,
+                "low": each.low,
+                "high": each.high,
+                "efficiency": report.efficiency(each),
+                "parts": asdict(each.simulated.slowest),
+                "extrapolates": each.extrapolates,
+                **({} if price is None else {"cost of 1,000 steps": report.cost(each, price)}),
+            }
+            for each in report.predictions
+        ],
+        "link for the loss": {"loss": report.loss, "bytes a second": report.needed},
+        "advice": [{"gain": each.gain, "change": each.words, "line": each.line} for each in report.advice],
+    }

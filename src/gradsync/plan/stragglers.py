@@ -1,0 +1,75 @@
+"""Ranks are never equally fast: how much the slowest of many is slower, and how sure that is.
+
+A step waits for its slowest rank. If each rank's compute is a factor drawn from a distribution F, the slowest of p
+ranks has the distribution F^p, whose quantiles are those of F at q^(1/p): no rank needs to be drawn, and ten thousand
+cost no more than two.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradsync.errors import ConfigurationError
+
+__all__ = ["ALIKE", "Jitter"]
+
+NORMAL = statistics.NormalDist()
+# What a rank draws at most: a factor beyond it is no jitter but a fault.
+MOST = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """The factor by which a rank's compute in one step differs from its usual: log-normal with ``sigma``, median 1.
+
+    With a chance of ``rare`` it is ``slow`` times as long on top: a collection of garbage, another process, a page that
+    was not there.
+    """
+
+    sigma: float = 0.0
+    rare: float = 0.0
+    slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.sigma >= 0 and 0 <= self.rare < 1 and self.slow >= 1):
+            raise ConfigurationError(
+                "jitter has a sigma of 0 or more, a rare chance in [0, 1), and is slow by a factor of 1 or more; got "
+                f"sigma={self.sigma}, rare={self.rare}, slow={self.slow}"
+            )
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Jitter":
+        """As wide as measured times of the same work are. Median and quartiles: one outlier says nothing of a law."""
+        if len(seconds) < 4 or min(seconds) <= 0:
+            return cls()
+        low, _, high = statistics.quantiles([math.log(each) for each in seconds], n=4)
+        return cls(sigma=(high - low) / (NORMAL.inv_cdf(0.75) - NORMAL.inv_cdf(0.25)))
+
+    def quantile(self, chance: float, ranks: int = 1) -> float:
+        """Of the slowest of so many ranks."""
+        each = math.exp(math.log(chance) / ranks) if 0 < chance < 1 else chance
+        return min(self._quantile_of_one(each), MOST)
+
+    def _quantile_of_one(self, chance: float) -> float:
+        if not self.sigma and not self.rare:
+            return 1.0
+        if not self.rare:
+            return self._usual(chance)
+        # By halving: a mixture has no inverse of its own.
+        low, high = 1e-3, MOST
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            below = (1 - self.rare) * self._below(middle) + self.rare * self._below(middle / self.slow)
+            low, high = (middle, high) if below < chance else (low, middle)
+        return high
+
+    def _usual(self, chance: float) -> float:
+        chance = min(max(chance, 1e-300), 1 - 1e-16)
+        return math.exp(self.sigma * NORMAL.inv_cdf(chance)) if self.sigma else 1.0
+
+    def _below(self, factor: float) -> float:
+        return NORMAL.cdf(math.log(factor) / self.sigma) if self.sigma else float(factor >= 1.0)
+
+
+ALIKE = Jitter()

@@ -1,0 +1,291 @@
+"""Plans: what is fitted to readings, what is known of machines and models, what a plan answers, and its command."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("typer", reason="the command line needs the extra gradsync[cli]")
+
+from typer.testing import CliRunner
+
+from gradsync.cli.main import app
+from gradsync.errors import ConfigurationError
+from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Wire, simulate
+from gradsync.plan.calibration import Calibration, Reading, fit_wire
+from gradsync.plan.library import known_machines, known_models, published
+from gradsync.plan.planner import Setting, best_setting, extrapolation, predict, rate_for
+from gradsync.plan.report import make_report
+
+SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
+
+
+def readings_of(wire: Wire) -> list[Reading]:
+    """What would be measured on a wire that is known, each collective after a pause."""
+    link = wire.topology.between
+    readings = []
+    for size in SIZES:
+        for operation in ("all_reduce", "all_gather"):
+            cost = wire.cost(operation, size)
+            seconds = cost.latency + max(0.0, cost.nbytes - link.burst) / cost.bandwidth
+            readings.append(
+                Reading(operation=operation, way=wire.way, nbytes=size, seconds=seconds, ranks=wire.topology.ranks)
+            )
+    return readings
+
+
+@given(st.floats(1e-5, 1e-3), st.floats(1e6, 1e8), st.sampled_from([0.0, 131_072.0, 262_144.0]))
+def test_a_wire_is_found_again_in_its_readings(latency: float, bandwidth: float, burst: float) -> None:
+    link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
+    true = Wire(topology=Topology(ranks=2, between=link), start=latency)
+    found = fit_wire(readings_of(true))
+    assert found.topology.between.bandwidth == pytest.approx(bandwidth, rel=0.02)
+    assert found.topology.between.burst == pytest.approx(burst, rel=0.1, abs=0.011 * SIZES[-1])
+    for ranks in (2, 8):
+        small = [wire.among(ranks).cost("all_reduce", 1024).latency for wire in (true, found)]
+        assert small[1] == pytest.approx(small[0], rel=0.25)
+
+
+def test_operations_that_go_another_way_have_latencies_of_their_own() -> None:
+    ring = Wire(topology=Topology(ranks=2, between=Link(latency=1e-4, bandwidth=1e8)), start=1e-4)
+    exchange = [
+        Reading(operation="reduce_scatter", way="exchange", nbytes=size, seconds=5e-3 + size / 2 / 1e8)
+        for size in SIZES
+    ]
+    found = fit_wire([*readings_of(ring), *exchange])
+    assert set(found.others) == {"reduce_scatter"}
+    assert found.cost("reduce_scatter", 1024).latency == pytest.approx(5e-3, rel=0.05)
+    assert found.cost("all_reduce", 1024).latency < 1e-3
+    # Other links and other numbers of ranks are theirs, too.
+    slower = found.over(Link(latency=1e-4, bandwidth=1e7)).among(4)
+    assert slower.cost("reduce_scatter", 10**7).seconds > 0.7
+    assert slower.cost("reduce_scatter", 1024).latency == pytest.approx(5e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("machine", sorted(known_machines()))
+def test_what_is_known_of_machines_makes_a_plan(machine: str) -> None:
+    for model in known_models():
+        calibration = published(machine, model)
+        assert {"machine", "model", "micro-batch"} <= calibration.facts.keys()
+        few, many = (predict(calibration, Setting(ranks=ranks)) for ranks in (16, 10_000))
+        assert calibration.profile.compute <= few.step <= many.step
+        assert many.low < many.step < many.high
+        assert many.high - many.low > few.high - few.low
+
+
+def test_models_have_as_many_parameters_as_their_papers_say() -> None:
+    millions = {
+        name: published("h100-400g", name).profile.nbytes / (2 if name == "llama-8b" else 4) / 1e6
+        for name in known_models()
+    }
+    expected = {"resnet50": 25.6, "bert-base": 109.5, "bert-large": 335.1, "gpt2": 124.4, "llama-8b": 8030}
+    assert millions == pytest.approx(expected, rel=5e-3)
+
+
+def test_ten_thousand_ranks_take_no_more_events_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradsync.plan.clockwork import Clock
+
+    counts: list[int] = []
+    at = Clock.at
+
+    def counting(self: Clock, *args: object) -> None:
+        counts[-1] += 1
+        at(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Clock, "at", counting)
+    calibration = published("v100-100g", "resnet50")
+    for ranks in (16, 10_000):
+        counts.append(0)
+        predict(calibration, Setting(ranks=ranks))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_faster_link_is_asked_for_until_it_suffices() -> None:
+    calibration = published("t4-10gbe", "bert-base")
+    setting = Setting(ranks=16)
+    needed = rate_for(calibration, setting, 0.05)
+    assert needed is not None
+    assert needed > calibration.link
+    bound = calibration.profile.slowed(calibration.jitter.quantile(0.5, 16)).compute * 1.05
+    assert predict(calibration, replace(setting, rate=needed)).step <= bound
+    assert predict(calibration, replace(setting, rate=needed / 1.1)).step > bound
+    # Latencies of a second are not made good by any link.
+    slow = replace(calibration, wire=replace(calibration.wire, start=1.0))
+    assert rate_for(slow, setting, 0.05) is None
+
+
+def test_the_best_setting_is_at_least_as_fast_as_any_other() -> None:
+    calibration = published("cpu-10gbe", "resnet50")
+    first = Setting(ranks=8)
+    best = best_setting(calibration, first, reductions=("mean", "int8"), overlaps=("backward", "next-forward"))
+    for size in (1.0, 25.0):
+        for name in ("mean", "int8"):
+            other = predict(calibration, replace(first, bucket_mb=size, reduction=name))
+            assert best.a_micro_batch <= other.a_micro_batch * (1 + 1e-9)
+
+
+def test_a_plan_says_how_far_it_extrapolates() -> None:
+    calibration = replace(published("cpu-10gbe", "gpt2"), link=1.25e9)
+    here = Setting(ranks=1, rate=1.25e9)
+    assert extrapolation(calibration, here) == ""
+    words = extrapolation(calibration, replace(here, ranks=100, rate=1.25e8, bucket_mb=1e-4))
+    assert "100 times the 1 ranks" in words
+    assert "10 times as slow" in words
+    assert "smaller than the smallest" in words
+    near, far = (predict(calibration, replace(here, ranks=ranks)) for ranks in (2, 2000))
+    assert far.high / far.step > near.high / near.step
+
+
+def test_another_link_is_used_as_well_as_the_one_that_was_measured() -> None:
+    link = Link(latency=1e-4, bandwidth=0.9e9)
+    calibration = Calibration(
+        profile=StepProfile(forward=0.1, backward=0.2),
+        wire=Wire(topology=Topology(ranks=2, between=link)),
+        link=1e9,
+    )
+    assert calibration.over(2e9).wire.topology.between.bandwidth == pytest.approx(1.8e9)
+
+
+def test_advice_is_what_gains_most_first_and_keeps_what_it_promises() -> None:
+    calibration = published("t4-10gbe", "bert-base")
+    report = make_report(calibration, [4, 16], Setting(ranks=1, bucket_mb=25.0), choose_size=False)
+    gains = [each.gain for each in report.advice]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 0.3
+    now = report.predictions[-1]
+    for each in report.advice:
+        promised = predict(calibration, each.prediction.setting)
+        assert promised.a_micro_batch == pytest.approx(now.a_micro_batch * (1 - each.gain))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
+    link = Link(latency=1e-4, bandwidth=1e9, burst=1e5)
+    other = Wire(topology=Topology(ranks=2, between=replace(link, latency=2e-4)), way="exchange")
+    made = Calibration(
+        profile=StepProfile(
+            forward=0.1, backward=0.2, buckets=(BucketProfile(index=0, nbytes=5, ready=0.1, need=0.0),)
+        ),
+        wire=Wire(topology=Topology(ranks=2, between=link), in_flight=2, others={"reduce_scatter": other}),
+        jitter=Jitter(sigma=0.1),
+        link=1.25e9,
+        facts={"ranks": "2"},
+    )
+    made.save(tmp_path / "plan.json")
+    assert Calibration.load(tmp_path / "plan.json") == made
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "no calibration that can be read"),
+        ("[]", "no calibration of format 1"),
+        ('{"format": 2}', "Measure again"),
+        ('{"format": 1}', "a part missing"),
+    ],
+)
+def test_a_file_that_is_no_calibration_says_so(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=words):
+        Calibration.load(path)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+RUNNER = CliRunner()
+KNOWN = ["plan", "--profile", "v100-100g", "--model", "resnet50"]
+
+
+def test_the_command_shows_steps_advice_and_the_link() -> None:
+    result = RUNNER.invoke(app, [*KNOWN, "--ranks", "8,256", "--bucket-mb", "25", "--price", "3", "--link", "10gbit"])
+    assert result.exit_code == 0, result.output
+    for words in (
+        "256",
+        "25 MB",
+        "1,000 steps",
+        "the link of a host needs",
+        "extrapolates",
+        "Nothing here was measured",
+    ):
+        assert words in result.output
+
+
+def test_the_command_as_data() -> None:
+    result = RUNNER.invoke(app, [*KNOWN, "--ranks", "10000", "--bucket-mb", "25", "--json", "--mode", "next-forward"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.output)
+    (prediction,) = data["predictions"]
+    assert prediction["ranks"] == 10_000
+    assert math.isclose(
+        sum(v for k, v in prediction["parts"].items() if k != "hidden"), prediction["step"], rel_tol=1e-6
+    )
+
+
+def test_the_list_names_what_is_known() -> None:
+    output = RUNNER.invoke(app, ["plan", "--list"]).output
+    assert all(name in output for name in (*known_machines(), *known_models()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan"], "expected a calibration"),
+        (["plan", "--profile", "abacus", "--model", "gpt2"], "one of t4-10gbe"),
+        ([*KNOWN, "--ranks", "two"], "whole numbers"),
+        ([*KNOWN, "--ranks", "0"], "between 1 and"),
+        ([*KNOWN, "--mode", "sideways"], "--mode is one of"),
+        ([*KNOWN, "--reduction", "int3"], "one of mean"),
+        ([*KNOWN, "--loss", "0"], "above 0"),
+        (["plan", "missing.json"], "no calibration that can be read"),
+        (["plan", "missing.json", "--model", "gpt2"], "not both"),
+        ([*KNOWN, "--ranks", "2", "--bucket-mb", "25", "--picture", "plan.gif"], ".svg or a .png"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_words(arguments: list[str], words: str) -> None:
+    result = RUNNER.invoke(app, arguments)
+    assert isinstance(result.exception, ConfigurationError)
+    assert words in str(result.exception)
+
+
+@pytest.mark.program
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("plan.svg", "plan.png"):
+        path = tmp_path / name
+        result = RUNNER.invoke(app, [*KNOWN, "--ranks", "8,64", "--bucket-mb", "25", "--picture", str(path)])
+        assert result.exit_code == 0, result.output
+        assert path.stat().st_size > 5_000
+    assert "waits for the wire" in (tmp_path / "plan.svg").read_text()
+
+
+# -- two real ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.program
+@pytest.mark.timeout(120)
+def test_two_real_ranks_are_a_calibration(tmp_path: Path) -> None:
+    from gradsync.bench.workload import RealWorkload
+    from gradsync.rehearsal import Rehearsal, rehearse
+
+    workload = RealWorkload(layers=2, width=64, batch=1, length=16)
+    made = rehearse(Rehearsal(workload=workload, steps=4, sizes=(4_096, 65_536, 1 << 20), pause=0.0, timeout=100.0))
+    assert made.profile.nbytes == workload.nbytes
+    assert made.wire.ranks == 2
+    assert made.facts["ranks"] == "2"
+    ready = [bucket.ready for bucket in made.profile.buckets]
+    assert ready == sorted(ready)
+    # What is ready first is needed last: the head, as against the embedding.
+    assert made.profile.buckets[0].need > made.profile.buckets[-1].need
+    small, large = (made.wire.cost("all_reduce", nbytes).seconds for nbytes in (1_000, 10**9))
+    assert 0 < small < large
+    step = simulate(made.profile.in_buckets(1 << 20), made.wire)
+    assert step.step >= made.profile.compute * (1 - 1e-9)
+    made.save(tmp_path / "plan.json")
+    assert predict(Calibration.load(tmp_path / "plan.json"), Setting(ranks=2)).step > 0
