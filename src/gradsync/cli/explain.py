@@ -44,7 +44,10 @@ def explain(
     ],
     model: Annotated[int, typer.Option(help="Which of the models that a process has wrapped, from 0 on.")] = 0,
 ) -> None:
-    """Say where the time of a training goes and what to change, or who waits for whom in one that hangs."""
+    """Say where the time of a step goes, and what to change.
+
+    Of a training that hangs: who waits for whom.
+    """
     from rich.console import Console
 
     if not folder.is_dir():
