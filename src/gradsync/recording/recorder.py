@@ -285,11 +285,13 @@ class Recorder:
 
     def _thin(self) -> None:
         recent = self.total - self._keep
-        while sum(number < recent for number in self._lines) > self._keep:
-            self._stride *= 2
+        while True:
             self._lines = {
                 number: line for number, line in self._lines.items() if number >= recent or not number % self._stride
             }
+            if sum(number < recent for number in self._lines) <= self._keep:
+                return
+            self._stride *= 2
 
     def close(self) -> None:
         """The training is over: write the file for the last time."""
