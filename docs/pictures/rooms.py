@@ -15,6 +15,7 @@ FLOORS = [
     ("", FORWARD_FILL, ["sharded", "local_steps", "elastic", "layer_drop", "timeline", "testing"]),
     ("what a step will take", PANEL, ["plan"]),
     ("a module as one replica among several", STEP_FILL, ["wrap"]),
+    ("what every rank did when; what to change", STEP_FILL, ["explain", "recording"]),
     ("autograd's hooks, the pipeline of buckets", BACKWARD_FILL, ["engine"]),
     ("what lies between two steps, and what it weighs", BACKWARD_FILL, ["window"]),
     ("what is put on the wire", BACKWARD_FILL, ["reduction"]),

@@ -1,13 +1,13 @@
 """What the engine tells whoever watches it. The engine calls an observer; it never imports one."""
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Handle
 
-__all__ = ["GatherObserver", "Observer", "Observers"]
+__all__ = ["GatherObserver", "LoopObserver", "Observer", "Observers"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -34,12 +34,36 @@ class Observer(Protocol):
         """All gradients are means."""
 
 
-@runtime_checkable
 class GatherObserver(Protocol):
     """An observer that is told of the gathers of a sharded optimizer, too. They come between two backwards, mostly."""
 
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
         """New parameters of the bucket are on their way to all ranks."""
+
+
+class LoopObserver(Protocol):
+    """What an observer may hear besides: what the loop does around its backwards. It need not have all methods."""
+
+    def evaluation_began(self) -> None:
+        """A forward without gradients is about to run."""
+
+    def forward_began(self) -> None:
+        """A forward with gradients is about to run."""
+
+    def forward_ended(self) -> None:
+        """It has run."""
+
+    def step_began(self) -> None:
+        """An optimizer is about to update parameters of the model; their gradients are means."""
+
+    def step_ended(self, optimizer: Any) -> None:
+        """It has, as far as it does so in its step."""
+
+    def gather_needed(self, bucket: Bucket) -> None:
+        """Somebody wants to read a parameter of the bucket that is on its way, and waits from now on."""
+
+    def gather_arrived(self, bucket: Bucket) -> None:
+        """The parameters of the bucket are there, and whoever has waited goes on."""
 
 
 class Observers:
@@ -48,6 +72,12 @@ class Observers:
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
+        # Who is told of an event, by which method: looking that up takes longer than most of them.
+        self._listeners: dict[str, list[tuple[Observer, Callable[..., None]]]] = {}
+
+    @property
+    def members(self) -> tuple[Observer, ...]:
+        return self._observers
 
     def without(self, observer: Observer) -> "Observers | None":
         """All others, if there are any."""
@@ -72,16 +102,44 @@ class Observers:
     def synchronization_finished(self) -> None:
         self._tell("synchronization_finished")
 
-    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        told = [observer for observer in self._observers if isinstance(observer, GatherObserver)]
-        self._tell("gather_started", bucket, handle, to=told)
+    # What not everybody wants to know.
 
-    def _tell(self, event: str, *args: Any, to: Sequence[Any] | None = None, **kwargs: Any) -> None:
-        for observer in self._observers if to is None else to:
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        self._tell("gather_started", bucket, handle)
+
+    def evaluation_began(self) -> None:
+        self._tell("evaluation_began")
+
+    def forward_began(self) -> None:
+        self._tell("forward_began")
+
+    def forward_ended(self) -> None:
+        self._tell("forward_ended")
+
+    def step_began(self) -> None:
+        self._tell("step_began")
+
+    def step_ended(self, optimizer: Any) -> None:
+        self._tell("step_ended", optimizer)
+
+    def gather_needed(self, bucket: Bucket) -> None:
+        self._tell("gather_needed", bucket)
+
+    def gather_arrived(self, bucket: Bucket) -> None:
+        self._tell("gather_arrived", bucket)
+
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+        listeners = self._listeners.get(event)
+        if listeners is None:
+            listeners = [(each, getattr(each, event)) for each in self._observers if hasattr(each, event)]
+            self._listeners[event] = listeners
+        for observer, hear in listeners:
             try:
-                getattr(observer, event)(*args, **kwargs)
+                hear(*args, **kwargs)
             except Exception:
                 self._observers = tuple(each for each in self._observers if each is not observer)
+                # Another dictionary: another thread may be looking at this one.
+                self._listeners = {}
                 LOGGER.exception(
                     "the observer %r raised in %s, and is told nothing any more; training goes on", observer, event
                 )
