@@ -1,0 +1,106 @@
+"""``gradsync run SCRIPT …``: an unchanged DDP or Accelerate script on gradsync's classes, or only watched."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+
+from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
+from gradsync.errors import ConfigurationError
+from gradsync.running.account import Account, find_accounts, read_account
+from gradsync.running.rank import all_accounts, end_rank, run_rank
+from gradsync.running.script import Script
+from gradsync.running.words import tell
+
+__all__ = ["SETTINGS", "run"]
+
+# What follows the script is the script's, whatever it looks like.
+SETTINGS = {"allow_interspersed_args": False}
+MOST_CPU_RANKS = 4
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and what it is given.", show_default=False),
+    ],
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start here: one a GPU, else one a core up to 4. 0: the script starts its own."),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave torch's and Accelerate's own classes in place, and only watch.")
+    ] = False,
+    record: Annotated[Path | None, typer.Option(help="Keep in this folder what was recorded.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
+    accounts: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run an unchanged DDP or Accelerate script on gradsync, and say where its time went.
+
+    For the script torch's DistributedDataParallel and Accelerate's Accelerator are gradsync's. It runs on ranks of this
+    machine; under torchrun, mpirun or srun it joins the ranks that they have started.
+    """
+    script = Script(target=command[0], arguments=tuple(command[1:]), is_module=module)
+    script.require()
+    if accounts is not None:
+        # Who started this rank speaks at the end.
+        end_rank(run_rank(script, keep=keep, folder=accounts)[1])
+    if inside_a_launch():
+        if nproc is not None:
+            raise ConfigurationError(
+                f"--nproc {nproc} was given, but torchrun, mpirun or srun has started this process as one of its "
+                "ranks. Leave their number to it"
+            )
+        _run_here(script, keep, record)
+    ranks = _default_ranks() if nproc is None else nproc
+    if ranks < 0:
+        raise ConfigurationError(f"--nproc must be at least 0, got {ranks}")
+    if ranks == 0:
+        _run_here(script, keep, record)
+    with _folder(record) as folder:
+        for path in find_accounts(folder):
+            path.unlink()
+        options = [*(["--keep"] if keep else []), "--accounts", str(folder)]
+        code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks)
+        _say(script, [read_account(path) for path in find_accounts(folder)])
+    raise typer.Exit(code)
+
+
+def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
+    """As a rank of another launcher, or as the process that starts ranks. Rank 0 speaks, of all that it can see."""
+    with _folder(record) as folder:
+        account, ended = run_rank(script, keep=keep, folder=folder)
+        if account is not None and account.rank == 0:
+            shared = record is not None and inside_a_launch()
+            seen = all_accounts(folder, account) if shared else [read_account(path) for path in find_accounts(folder)]
+            _say(script, seen)
+    end_rank(ended)
+
+
+@contextmanager
+def _folder(record: Path | None) -> Iterator[Path]:
+    if record is not None:
+        try:
+            record.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--record {record} cannot be made a folder: {error}") from error
+        yield record.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="gradsync-run-") as folder:
+        yield Path(folder)
+
+
+def _say(script: Script, accounts: list[Account]) -> None:
+    # Beside what the script writes, which may be read by another program.
+    for line in tell(accounts, str(script)) if accounts else ():
+        print(f"gradsync: {line}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _default_ranks() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else min(usable_cores(), MOST_CPU_RANKS)
