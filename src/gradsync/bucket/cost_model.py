@@ -21,7 +21,7 @@ import torch
 from gradsync.bucket.layout import BucketCaps
 from gradsync.communicator import Communicator, ProcessGroupCommunicator
 
-__all__ = ["LinkCost", "auto_caps", "measure_link"]
+__all__ = ["LinkCost", "auto_caps", "known_link", "measure_link"]
 
 SMALL_BYTES = 4 * 1024
 LARGE_BYTES = 4 * 1024 * 1024
@@ -69,9 +69,7 @@ def auto_caps(cost: LinkCost, total_bytes: int) -> BucketCaps:
 
 def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
     """Fit the cost by timing a few all-reduces. Collective; the slowest rank's times count, so all ranks agree."""
-    # Another object for the same group each time; all others are kept by those who use them.
-    key = communicator.group if isinstance(communicator, ProcessGroupCommunicator) else communicator
-    cost = _measured.get(key)
+    key, cost = _key(communicator), known_link(communicator)
     if cost is None:
         _time_all_reduce(communicator, device, LARGE_BYTES)
         # The least: a short message is held up by many things, and buckets in flight hide each other's waiting.
@@ -89,6 +87,16 @@ def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
         )
         _measured[key] = cost
     return cost
+
+
+def known_link(communicator: Communicator) -> LinkCost | None:
+    """What was measured before, if anything was."""
+    return _measured.get(_key(communicator))
+
+
+def _key(communicator: Communicator) -> Any:
+    # Another object for the same group each time; all others are kept by those who use them.
+    return communicator.group if isinstance(communicator, ProcessGroupCommunicator) else communicator
 
 
 def _median_times(communicator: Communicator, device: torch.device, nbytes: int) -> tuple[float, float]:

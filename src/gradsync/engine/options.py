@@ -7,7 +7,7 @@ from gradsync.bucket.arrangement import BucketOptions
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
 from gradsync.engine.keeper import ParameterKeeper
-from gradsync.engine.observer import Observers
+from gradsync.engine.observer import Observer, Observers
 from gradsync.engine.policy import SyncPolicy
 
 __all__ = ["SynchronizerOptions"]
@@ -16,7 +16,7 @@ __all__ = ["SynchronizerOptions"]
 @dataclass(frozen=True, kw_only=True)
 class SynchronizerOptions:
     """``caps`` are those to begin with, which ``tuner`` may change in the first windows. ``droppable`` says that
-    modules announce parameters as absent."""
+    modules announce parameters as absent. ``recorder`` watches beside the policy's observer."""
 
     communicator: Communicator
     caps: BucketCaps
@@ -24,6 +24,7 @@ class SynchronizerOptions:
     keeper: ParameterKeeper | None = None
     droppable: bool = False
     tuner: BucketTuner | None = None
+    recorder: Observer | None = None
 
     def of_buckets(self) -> BucketOptions:
         """What buckets are made with."""
@@ -36,5 +37,5 @@ class SynchronizerOptions:
 
     def watchers(self) -> Observers | None:
         """Who is to be told of what happens, if anybody."""
-        watching = [each for each in (self.policy.observer, self.tuner) if each is not None]
+        watching = [each for each in (self.policy.observer, self.recorder, self.tuner) if each is not None]
         return Observers(*watching) if watching else None

@@ -176,6 +176,8 @@ class Synchronizer:
         """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
+        if self.engine.observer is not None and not torch.is_grad_enabled():
+            self.engine.observer.evaluation_began()
         tenant = self.engine.sharing.tenant
         if tenant is not None and (compiler or has_compiled(module)):
             # The compiler compiles anew for parameters of another class, which those are that are still awaited.
@@ -186,6 +188,8 @@ class Synchronizer:
         engine = self.engine
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
+        if engine.observer is not None:
+            engine.observer.forward_began()
         engine.forwards.begin()
         engine.expect_backward()
 
@@ -207,6 +211,8 @@ class Synchronizer:
                 tensor.register_hook(hook)
                 if task == NO_TASK:
                     mark_output(tensor.grad_fn, reference, synchronizes)
+        if engine.observer is not None:
+            engine.observer.forward_ended()
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
@@ -338,6 +344,13 @@ class Synchronizer:
         if self.window.is_vetoed:
             self.clear()
         self.window.close()
+        if engine.observer is not None:
+            engine.observer.step_began()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has used the gradients."""
+        if self.engine.observer is not None:
+            self.engine.observer.step_ended(optimizer)
 
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)

@@ -138,9 +138,14 @@ class Journey:
 
     def _hand_over(self, share: Share, arrive: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Wait for the new parameters of a bucket, and put them into the old ones."""
+        observer = self._synchronizer.engine.observer
+        if observer is not None:
+            observer.gather_needed(share.bucket)
         began = time.perf_counter()
         views = arrive()
         self.pace.waited(time.perf_counter() - began)
+        if observer is not None:
+            observer.gather_arrived(share.bucket)
         torch._foreach_copy_(list(share.bucket.parameters), list(views))
 
     def settle(self) -> None:

@@ -128,7 +128,7 @@ class OverlappedOptimizer(Resident):
         gradients = [self._gradients_of(bucket) for bucket in by_need]
         self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
         for bucket, used in zip(by_need, gradients, strict=True):
-            arrive = _Once(partial(self._arrive, step, used, self._gather(bucket)))
+            arrive = _Once(partial(self._arrive, step, used, bucket, self._gather(bucket)))
             self._gathers.expect(bucket.parameters, arrive)
 
     def _gradients_of(self, bucket: Bucket) -> dict[Twin, torch.Tensor]:
@@ -153,8 +153,13 @@ class OverlappedOptimizer(Resident):
             observer.gather_started(bucket, handle)
         return handle
 
-    def _arrive(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor], handle: Handle) -> None:
+    def _arrive(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor], bucket: Bucket, handle: Handle) -> None:
+        observer = self._synchronizer.engine.observer
+        if observer is not None:
+            observer.gather_needed(bucket)
         handle.wait()
+        if observer is not None:
+            observer.gather_arrived(bucket)
         with self.told_to_others():
             step.update(gradients)
 

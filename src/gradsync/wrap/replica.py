@@ -22,6 +22,8 @@ from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.policy import SyncPolicy
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.recording.recorder import Recorder
+from gradsync.recording.setting import attach_recorder, choose_recorder, described, recorder_in
 from gradsync.watch import look_at, set_watch
 from gradsync.wrap.replica_state import broadcast_tensors
 
@@ -52,6 +54,8 @@ class Replica:
         ]
         self._places: list[tuple[nn.Module, str, str]] | None = None
         self._added: list[str] = []
+        # Made when it is connected first, and kept when it goes on over another wire.
+        self.recorder: Recorder | None = None
         _watch_registrations(self, module)
 
     @property
@@ -81,6 +85,8 @@ class Replica:
         keeper: ParameterKeeper | None = None,
     ) -> Synchronizer:
         """Compare with the other ranks, take rank 0's values, and attach the engine. Collective with init_sync."""
+        if self.recorder is None or recorder_in(policy.observer) is not None:
+            self.recorder = choose_recorder(policy.observer)
         if init_sync:
             require_agreement(communicator, "the wrapped module", self._described(policy))
             states = [*self.parameters, *(self.buffers if sync_buffers else [])]
@@ -94,9 +100,11 @@ class Replica:
             policy=policy,
             keeper=keeper,
             droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
+            recorder=None if recorder_in(policy.observer) is not None else self.recorder,
         )
         synchronizer = Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
         look_at(synchronizer, communicator)
+        attach_recorder(self.recorder, synchronizer, type(self.module).__name__, communicator, meets=init_sync)
         return synchronizer
 
     def watch(self, wrapper: nn.Module) -> None:
@@ -132,6 +140,7 @@ class Replica:
         return [
             *_described_parameters(self.specs, [parameter.requires_grad for parameter in self.parameters]),
             *policy.described(),
+            *described(self.recorder),
         ]
 
     def note_registration(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -1,0 +1,56 @@
+"""Who records a model: the user's own recorder, or the one that every model has. ``GRADSYNC_RECORD`` is a folder to
+write to, or ``off``; without it the last steps are kept in memory."""
+
+import logging
+import os
+from collections.abc import Iterable
+
+from gradsync.communicator import Communicator
+from gradsync.engine.observer import Observer, Observers
+from gradsync.engine.synchronizer import Synchronizer
+from gradsync.recording.clocks import align_clocks
+from gradsync.recording.recorder import Recorder
+from gradsync.recording.steps import Clock
+
+__all__ = ["VARIABLE", "attach_recorder", "choose_recorder", "described", "recorder_in"]
+
+LOGGER = logging.getLogger("gradsync")
+VARIABLE = "GRADSYNC_RECORD"
+OFF = "off"
+
+
+def recorder_in(observer: Observer | None) -> Recorder | None:
+    """The user's own, wherever it stands."""
+    if isinstance(observer, Recorder):
+        return observer
+    among: Iterable[Observer] = observer.members if isinstance(observer, Observers) else ()
+    return next((found for each in among if (found := recorder_in(each)) is not None), None)
+
+
+def choose_recorder(observer: Observer | None) -> Recorder | None:
+    """Who records a model that ``observer`` watches."""
+    own = recorder_in(observer)
+    if own is not None:
+        return own
+    setting = os.environ.get(VARIABLE, "")
+    if setting == OFF:
+        return None
+    return Recorder(setting or None)
+
+
+def described(recorder: Recorder | None) -> list[tuple[str, str]]:
+    """What ranks must have in common: those that write measure their clocks, and that takes all of them."""
+    return [("recording", "to a folder" if recorder is not None and recorder.folder is not None else "to no folder")]
+
+
+def attach_recorder(
+    recorder: Recorder | None, synchronizer: Synchronizer, name: str, communicator: Communicator, *, meets: bool
+) -> None:
+    """Have the recorder know whom it watches. Collective where it writes to a folder, if ranks may meet."""
+    if recorder is None:
+        return
+    clock = align_clocks(communicator) if meets and recorder.folder is not None else Clock()
+    try:
+        recorder.attach(synchronizer, name, clock)
+    except Exception:
+        LOGGER.exception("the recorder does not know the model, and records nothing")

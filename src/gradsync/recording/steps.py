@@ -1,0 +1,199 @@
+"""What a recording is made of. All times are seconds on the clock of the rank that wrote them (``time.perf_counter``);
+with :class:`Clock` they become rank 0's."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = [
+    "ACTIVITIES",
+    "BucketPart",
+    "BucketTimes",
+    "Clock",
+    "GatherTimes",
+    "Header",
+    "Recording",
+    "Span",
+    "Step",
+    "Synchronization",
+]
+
+# What a span may be called. "synchronization" lies between the end of a backward and the last mean, "gather" is waiting
+# for parameters that are on their way, "data" is what precedes the forward of a micro-batch.
+ACTIVITIES = ("data", "forward", "backward", "synchronization", "gather", "optimizer", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """``time + offset`` is the time on rank 0's clock, give or take ``error``; None if nobody has measured that."""
+
+    offset: float = 0.0
+    error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The rank did ``name`` from ``begin`` to ``end``."""
+
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketTimes:
+    """One bucket's walk. ``reduced`` is when the wire was done with it, ``finish`` when the engine had waited for it;
+    None is what nobody told of."""
+
+    index: int
+    start: float
+    ready: float | None = None
+    reduced: float | None = None
+    finish: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherTimes:
+    """New parameters of one bucket on their way, of a sharded optimizer; ``needed`` and ``arrived`` frame the time that
+    somebody waited for them."""
+
+    index: int
+    nbytes: int
+    start: float
+    end: float | None = None
+    needed: float | None = None
+    arrived: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronization:
+    """One synchronized backward, or a synchronization without one: then it begins and ends at once."""
+
+    begin: float
+    backward_end: float
+    finished: float
+    buckets: tuple[BucketTimes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """From the end of one optimizer step to that of the next. ``spans`` fill it without a gap.
+
+    ``layout`` says which of the recording's layouts its buckets belong to. ``gathers`` are those whose parameters this
+    step has used: most of them were started in the step before.
+    """
+
+    number: int
+    layout: int
+    begin: float
+    end: float
+    micro_batches: int
+    spans: tuple[Span, ...]
+    synchronizations: tuple[Synchronization, ...] = ()
+    gathers: tuple[GatherTimes, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def collectives(self) -> int:
+        """How many the engine has started for it, gathers included."""
+        return sum(len(each.buckets) for each in self.synchronizations) + len(self.gathers)
+
+    def spent(self, name: str) -> float:
+        """Seconds of all spans of that name."""
+        return sum(span.seconds for span in self.spans if span.name == name)
+
+    def shifted(self, seconds: float) -> "Step":
+        """The same step, on a clock that is so many seconds ahead."""
+
+        def moved(value: float | None) -> Any:
+            return None if value is None else value + seconds
+
+        return replace(
+            self,
+            begin=self.begin + seconds,
+            end=self.end + seconds,
+            spans=tuple(replace(span, begin=span.begin + seconds, end=span.end + seconds) for span in self.spans),
+            synchronizations=tuple(
+                Synchronization(
+                    begin=each.begin + seconds,
+                    backward_end=each.backward_end + seconds,
+                    finished=each.finished + seconds,
+                    buckets=tuple(
+                        replace(
+                            bucket,
+                            start=moved(bucket.start),
+                            ready=moved(bucket.ready),
+                            reduced=moved(bucket.reduced),
+                            finish=moved(bucket.finish),
+                        )
+                        for bucket in each.buckets
+                    ),
+                )
+                for each in self.synchronizations
+            ),
+            gathers=tuple(
+                replace(
+                    gather,
+                    start=moved(gather.start),
+                    end=moved(gather.end),
+                    needed=moved(gather.needed),
+                    arrived=moved(gather.arrived),
+                )
+                for gather in self.gathers
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPart:
+    """One bucket of a layout: its bytes, tail included, and the names of its parameters."""
+
+    nbytes: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Who wrote a recording, and of what.
+
+    ``model`` numbers the models of a process, in the order in which they were wrapped. ``caps`` are bucket sizes in
+    bytes, ``identity`` is that of the host, ``link`` the measured cost of an all-reduce: latency and seconds a byte.
+    """
+
+    rank: int
+    world_size: int
+    model: int = 0
+    name: str = ""
+    host: str = ""
+    identity: str = ""
+    process: int = 0
+    device: str = "cpu"
+    backend: str = ""
+    communicator: str = ""
+    reduction: str = "Mean()"
+    schedule: str = "overlapped"
+    caps: tuple[int, ...] = ()
+    caps_chosen: bool = False
+    parameters: dict[str, int] = field(default_factory=dict)
+    optimizer: str = ""
+    link: tuple[float, float] | None = None
+    clock: Clock = field(default_factory=Clock)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """All of one rank. ``total`` steps were made, of which ``steps`` were kept; ``ended`` is False while it goes on,
+    and of a rank that was killed."""
+
+    header: Header
+    layouts: tuple[tuple[BucketPart, ...], ...]
+    steps: tuple[Step, ...]
+    total: int
+    ended: bool
