@@ -19,7 +19,8 @@ def get_dataloaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
     inputs = torch.randn(192, 6, generator=generator, dtype=torch.float64)
     labels = (inputs[:, :3].sum(1) > 0).long()
     train, test = TensorDataset(inputs[:128], labels[:128]), TensorDataset(inputs[128:], labels[128:])
-    return DataLoader(train, shuffle=True, batch_size=batch_size), DataLoader(test, batch_size=batch_size)
+    order = torch.Generator().manual_seed(11)
+    return DataLoader(train, batch_size, shuffle=True, generator=order), DataLoader(test, batch_size)
 
 
 def training_function(options: argparse.Namespace) -> None:

@@ -10,10 +10,11 @@ from typing import Annotated, NoReturn
 import torch
 import typer
 
+from gradsync.accelerator.environment import read_environment
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
 from gradsync.errors import ConfigurationError
 from gradsync.running.account import Account, find_accounts, read_account
-from gradsync.running.rank import all_accounts, end_rank, run_rank
+from gradsync.running.rank import all_accounts, common_folder, end_rank, run_rank
 from gradsync.running.script import Script
 from gradsync.running.words import tell
 
@@ -73,12 +74,14 @@ def run(
 
 def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
     """As a rank of another launcher, or as the process that starts ranks. Rank 0 speaks, of all that it can see."""
-    with _folder(record) as folder:
+    place = read_environment()
+    common = record is not None or (place.launcher != "none" and place.local_world_size == place.world_size)
+    with _folder(record) if record is not None or not common else common_folder(place) as folder:
         account, ended = run_rank(script, keep=keep, folder=folder)
-        if account is not None and account.rank == 0:
-            shared = record is not None and inside_a_launch()
-            seen = all_accounts(folder, account) if shared else [read_account(path) for path in find_accounts(folder)]
-            _say(script, seen)
+        if account is None:
+            end_rank(ended)
+        if account.rank == 0:
+            _say(script, all_accounts(folder, account.world_size if common else 1))
     end_rank(ended)
 
 

@@ -11,6 +11,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from gradsync.recording import close_recorders
 from gradsync.running.account import write_account
 from gradsync.running.running import Running
 
@@ -57,3 +58,4 @@ def _end_child(running: Running, settings: Settings, process: int) -> None:
     account = running.account()
     if account.wrappers and os.getpid() == process:
         write_account(settings.folder, account)
+        close_recorders()
