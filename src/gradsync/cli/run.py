@@ -1,5 +1,6 @@
 """``gradsync run SCRIPT …``: an unchanged DDP or Accelerate script on gradsync's classes, or only watched."""
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -94,8 +95,11 @@ def _folder(record: Path | None) -> Iterator[Path]:
             raise ConfigurationError(f"--record {record} cannot be made a folder: {error}") from error
         yield record.resolve()
         return
-    with tempfile.TemporaryDirectory(prefix="gradsync-run-") as folder:
-        yield Path(folder)
+    folder = Path(tempfile.mkdtemp(prefix="gradsync-run-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _say(script: Script, accounts: list[Account]) -> None:

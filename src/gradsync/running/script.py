@@ -18,6 +18,7 @@ from gradsync.errors import ConfigurationError
 __all__ = ["Script"]
 
 FAILED, INTERRUPTED = 1, 130
+OURS = __name__.rpartition(".")[0] + "."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +105,20 @@ def leave_as_python_would(error: BaseException) -> NoReturn:
 
 
 def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """From where the script begins; all of it if the script has not begun."""
+    """From where the script begins, and without what watches it further down. All of it if no script has begun, or if
+    what watches it is where the error comes from."""
     whole = trace
-    while trace is not None:
-        if any(trace.tb_frame.f_globals is vars(each) for each in _kept):
-            return trace
+    while trace is not None and not any(trace.tb_frame.f_globals is vars(each) for each in _kept):
         trace = trace.tb_next
-    return whole
+    begin = last = trace
+    while last is not None:
+        following = last.tb_next
+        while following is not None and following.tb_next is not None and _is_ours(following):
+            following = following.tb_next
+        last.tb_next = following
+        last = following
+    return whole if begin is None else begin
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith(OURS)
