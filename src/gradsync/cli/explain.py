@@ -1,36 +1,63 @@
 """``gradsync explain FOLDER``: says in words what the files in a folder tell."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gradsync.errors import ConfigurationError
+from gradsync.recording.files import find_recordings, read_recordings
 from gradsync.watch.explain import explain_dumps, find_dumps, read_dump
 
 __all__ = ["explain"]
 
 
-def _dumps(folder: Path) -> list[str]:
-    return explain_dumps([read_dump(path) for path in find_dumps(folder)])
+def _dumps(folder: Path, model: int) -> Any:
+    return "\n".join(explain_dumps([read_dump(path) for path in find_dumps(folder)]))
+
+
+def _recordings(folder: Path, model: int) -> Any:
+    from gradsync.cli.explained import shown
+    from gradsync.explain import explain_recordings
+
+    explanation = explain_recordings(read_recordings(folder, model))
+    return shown(explanation) if sys.stdout.isatty() else str(explanation)
 
 
 # What a folder may hold: whether it does, and what is said of it then. The first that fits is taken.
-KINDS: tuple[tuple[Callable[[Path], object], Callable[[Path], list[str]]], ...] = ((find_dumps, _dumps),)
+KINDS: tuple[tuple[Callable[[Path], object], Callable[[Path, int], Any]], ...] = (
+    (find_dumps, _dumps),
+    (find_recordings, _recordings),
+)
 
 
 def explain(
-    folder: Annotated[Path, typer.Argument(help="Where ranks wrote what they were in (GRADSYNC_DUMP, SIGUSR1).")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="The folder of a run, of a recording (GRADSYNC_RECORD), or where ranks wrote what they were in "
+            "(GRADSYNC_DUMP, SIGUSR1).",
+        ),
+    ],
+    model: Annotated[int, typer.Option(help="Which of the models that a process has wrapped, from 0 on.")] = 0,
 ) -> None:
-    """Say who waits for whom in a training that hangs."""
+    """Say where the time of a training goes and what to change, or who waits for whom in one that hangs."""
+    from rich.console import Console
+
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder")
     for holds, tell in KINDS:
         if holds(folder):
-            print("\n".join(tell(folder)))
+            told = tell(folder, model)
+            if isinstance(told, str):
+                print(told)
+            else:
+                Console(highlight=False).print(told)
             return
     raise ConfigurationError(
-        f"nothing in {folder} can be explained: start the ranks with GRADSYNC_DUMP={folder}, and when they hang, send "
-        "one of them SIGUSR1"
+        f"nothing in {folder} can be explained: run the training with GRADSYNC_RECORD={folder} (gradsync train records "
+        f"by itself); or, for one that hangs, with GRADSYNC_DUMP={folder}, and send one rank SIGUSR1"
     )

@@ -17,7 +17,7 @@ it is written anew now and then, and gets its name when it is complete.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,16 @@ from gradsync.recording.steps import (
     Synchronization,
 )
 
-__all__ = ["FOLDER", "FORMAT", "find_recordings", "read_recording", "read_recordings", "write_lines"]
+__all__ = [
+    "FOLDER",
+    "FORMAT",
+    "find_recordings",
+    "lines_of",
+    "parse_recording",
+    "read_recording",
+    "read_recordings",
+    "write_lines",
+]
 
 FORMAT = 1
 # Where `gradsync train` has it, in the folder of a run.
@@ -93,6 +102,14 @@ def step_line(step: Step) -> str:
     )
 
 
+def lines_of(recording: Recording) -> Iterator[str]:
+    """All of a file."""
+    yield header_line(recording.header)
+    yield from (layout_line(number, buckets) for number, buckets in enumerate(recording.layouts))
+    yield from (step_line(step) for step in recording.steps)
+    yield end_line(recording.total, ended=recording.ended)
+
+
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     with whole_file(path) as file:
         for line in lines:
@@ -119,7 +136,16 @@ def find_recordings(folder: Path) -> list[Path]:
 def read_recording(path: Path) -> Recording:
     """Raises ConfigurationError for what no rank has written."""
     try:
-        first, *lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no recording of a rank: {error!r}") from error
+    return parse_recording(text, str(path))
+
+
+def parse_recording(text: str, path: str) -> Recording:
+    """What a rank has written, or sent; ``path`` is where it came from."""
+    try:
+        first, *lines = [json.loads(line) for line in text.splitlines() if line]
         if first.get("kind") != "recording":
             raise ValueError(f"its first line is of kind {first.get('kind')!r}")
         if first["format"] != FORMAT:
@@ -141,7 +167,7 @@ def read_recording(path: Path) -> Recording:
             total=int(end["total"]),
             ended=bool(end["ended"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"{path} is no recording of a rank: {error!r}") from error

@@ -12,6 +12,8 @@ from gradsync.communicator import Choice
 from gradsync.engine.clipping import clip_norm
 from gradsync.engine.synchronizer import Block, Synchronizer
 from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.explain.model import explain_model
+from gradsync.explain.words import Explanation
 from gradsync.window.weights import checked_weight
 from gradsync.wrap.replica import Replica
 
@@ -207,6 +209,15 @@ class Accumulation:
         Optimizers and schedulers do not know: ``if not model.step_was_skipped: scheduler.step()``.
         """
         return self.synchronizer.window.step_was_skipped
+
+    def explain(self, *, all_ranks: bool = False) -> Explanation:
+        """Where the time of the last steps went, and what to change: ``print(model.explain())``.
+
+        By itself it tells of this rank alone and needs no other, so that ``if rank == 0:`` may stand before it; then
+        waiting for another rank looks like wire. With ``all_ranks=True`` the steps of all ranks are laid beside each
+        other, and all ranks must call it, between two steps.
+        """
+        return explain_model(self.replica.recorder, self.synchronizer.engine.communicator, all_ranks=all_ranks)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -1,0 +1,82 @@
+"""An explanation in a terminal: tables, bars in the colours of the reports, the first advice in bold."""
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from gradsync.charts.words import duration, size
+from gradsync.explain import Explanation
+from gradsync.explain.words import BAR, MEANINGS, NAMES, bar, gained, named, shown_buckets
+
+__all__ = ["shown"]
+
+COLOURS = {
+    "data": "bright_black",
+    "forward": "bright_blue",
+    "backward": "blue",
+    "waiting": "yellow",
+    "turn": "magenta",
+    "exposed": "red",
+    "optimizer": "green",
+    "other": "bright_black",
+}
+
+
+def shown(explanation: Explanation) -> Any:
+    """What to print."""
+    parts: list[Any] = [Text(explanation.headline, style="bold"), Text(), _split(explanation), Text()]
+    parts += [Text(line) for line in explanation.who()]
+    if explanation.split.buckets:
+        parts += [Text(), _buckets(explanation)]
+    return Group(*parts, Text(), *_advice(explanation))
+
+
+def _table(*columns: str, right: int = 0, wraps: int | None = None) -> Table:
+    table = Table(box=None, show_header=any(columns), padding=(0, 1), header_style="dim", pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(
+            name, justify="right" if 0 < number <= right else "left", no_wrap=wraps is None or number != wraps
+        )
+    return table
+
+
+def _split(explanation: Explanation) -> Table:
+    mean = explanation.split.mean
+    table = _table("", "", "", "", "", right=2)
+    for name, seconds in explanation.parts():
+        share = seconds / mean.step if mean.step else 0.0
+        table.add_row(
+            NAMES.get(name, name),
+            duration(seconds),
+            f"{share:.1%}",
+            Text(f"{bar(share):{BAR}}", style=COLOURS[name]),
+            Text(MEANINGS[name], style="dim"),
+        )
+    hidden = Text("behind computing, not in the sum", style="dim")
+    table.add_row(Text("wire, hidden", style="dim"), duration(mean.hidden), "", "", hidden)
+    return table
+
+
+def _buckets(explanation: Explanation) -> Table:
+    table = _table("bucket", "bytes", "ready", "start", "wire", "hidden", "parameters", right=5)
+    for bucket in shown_buckets(explanation.split.buckets):
+        times = (bucket.ready, bucket.start, bucket.wire, bucket.hidden)
+        table.add_row(str(bucket.index), size(bucket.nbytes), *map(duration, times), Text(named(bucket), style="dim"))
+    left = len(explanation.split.buckets) - len(table.rows)
+    if left > 0:
+        table.caption = f"and {left} more; those that keep the wire busy longest are shown"
+        table.caption_justify = "left"
+    return table
+
+
+def _advice(explanation: Explanation) -> list[Any]:
+    if not explanation.advice:
+        return [Text(line) for line in explanation.advice_lines()]
+    table = _table("", "", "", right=1, wraps=2)
+    for number, advice in enumerate(explanation.advice, 1):
+        style = "bold" if number == 1 else ""
+        table.add_row(f"{number}.", Text(gained(advice), style="bold green"), Text(advice.cause, style=style))
+        table.add_row("", "", Text(f"→ {advice.change}", style="cyan"))
+    return [Text("what to change, and what it would gain:", style="bold"), table]

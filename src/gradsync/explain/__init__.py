@@ -1,0 +1,20 @@
+"""Where the time of a step went, and what to change.
+
+::
+
+    merging   all ranks on one clock
+    split     the parts of a step, which add up to it
+    link      what the wire costs
+    replay    recorded steps, played again with something changed
+    changes   what may be changed
+    advice    changes, ranked by what they gain
+    words     all of it as text
+    model     a training that asks itself
+"""
+
+from gradsync.explain.advice import Advice
+from gradsync.explain.explanation import explain_recordings
+from gradsync.explain.split import Parts, Split
+from gradsync.explain.words import Explanation
+
+__all__ = ["Advice", "Explanation", "Parts", "Split", "explain_recordings"]

@@ -1,0 +1,228 @@
+"""What to change, ranked by what it would gain: every change is played on the recorded steps first."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from gradsync.charts.words import count, duration, size
+from gradsync.explain import changes
+from gradsync.explain.link import Link, fit_link
+from gradsync.explain.merging import Timeline
+from gradsync.explain.replay import Script
+from gradsync.explain.replay import duration as played
+from gradsync.explain.split import Split
+
+__all__ = ["Advice", "advise"]
+
+# What gains less than this share of a step is not worth a line.
+WORTH_SAYING = 0.02
+# A rank is slow in a phase, or data is, if that costs more than this share of the step; and so is the wire.
+SLOW = 0.03
+SLOW_WIRE = 0.05
+# Changes that leave the training what it is come first, unless others gain more than twice as much.
+FREE = 2.0
+ACCUMULATED = 4
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """``cause`` is what is wrong, ``change`` the line to write, ``before`` and ``after`` seconds of a step (of a
+    micro-batch, where there would be more of them in a step). ``free`` says that the training stays the same."""
+
+    kind: str
+    cause: str
+    change: str
+    before: float
+    after: float
+    free: bool = True
+
+    @property
+    def gain(self) -> float:
+        """The share of the time that would be saved."""
+        return 1.0 - self.after / self.before if self.before > 0 else 0.0
+
+    @property
+    def factor(self) -> float:
+        """How many times as fast it would be."""
+        return self.before / self.after if self.after > 0 else math.inf
+
+
+def advise(timeline: Timeline, split: Split) -> list[Advice]:
+    """What would gain something, most first."""
+    step = split.mean.step
+    base = played(timeline)
+    if base <= 0 or step <= 0:
+        return []
+
+    def after(change: Callable[[Script], Script]) -> float:
+        """By the ratio of two replays, so that what a replay leaves out counts on both sides."""
+        return step * played(timeline, change) / base
+
+    link = fit_link(timeline, split)
+    found = [
+        *_slow_ranks(split, after),
+        *_slow_data(split, after),
+        *_forgotten_no_sync(split, after),
+        *(_buckets(timeline, split, link, after) if link is not None else ()),
+        *(_slow_link(timeline, split, link, after) if link is not None else ()),
+    ]
+    worth = [advice for advice in found if advice.gain >= WORTH_SAYING]
+    ranked = sorted(worth, key=lambda advice: advice.gain * (FREE if advice.free else 1.0), reverse=True)
+    said: set[str] = set()
+    for place, advice in enumerate(ranked):
+        if advice.cause in said:
+            ranked[place] = replace(advice, cause=f"{advice.cause.partition(':')[0]}, as said; or")
+        said.add(advice.cause)
+    return ranked
+
+
+# -- who is slow ------------------------------------------------------------------------------------------------------
+
+
+def _slow_ranks(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+    if len(split.ranks) < 2:
+        return
+    step = split.mean.step
+    slow: dict[int, dict[str, tuple[float, float]]] = {}
+    for phase in PHASES:
+        spent = {rank: float(getattr(parts, phase)) for rank, parts in split.ranks.items()}
+        for rank, seconds in spent.items():
+            usual = statistics.median(value for other, value in spent.items() if other != rank)
+            if seconds - usual > SLOW * step:
+                slow.setdefault(rank, {})[phase] = (seconds, usual)
+    places = {rank: place for place, rank in enumerate(split.ranks)}
+    for rank, phases in slow.items():
+        factors = {phase: usual / seconds for phase, (seconds, usual) in phases.items()}
+        words = " and ".join(
+            f"{seconds / usual - 1:.0%} slower in {phase} ({duration(seconds)} against {duration(usual)})"
+            if usual > seconds / 20
+            else f"{duration(seconds - usual)} slower in {phase} (against {duration(usual)})"
+            for phase, (seconds, usual) in phases.items()
+        )
+        yield Advice(
+            kind="slow rank",
+            cause=f"rank {rank} is {words} than the others, who wait for it",
+            change=_look_for(rank, phases),
+            before=step,
+            after=after(changes.as_fast_as_others(places[rank], factors)),
+        )
+
+
+def _look_for(rank: int, phases: dict[str, tuple[float, float]]) -> str:
+    if set(phases) == {"data"}:
+        return f"look at what rank {rank} reads, and where from: its loader is slower than those of the others"
+    if len(phases) > 1 and "forward" in phases and "backward" in phases:
+        return (
+            f"look at the machine of rank {rank}: other work, fewer cores, a slower clock; or give it smaller batches"
+        )
+    return f"look at what rank {rank} does in {' and '.join(phases)} that others do not, with a profiler there"
+
+
+# -- data, windows ----------------------------------------------------------------------------------------------------
+
+
+def _slow_data(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+    mean = split.mean
+    # What one rank alone waits for is its own affair, and said above.
+    data = min(parts.data for parts in split.ranks.values())
+    if data < SLOW * mean.step:
+        return
+    workers = math.ceil(data / max(mean.step - data, 1e-9)) + 1
+    yield Advice(
+        kind="slow data",
+        cause=f"every rank waits {duration(data)} of a step for data, before its forward",
+        change=f"DataLoader(…, num_workers={workers}, persistent_workers=True): batches are made while ranks compute",
+        before=mean.step,
+        after=after(changes.without_data()),
+    )
+
+
+def _forgotten_no_sync(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+    times = round(split.synchronizations)
+    if times < 2 or (len(split.ranks) < 2 and split.mean.step <= 0):
+        return
+    yield Advice(
+        kind="forgotten no_sync",
+        cause=f"gradients are averaged {times} times in a step of {round(split.micro_batches)} micro-batches, and used "
+        f"once: {times - 1} of {times} are for nothing",
+        change="for batch in model.accumulate(batches): …; or with model.no_sync(): around all backwards but the last",
+        before=split.mean.step,
+        after=after(changes.synchronized_once()),
+    )
+
+
+# -- the wire ---------------------------------------------------------------------------------------------------------
+
+
+def _buckets(
+    timeline: Timeline, split: Split, link: Link, after: Callable[[Callable[[Script], Script]], float]
+) -> Iterator[Advice]:
+    sizes = [bucket.nbytes for bucket in timeline.layout]
+    total, largest = sum(sizes), max(sizes)
+    tried: dict[int, float] = {}
+    cap = total
+    while cap >= max(total // 256, changes.SMALLEST):
+        if not 0.67 < cap / largest < 1.5:
+            tried[cap] = after(changes.other_buckets(cap, link))
+        cap //= 2
+    if not tried:
+        return
+    # Of sizes that are as good as each other the middle one: it is the least sensitive.
+    least = min(tried.values())
+    good = sorted(cap for cap, seconds in tried.items() if seconds <= least * 1.01)
+    best = good[len(good) // 2]
+    number = changes.count_buckets(sizes, best)
+    too = "small" if best > largest else "large"
+    yield Advice(
+        kind="bucket size",
+        cause=f"buckets are too {too}: {count(len(sizes), 'bucket')} of {size(total / len(sizes))}, and each costs "
+        f"{duration(link.latency + link.host)} by itself",
+        change=f"bucket_cap_mb={_round(best / 2**20)} ({count(number, 'bucket')})"
+        + (", or leave bucket_cap_mb out" if timeline.recordings[0].header.caps_chosen else ""),
+        before=split.mean.step,
+        after=tried[best],
+    )
+
+
+def _round(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
+def _slow_link(
+    timeline: Timeline, split: Split, link: Link, after: Callable[[Callable[[Script], Script]], float]
+) -> Iterator[Advice]:
+    mean = split.mean
+    open_wire = mean.exposed + mean.turn
+    if open_wire < SLOW_WIRE * mean.step or split.synchronizations > 1.5:
+        return
+    header = timeline.recordings[0].header
+    total = sum(bucket.nbytes for bucket in timeline.layout)
+    wire = sum(bucket.wire for bucket in split.buckets)
+    ranks = header.world_size
+    moved = 2 * (ranks - 1) / ranks * total / wire if wire else 0.0
+    cause = (
+        f"the wire is slow: {size(total)} of gradients take {duration(wire)} ({size(moved)}/s a rank), and "
+        f"{duration(open_wire)} of that nothing hides"
+    )
+    base = Advice(kind="slow link", cause=cause, change="", before=mean.step, after=mean.step, free=False)
+    yield replace(
+        base,
+        change=f"accumulate {ACCUMULATED} micro-batches a step (larger batches): "
+        "for batch in model.accumulate(batches): …",
+        after=after(changes.accumulated(ACCUMULATED)) / ACCUMULATED,
+    )
+    if header.reduction == "Mean()":
+        yield replace(
+            base,
+            change='reduction="int8": a quarter of the bytes (means are rounded to 8 bits)',
+            after=after(changes.in_eight_bits(link)),
+        )
+        if not any(step.gathers for merged in timeline.steps for step in merged.ranks):
+            yield replace(
+                base,
+                change=f"ShardedOptimizer(torch.optim.{header.optimizer or 'AdamW'}, model, …): new parameters cross "
+                "the wire behind the next forward (same results)",
+                after=after(changes.next_forward()),
+            )

@@ -1,0 +1,32 @@
+"""``model.explain()``: a training that asks itself."""
+
+from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import gather_bytes
+from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.explain.explanation import explain_recordings
+from gradsync.explain.words import Explanation
+from gradsync.recording.clocks import align_clocks
+from gradsync.recording.files import lines_of, parse_recording
+from gradsync.recording.recorder import Recorder
+
+__all__ = ["explain_model"]
+
+
+def explain_model(recorder: Recorder | None, communicator: Communicator, *, all_ranks: bool) -> Explanation:
+    """What the recorder of a model knows; with ``all_ranks`` what all of them know, on all of them. Collective then."""
+    recording = None if recorder is None else recorder.recording
+    if not all_ranks:
+        if recording is None:
+            raise MisuseError("this model is not recorded: GRADSYNC_RECORD is off. Leave it out")
+        return explain_recordings([recording])
+    clock = align_clocks(communicator)
+    if recorder is not None and recording is not None:
+        recorder.align(clock)
+        recording = recorder.recording
+    mine = "" if recording is None else "\n".join(lines_of(recording))
+    told = [each.decode() for each in gather_bytes(communicator, mine.encode())]
+    silent = [rank for rank, text in enumerate(told) if not text]
+    if silent:
+        # On all ranks alike.
+        raise ConfigurationError(f"rank {silent[0]} is not recorded: GRADSYNC_RECORD is off there. Leave it out")
+    return explain_recordings([parse_recording(text, f"rank {rank}") for rank, text in enumerate(told)])

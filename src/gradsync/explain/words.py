@@ -1,0 +1,146 @@
+"""An explanation as text: the split with bars, who waits for whom, the buckets, and what to change."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gradsync.charts.words import count, duration, size
+from gradsync.communicator.naming import listed
+from gradsync.explain.advice import Advice
+from gradsync.explain.merging import Timeline
+from gradsync.explain.split import PARTS, BucketSplit, Split
+
+__all__ = ["BAR", "MEANINGS", "NAMES", "Explanation", "bar", "gained", "named", "shown_buckets"]
+
+MEANINGS = {
+    "data": "between steps, until the forward",
+    "forward": "computing the loss",
+    "backward": "computing gradients",
+    "waiting": "for whoever came last",
+    "turn": "behind earlier ones on the wire",
+    "exposed": "of the last bucket, or of gathers",
+    "optimizer": "updating parameters",
+    "other": "clipping, evaluating, the engine",
+}
+NAMES = {"waiting": "waiting for a rank", "turn": "last bucket waiting", "exposed": "wire, exposed"}
+BAR = 20
+SHOWN_BUCKETS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Where the time of a step went, and what to do about it. ``str()`` of it is made to be read."""
+
+    timeline: Timeline
+    split: Split
+    advice: tuple[Advice, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    @property
+    def headline(self) -> str:
+        timeline, mean = self.timeline, self.split.mean
+        header = timeline.recordings[0].header
+        who = (
+            f"{count(header.world_size, 'rank')} on {header.device.partition(':')[0]}"
+            if timeline.is_whole
+            else f"rank {timeline.members[0]} of {header.world_size} alone"
+        )
+        return (
+            f"a step takes {duration(mean.step)}: {who}, mean of {count(len(timeline.steps), 'step')} of "
+            f"{max(each.total for each in timeline.recordings):,}"
+        )
+
+    def lines(self) -> Iterator[str]:
+        """The whole of it, as plain text."""
+        mean = self.split.mean
+        yield self.headline
+        yield ""
+        for name, seconds in self.parts():
+            share = seconds / mean.step if mean.step else 0.0
+            label = f"{NAMES.get(name, name):19} {duration(seconds):>8} {share:6.1%}"
+            yield f"  {label}  {bar(share):{BAR}}  {MEANINGS[name]}"
+        yield f"  {'wire, hidden':19} {duration(mean.hidden):>8}  behind computing, not in the sum"
+        yield ""
+        yield from self.who()
+        yield from self.bucket_lines()
+        yield ""
+        yield from self.advice_lines()
+
+    def parts(self) -> list[tuple[str, float]]:
+        return [(name, getattr(self.split.mean, name)) for name in PARTS]
+
+    def who(self) -> Iterator[str]:
+        """Sentences on ranks, on collectives, and on what is not known."""
+        split, timeline = self.split, self.timeline
+        if split.waited_for and split.mean.waiting > 0.005 * split.mean.step:
+            rank, seconds = max(split.waited_for.items(), key=lambda item: item[1])
+            often = split.was_last.get(rank, 0.0)
+            yield f"ranks wait most for rank {rank}, {duration(seconds)} a step; it comes last in {often:.0%} of them"
+        if len(timeline.members) > 1:
+            for rank, parts in split.ranks.items():
+                phases = ("data", "forward", "backward", "waiting", "optimizer")
+                yield f"  rank {rank}: " + ", ".join(f"{name} {duration(getattr(parts, name))}" for name in phases)
+        wasted = max(0.0, split.synchronizations - 1)
+        yield (
+            f"a step has {split.micro_batches:.3g} micro-batches, {split.synchronizations:.3g} synchronizations"
+            + (f" ({wasted:.3g} for nothing)" if wasted >= 0.5 else "")
+            + f" and {split.collectives:.3g} collectives"
+        )
+        if not timeline.is_whole:
+            yield "what other ranks did is not in here: waiting for one of them counts as wire"
+        unmeasured = [each.header.rank for each in timeline.recordings if each.header.clock.error is None]
+        if unmeasured and len(timeline.members) > 1:
+            yield "clocks were not measured: right if all ranks are on one machine, and else not to be trusted"
+        errors = [each.header.clock.error or 0.0 for each in timeline.recordings]
+        if max(errors) > 0:
+            yield f"clocks agree to {duration(max(errors))}"
+        dead = [each.header.rank for each in timeline.recordings if not each.ended]
+        if dead:
+            who = listed([f"rank {rank}" for rank in dead])
+            yield f"the recording of {who} has no end: the run goes on, or it was killed"
+
+    def bucket_lines(self) -> Iterator[str]:
+        """A row a bucket."""
+        if not self.split.buckets:
+            return
+        yield ""
+        yield "  bucket      bytes     ready     start      wire    hidden  parameters"
+        for bucket in shown_buckets(self.split.buckets):
+            yield (
+                f"  {bucket.index:6} {size(bucket.nbytes):>10} {duration(bucket.ready):>9} {duration(bucket.start):>9} "
+                f"{duration(bucket.wire):>9} {duration(bucket.hidden):>9}  {named(bucket)}"
+            )
+        left = len(self.split.buckets) - SHOWN_BUCKETS
+        if left > 0:
+            yield f"  … and {left} more: those that keep the wire busy longest are shown"
+
+    def advice_lines(self) -> Iterator[str]:
+        if not self.advice:
+            yield "nothing stands out: no change that is known here would gain 2 % of a step"
+            return
+        yield "what to change, and what it would gain:"
+        for number, advice in enumerate(self.advice, 1):
+            yield f"  {number}. {gained(advice):>5}  {advice.cause}"
+            yield f"            → {advice.change}"
+
+
+def gained(advice: Advice) -> str:
+    """In percent, and as a factor where that is large."""
+    return f"{advice.gain:.0%}" if advice.factor < 1.8 else f"{advice.factor:.1f}×"
+
+
+def shown_buckets(buckets: tuple[BucketSplit, ...]) -> list[BucketSplit]:
+    longest = sorted(buckets, key=lambda bucket: bucket.wire, reverse=True)[:SHOWN_BUCKETS]
+    return [bucket for bucket in buckets if bucket in longest]
+
+
+def named(bucket: BucketSplit) -> str:
+    names = bucket.parameters
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def bar(share: float) -> str:
+    """Eighths of a character, so that a percent is seen."""
+    eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
+    return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")

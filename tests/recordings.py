@@ -1,0 +1,132 @@
+"""Recordings of chosen times: ranks that compute, start buckets and wait, played out by a wire of known speed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradsync.recording import (
+    BucketPart,
+    BucketTimes,
+    Clock,
+    Header,
+    Recording,
+    Span,
+    Step,
+    Synchronization,
+)
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """What one rank does in a step, in seconds."""
+
+    data: float = 0.001
+    forward: float = 0.010
+    backward: float = 0.020
+    optimizer: float = 0.002
+    other: float = 0.0005
+
+
+@dataclass(kw_only=True)
+class World:
+    """Ranks on one wire. ``buckets`` are bytes; each keeps the wire busy for ``latency + bytes · per_byte``."""
+
+    ranks: Sequence[Loop]
+    buckets: Sequence[int] = (1 << 20,) * 4
+    latency: float = 0.0002
+    per_byte: float = 1e-9
+    micro_batches: int = 1
+    synchronizations: int = 1
+    steps: int = 20
+    offsets: Sequence[float] = ()
+    errors: Sequence[float | None] = ()
+    _at: list[float] = field(default_factory=list)
+
+    def record(self) -> list[Recording]:
+        size = len(self.ranks)
+        self._at = [100.0] * size
+        steps: list[list[Step]] = [[] for _ in range(size)]
+        for number in range(self.steps):
+            for rank, step in enumerate(self._step(number)):
+                steps[rank].append(step)
+        layout = tuple(
+            BucketPart(nbytes=nbytes, parameters=(f"layer{number}.weight",))
+            for number, nbytes in enumerate(self.buckets)
+        )
+        return [
+            Recording(
+                header=Header(
+                    rank=rank,
+                    world_size=size,
+                    optimizer="AdamW",
+                    caps=(max(self.buckets, default=0),),
+                    caps_chosen=True,
+                    clock=Clock(
+                        offset=-self.offsets[rank] if self.offsets else 0.0,
+                        error=self.errors[rank] if self.errors else 0.0,
+                    ),
+                ),
+                layouts=(layout,),
+                steps=tuple(step.shifted(self.offsets[rank] if self.offsets else 0.0) for step in steps[rank]),
+                total=self.steps,
+                ended=True,
+            )
+            for rank in range(size)
+        ]
+
+    def _step(self, number: int) -> list[Step]:
+        size = len(self.ranks)
+        begins, spans = list(self._at), [[] for _ in range(size)]
+        parts: list[list[Synchronization]] = [[] for _ in range(size)]
+
+        def do(rank: int, name: str, seconds: float) -> None:
+            if seconds > 0:
+                spans[rank].append(Span(name=name, begin=self._at[rank], end=self._at[rank] + seconds))
+                self._at[rank] += seconds
+
+        for batch in range(self.micro_batches):
+            for rank, loop in enumerate(self.ranks):
+                do(rank, "data", loop.data)
+                do(rank, "forward", loop.forward)
+            backwards = list(self._at)
+            for rank, loop in enumerate(self.ranks):
+                do(rank, "backward", loop.backward)
+            if batch >= self.micro_batches - self.synchronizations:
+                for rank, part in enumerate(self._synchronize(backwards)):
+                    parts[rank].append(part)
+                    do(rank, "synchronization", part.finished - self._at[rank])
+        for rank, loop in enumerate(self.ranks):
+            do(rank, "other", loop.other)
+            do(rank, "optimizer", loop.optimizer)
+        return [
+            Step(
+                number=number,
+                layout=0,
+                begin=begins[rank],
+                end=self._at[rank],
+                micro_batches=self.micro_batches,
+                spans=tuple(spans[rank]),
+                synchronizations=tuple(parts[rank]),
+            )
+            for rank in range(size)
+        ]
+
+    def _synchronize(self, backwards: Sequence[float]) -> list[Synchronization]:
+        """Bucket k of n is ready when k/n of the backward has run; the last one starts when it has ended."""
+        count, free = len(self.buckets), 0.0
+        times: list[list[BucketTimes]] = [[] for _ in self.ranks]
+        for index, nbytes in enumerate(self.buckets):
+            starts = [
+                begin + loop.backward * (index + 1) / count for begin, loop in zip(backwards, self.ranks, strict=True)
+            ]
+            free = max(free, *starts) + self.latency + nbytes * self.per_byte
+            for rank, start in enumerate(starts):
+                times[rank].append(BucketTimes(index=index, ready=start, start=start, reduced=free, finish=free))
+        return [
+            Synchronization(
+                begin=backwards[rank],
+                backward_end=backwards[rank] + loop.backward,
+                finished=max(free, backwards[rank] + loop.backward),
+                buckets=tuple(times[rank]),
+            )
+            for rank, loop in enumerate(self.ranks)
+        ]

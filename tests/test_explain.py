@@ -1,0 +1,288 @@
+"""Where a step's time went: parts that add up, who is waited for, and what to change, from chosen times."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradsync import DistributedDataParallel
+from gradsync.errors import ConfigurationError
+from gradsync.explain import explain_recordings
+from gradsync.explain.merging import merge
+from gradsync.explain.replay import duration
+from gradsync.recording.files import lines_of, parse_recording, read_recordings, write_lines
+from tests.ranks import RankPool, pool_of
+from tests.recordings import Loop, World
+
+seconds = st.floats(min_value=0.0, max_value=0.2)
+loops = st.builds(
+    Loop,
+    data=seconds,
+    forward=st.floats(min_value=1e-3, max_value=0.2),
+    backward=st.floats(min_value=1e-3, max_value=0.2),
+    optimizer=st.floats(min_value=1e-4, max_value=0.05),
+    other=seconds,
+)
+worlds = st.builds(
+    World,
+    ranks=st.lists(loops, min_size=1, max_size=4),
+    buckets=st.lists(st.integers(min_value=1000, max_value=1 << 24), min_size=1, max_size=6),
+    latency=st.floats(min_value=1e-5, max_value=1e-2),
+    per_byte=st.floats(min_value=1e-11, max_value=1e-8),
+    micro_batches=st.just(3),
+    synchronizations=st.integers(min_value=1, max_value=3),
+    steps=st.just(6),
+)
+
+
+@given(worlds)
+def test_the_parts_of_every_rank_add_up_to_its_step(world: World) -> None:
+    recordings = world.record()
+    explanation = explain_recordings(recordings)
+    for place, (rank, parts) in enumerate(explanation.split.ranks.items()):
+        steps = [merged.ranks[place].seconds for merged in explanation.timeline.steps]
+        assert parts.step == pytest.approx(sum(steps) / len(steps), rel=1e-6), rank
+        assert min(dataclasses.astuple(parts)) >= 0.0
+
+
+@given(worlds)
+def test_a_replay_without_a_change_takes_as_long_as_was_recorded(world: World) -> None:
+    timeline = merge(world.record())
+    # Ranks leave a step at different times, and the first step of a replay begins at once.
+    assert duration(timeline) == pytest.approx(
+        sum(max(step.seconds for step in merged.ranks) for merged in timeline.steps) / len(timeline.steps),
+        rel=0.5,
+    )
+    alone = World(ranks=[world.ranks[0]], buckets=world.buckets, steps=6)
+    timeline = merge(alone.record())
+    assert duration(timeline) == pytest.approx(timeline.steps[0].seconds, rel=1e-6)
+
+
+def test_waiting_is_told_from_the_wire_and_the_rank_is_named() -> None:
+    world = World(ranks=[Loop(), Loop(), Loop(forward=0.040)], buckets=(1 << 20,) * 4)
+    split = explain_recordings(world.record()).split
+    assert split.ranks[2].waiting == 0.0
+    assert split.ranks[0].waiting == pytest.approx(0.030)
+    assert split.waited_for == {2: pytest.approx(0.020)}
+    assert split.was_last == {2: 1.0}
+    # The last bucket has nothing to hide behind, those before have.
+    assert split.mean.exposed == pytest.approx(0.0002 + (1 << 20) * 1e-9)
+    assert split.ranks[2].hidden == pytest.approx(3 * (0.0002 + (1 << 20) * 1e-9))
+    assert split.mean.turn == pytest.approx(0.0, abs=1e-9)
+
+
+def test_what_queues_on_a_slow_wire_is_a_turn() -> None:
+    world = World(ranks=[Loop(), Loop()], buckets=(1 << 20,) * 4, per_byte=1e-7)
+    split = explain_recordings(world.record()).split
+    each = 0.0002 + (1 << 20) * 1e-7
+    assert split.mean.exposed == pytest.approx(each)
+    assert split.mean.turn == pytest.approx(3 * each - 0.015)
+
+
+def test_clocks_that_are_apart_and_drift_make_no_difference() -> None:
+    plain = World(ranks=[Loop(), Loop(forward=0.030)], steps=60)
+    apart = World(ranks=[Loop(), Loop(forward=0.030)], steps=60, offsets=[0.0, 5.0], errors=[0.0, 1e-5])
+    expected, split = explain_recordings(plain.record()).split, explain_recordings(apart.record()).split
+    assert split.mean.waiting == pytest.approx(expected.mean.waiting)
+    drifting = apart.record()
+    drifting[1] = dataclasses.replace(
+        drifting[1],
+        steps=tuple(step.shifted((step.begin - drifting[1].steps[0].begin) * 1e-2) for step in drifting[1].steps),
+    )
+    split = explain_recordings(drifting).split
+    assert split.ranks[0].waiting == pytest.approx(expected.ranks[0].waiting, rel=0.05)
+
+
+# -- advice -----------------------------------------------------------------------------------------------------------
+
+
+def first(world: World) -> tuple[str, float, str]:
+    """The first advice, what it gains by its own account, and its words."""
+    advice = explain_recordings(world.record()).advice[0]
+    return advice.kind, advice.gain, f"{advice.cause} → {advice.change}"
+
+
+def taken(world: World) -> float:
+    return explain_recordings(world.record()).split.mean.step
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "data", "optimizer"])
+def test_a_slow_rank_is_the_first_advice(phase: str) -> None:
+    slow = Loop(**{phase: getattr(Loop(), phase) + 0.025})
+    kind, gain, words = first(World(ranks=[Loop(), slow, Loop()]))
+    assert kind == "slow rank"
+    assert "rank 1" in words
+    assert phase in words
+    before, after = taken(World(ranks=[Loop(), slow, Loop()])), taken(World(ranks=[Loop(), Loop(), Loop()]))
+    assert gain == pytest.approx(1 - after / before, rel=0.1)
+
+
+def test_a_loader_that_is_too_slow_is_the_first_advice() -> None:
+    kind, gain, words = first(World(ranks=[Loop(data=0.05), Loop(data=0.05)]))
+    assert kind == "slow data"
+    assert "num_workers=" in words
+    assert gain == pytest.approx(0.05 / taken(World(ranks=[Loop(data=0.05), Loop(data=0.05)])), rel=0.01)
+
+
+def test_a_forgotten_no_sync_is_the_first_advice() -> None:
+    shape = {"ranks": [Loop(), Loop()], "micro_batches": 4, "per_byte": 1e-8}
+    kind, gain, words = first(World(synchronizations=4, **shape))
+    assert kind == "forgotten no_sync"
+    assert "3 of 4 are for nothing" in words
+    before, after = (taken(World(synchronizations=number, **shape)) for number in (4, 1))
+    assert gain == pytest.approx(1 - after / before, rel=0.05)
+
+
+def test_tiny_buckets_are_the_first_advice() -> None:
+    small = World(ranks=[Loop(), Loop()], buckets=[10_000, 30_000] * 100, latency=5e-4)
+    kind, gain, words = first(small)
+    assert kind == "bucket size"
+    assert "too small" in words
+    assert "bucket_cap_mb=" in words
+    large = World(ranks=[Loop(), Loop()], buckets=[1_000_000] * 4, latency=5e-4)
+    assert gain == pytest.approx(1 - taken(large) / taken(small), rel=0.1)
+
+
+def test_one_huge_bucket_is_too_large() -> None:
+    kind, _, words = first(World(ranks=[Loop(), Loop()], buckets=[1 << 24], per_byte=1e-9, latency=1e-4))
+    assert kind == "bucket size"
+    assert "too large" in words
+
+
+def test_a_slow_link_is_the_first_advice() -> None:
+    slow = World(ranks=[Loop(), Loop()], buckets=[1 << 20, 1 << 18] * 4, per_byte=1e-7)
+    explanation = explain_recordings(slow.record())
+    assert {advice.kind for advice in explanation.advice[:3]} == {"slow link"}
+    by_change = {advice.change.split(":")[0]: advice for advice in explanation.advice}
+    eight = by_change['reduction="int8"']
+    quick = World(ranks=[Loop(), Loop()], buckets=[1 << 20, 1 << 18] * 4, per_byte=0.254e-7)
+    assert eight.gain == pytest.approx(1 - taken(quick) / taken(slow), rel=0.05)
+
+
+def test_a_training_that_has_nothing_to_gain_gets_no_advice() -> None:
+    explanation = explain_recordings(World(ranks=[Loop(), Loop()], per_byte=1e-11, latency=1e-6).record())
+    assert explanation.advice == ()
+    assert "nothing stands out" in str(explanation)
+
+
+def test_the_words_name_everything() -> None:
+    text = str(explain_recordings(World(ranks=[Loop(), Loop(forward=0.05)]).record()))
+    for word in ("2 ranks", "rank 1", "layer3.weight", "waiting for a rank", "what to change"):
+        assert word in text
+
+
+# -- what does not belong together ------------------------------------------------------------------------------------
+
+
+def test_ranks_with_different_numbers_of_steps_have_some_in_common() -> None:
+    one, other = World(ranks=[Loop(), Loop()]).record()
+    shorter = dataclasses.replace(other, steps=other.steps[:7], total=7, ended=False)
+    explanation = explain_recordings([one, shorter])
+    assert explanation.timeline.kept == 7
+    assert "rank 1 has no end" in str(explanation)
+    apart = dataclasses.replace(other, steps=other.steps[7:9])
+    with pytest.raises(ConfigurationError, match="no step in common"):
+        explain_recordings([dataclasses.replace(one, steps=one.steps[:7]), apart])
+    with pytest.raises(ConfigurationError, match="rank 1 has recorded no step"):
+        explain_recordings([one, dataclasses.replace(other, steps=())])
+
+
+def test_windows_that_one_rank_left_out_are_not_compared() -> None:
+    one, other = World(ranks=[Loop(), Loop()]).record()
+    odd = dataclasses.replace(other.steps[9], synchronizations=())
+    other = dataclasses.replace(other, steps=(*other.steps[:9], odd, *other.steps[10:]))
+    assert 9 not in {step.number for step in explain_recordings([one, other]).timeline.steps}
+
+
+def test_a_world_of_one_and_a_rank_alone_are_explained(tmp_path: Path) -> None:
+    assert explain_recordings(World(ranks=[Loop()]).record()).split.mean.waiting == 0.0
+    alone = explain_recordings(World(ranks=[Loop(), Loop(forward=0.05)]).record()[:1])
+    assert "rank 0 of 2 alone" in str(alone)
+    assert "counts as wire" in str(alone)
+    without = World(ranks=[Loop()], synchronizations=0).record()
+    assert explain_recordings(without).split.collectives == 0
+
+
+def test_files_say_what_was_recorded(tmp_path: Path) -> None:
+    recordings = World(ranks=[Loop(), Loop()]).record()
+    for recording in recordings:
+        write_lines(tmp_path / f"rank-{recording.header.rank:05d}.jsonl", lines_of(recording))
+    read = read_recordings(tmp_path)
+    assert [each.header for each in read] == [each.header for each in recordings]
+    assert read[1].steps[3].spans[0].seconds == pytest.approx(0.001)
+    assert explain_recordings(read).split.mean.step == pytest.approx(explain_recordings(recordings).split.mean.step)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda text: text.replace('"format":1', '"format":9'), "format 9, and 1 is read here"),
+        (lambda text: text.replace('"kind":"recording"', '"kind":"else"'), "no recording of a rank"),
+        (lambda text: text[:200], "no recording of a rank"),
+        (lambda text: "", "no recording of a rank"),
+        (lambda text: "[1]\n", "no recording of a rank"),
+    ],
+)
+def test_what_no_rank_has_written_is_refused(spoil: object, words: str) -> None:
+    text = "\n".join(lines_of(World(ranks=[Loop()], steps=3).record()[0]))
+    with pytest.raises(ConfigurationError, match=words):
+        parse_recording(spoil(text), "a file")  # type: ignore[operator]
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no recording in"):
+        read_recordings(tmp_path)
+    recordings = World(ranks=[Loop(), Loop(), Loop()], steps=3).record()
+    write_lines(tmp_path / "rank-00001.jsonl", lines_of(recordings[1]))
+    with pytest.raises(ConfigurationError, match="rank 0 and rank 2"):
+        read_recordings(tmp_path)
+    write_lines(tmp_path / "rank-00000.jsonl", lines_of(World(ranks=[Loop(), Loop()], steps=3).record()[0]))
+    with pytest.raises(ConfigurationError, match="2 and 3 ranks"):
+        read_recordings(tmp_path)
+
+
+# -- a real training --------------------------------------------------------------------------------------------------
+
+
+class Sleepy(nn.Linear):
+    seconds = 0.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(hidden)
+
+
+def train_with_a_sleep() -> tuple[str, str, str, list[int]]:
+    import torch.distributed as dist
+
+    model = nn.Sequential(*(Sleepy(32, 32) for _ in range(4)))
+    model[2].seconds = 0.08 if dist.get_rank() == 1 else 0.0
+    wrapper = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        wrapper(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
+    explanation = wrapper.explain(all_ranks=True)
+    alone = str(wrapper.explain())
+    buckets = [step.collectives for merged in explanation.timeline.steps for step in merged.ranks]
+    return explanation.advice[0].cause, explanation.advice[0].kind, alone, buckets
+
+
+def test_a_sleep_in_one_layer_of_one_rank_is_the_first_advice(pair: RankPool) -> None:
+    for cause, kind, alone, buckets in pair.run(train_with_a_sleep):
+        assert kind == "slow rank"
+        assert cause.startswith("rank 1 is")
+        assert "forward" in cause
+        assert "alone" in alone
+        assert set(buckets) == {4}
+
+
+@pytest.fixture(scope="module")
+def pair() -> RankPool:
+    return pool_of(2)
