@@ -88,11 +88,11 @@ def test_scripts_train_to_the_bits_they_train_to_by_themselves(
     script = UNCHANGED / f"{name}.py"
     before, after = tmp_path / "before.pt", tmp_path / "after.pt"
     ran = run_scripts(
-        [script], ranks=2, folder=tmp_path, arguments=[each.format(before) for each in options], timeout=120
+        [script], ranks=2, folder=tmp_path, arguments=[each.format(before) for each in options], timeout=50
     )[script]
     assert ran.error is None
     arguments = [each.format(after) for each in options]
-    told = gradsync_run("--nproc", "2", "--record", "record", str(script), *arguments, folder=tmp_path, timeout=120)
+    told = gradsync_run("--nproc", "2", "--record", "record", str(script), *arguments, folder=tmp_path, timeout=50)
     assert told.returncode == 0, told.stderr
     assert sorted(told.stdout.split()) == sorted(ran.output.split())
     ours, theirs = parameters(after), parameters(before)
@@ -153,7 +153,7 @@ def test_a_script_may_start_its_ranks(tmp_path: Path) -> None:
     command = ["--nproc", "0", "--record", "record", str(UNCHANGED / "ddp_basics.py"), "--spawn", "2", "--epochs", "1"]
     # A process that is spawned is a fresh interpreter, whoever starts it.
     variables = {**os.environ, "MASTER_PORT": str(free_port()), "MASTER_ADDR": "localhost"}
-    told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=120)
+    told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=50)
     assert told.returncode == 0, told.stderr
     found = accounts(tmp_path / "record")
     assert [(account.rank, account.world_size, account.wrappers[0].kind) for account in found] == [

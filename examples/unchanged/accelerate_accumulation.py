@@ -51,6 +51,7 @@ def training_function(options: argparse.Namespace) -> None:
             predictions, references = accelerator.gather_for_metrics((predictions, labels))
             right, seen = right + int((predictions == references).sum()), seen + len(references)
         accelerator.print(f"epoch {epoch}: accuracy {right / seen:.3f}")
+    accelerator.wait_for_everyone()
     if options.out and accelerator.is_main_process:
         torch.save({"model": accelerator.unwrap_model(model).state_dict()}, options.out)
     accelerator.end_training()

@@ -14,6 +14,8 @@ import typer
 from gradsync.accelerator.environment import read_environment
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
 from gradsync.errors import ConfigurationError
+from gradsync.explain import explain_recordings
+from gradsync.recording import find_recordings, read_recording, read_recordings
 from gradsync.running.account import Account, find_accounts, read_account
 from gradsync.running.rank import all_accounts, common_folder, end_rank, run_rank
 from gradsync.running.script import Script
@@ -65,11 +67,9 @@ def run(
     if ranks == 0:
         _run_here(script, keep, record)
     with _folder(record) as folder:
-        for path in find_accounts(folder):
-            path.unlink()
         options = [*(["--keep"] if keep else []), "--accounts", str(folder)]
         code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks)
-        _say(script, [read_account(path) for path in find_accounts(folder)])
+        _say(script, folder, [read_account(path) for path in find_accounts(folder)])
     raise typer.Exit(code)
 
 
@@ -82,7 +82,7 @@ def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
         if account is None:
             end_rank(ended)
         if account.rank == 0:
-            _say(script, all_accounts(folder, account.world_size if common else 1))
+            _say(script, folder, all_accounts(folder, account.world_size if common else 1))
     end_rank(ended)
 
 
@@ -93,6 +93,8 @@ def _folder(record: Path | None) -> Iterator[Path]:
             record.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--record {record} cannot be made a folder: {error}") from error
+        if find_accounts(record) or find_recordings(record):
+            raise ConfigurationError(f"--record {record} holds the recording of another run: give every run its own")
         yield record.resolve()
         return
     folder = Path(tempfile.mkdtemp(prefix="gradsync-run-"))
@@ -102,11 +104,26 @@ def _folder(record: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say(script: Script, accounts: list[Account]) -> None:
-    # Beside what the script writes, which may be read by another program.
-    for line in tell(accounts, str(script)) if accounts else ():
+def _say(script: Script, folder: Path, accounts: list[Account]) -> None:
+    """Beside what the script writes, which may be read by another program."""
+    explained = _explained(folder)
+    for line in tell(accounts, str(script), times=not explained) if accounts else ():
         print(f"gradsync: {line}", file=sys.stderr)
+    for line in explained:
+        print(line, file=sys.stderr)
     sys.stderr.flush()
+
+
+def _explained(folder: Path) -> list[str]:
+    """Of gradsync's wrappers there are recordings. Nothing where they do not make a whole: of too few steps, or of
+    ranks that write elsewhere."""
+    lines: list[str] = []
+    try:
+        for model in sorted({read_recording(path).header.model for path in find_recordings(folder)}):
+            lines += ["", *explain_recordings(read_recordings(folder, model)).lines()]
+    except ConfigurationError:
+        return []
+    return lines
 
 
 def _default_ranks() -> int:

@@ -11,8 +11,9 @@ NAMES = {"torch": "torch's DistributedDataParallel", "gradsync": "gradsync's Dis
 MORE_THAN_NOTHING = 0.001
 
 
-def tell(accounts: Sequence[Account], script: str) -> list[str]:
-    """Lines: where the time went, which collectives there were and which for nothing, and what would be gained."""
+def tell(accounts: Sequence[Account], script: str, *, times: bool = True) -> list[str]:
+    """Lines: where the time went, which collectives there were and which for nothing, and what would be gained.
+    ``times`` is False where somebody else says where the time went."""
     if not any(account.wrappers for account in accounts):
         return [_never_wrapped(accounts, script)]
     lines = []
@@ -23,7 +24,7 @@ def tell(accounts: Sequence[Account], script: str) -> list[str]:
         lines.append(f"no account of rank {ranks}: what follows is of the others")
     if not first.steps:
         return [*lines, f"{script} wrapped a model, but no optimizer stepped on its parameters after a backward"]
-    lines += _where_time_went(first, accounts)
+    lines += _where_time_went(first, accounts, times=times)
     for wrapper in first.wrappers:
         lines += _of_wrapper(wrapper, first)
     lines += _of_calls(first)
@@ -41,11 +42,11 @@ def _never_wrapped(accounts: Sequence[Account], script: str) -> str:
     )
 
 
-def _where_time_went(first: Account, accounts: Sequence[Account]) -> list[str]:
+def _where_time_went(first: Account, accounts: Sequence[Account], *, times: bool) -> list[str]:
     each = first.total / first.steps
     ranks = "1 rank" if first.world_size == 1 else f"{first.world_size} ranks"
-    lines = [f"{first.steps} optimizer steps on {ranks}, {_time(each)} a step; rank {first.rank}:"]
-    for phase in PHASES:
+    lines = [f"{first.steps} optimizer steps on {ranks}, {_time(each)} a step" + (f"; rank {first.rank}:" * times)]
+    for phase in PHASES if times else ():
         share = first.seconds[phase] / first.total if first.total else 0.0
         if share < MORE_THAN_NOTHING and phase != REST:
             continue

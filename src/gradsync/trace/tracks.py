@@ -9,6 +9,7 @@ overlap halfway; so a track may have several lanes, of one name.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from gradsync.explain.merging import ClockShift, clock_shifts
 from gradsync.recording import BucketPart, Recording, Step
 
 __all__ = ["Process", "Slice", "Track", "processes_of"]
@@ -54,24 +55,29 @@ class Process:
 
 def processes_of(recordings: Sequence[Recording]) -> list[Process]:
     """One for each rank; a rank may have recorded several models, which then are told apart by their names."""
-    by_rank: dict[int, list[Recording]] = {}
-    for recording in sorted(recordings, key=lambda each: (each.header.rank, each.header.model)):
-        by_rank.setdefault(recording.header.rank, []).append(recording)
-    return [
-        Process(
-            rank=rank,
-            name=f"rank {rank} on {models[0].header.host}",
-            labels=(f"process {models[0].header.process}", models[0].header.device),
-            tracks=tuple(track for model in models for track in _tracks(model, several=len(models) > 1)),
-        )
-        for rank, models in by_rank.items()
-    ]
+    recorded = [each for each in recordings if each.steps]
+    aligned: dict[int, list[tuple[Recording, ClockShift]]] = {}
+    for model in sorted({each.header.model for each in recorded}):
+        ranks = sorted((each for each in recorded if each.header.model == model), key=lambda each: each.header.rank)
+        for recording, shift in zip(ranks, clock_shifts(ranks), strict=True):
+            aligned.setdefault(recording.header.rank, []).append((recording, shift))
+    return [_process(aligned[rank]) for rank in sorted(aligned)]
 
 
-def _tracks(recording: Recording, *, several: bool) -> Iterator[Track]:
+def _process(models: Sequence[tuple[Recording, ClockShift]]) -> Process:
+    first = models[0][0].header
+    return Process(
+        rank=first.rank,
+        name=f"rank {first.rank} on {first.host}",
+        labels=(f"process {first.process}", first.device),
+        tracks=tuple(track for model in models for track in _tracks(*model, several=len(models) > 1)),
+    )
+
+
+def _tracks(recording: Recording, shift: ClockShift, *, several: bool) -> Iterator[Track]:
     prefix = f"{recording.header.name or 'model'} {recording.header.model}: " if several else ""
     model = recording.header.model
-    steps = [(step, step.shifted(recording.header.clock.offset)) for step in recording.steps]
+    steps = [(step, step.shifted(shift(step.begin))) for step in recording.steps]
     computed: list[Slice] = []
     waiting: list[Slice] = []
     wire: list[Slice] = []
