@@ -145,7 +145,7 @@ def test_without_arguments_it_explains_itself(
     assert "Traceback" not in shown
     lines = [" ".join(line.strip("│ ").split()) for line in shown.splitlines()]
     assert "doctor Say whether this machine is fit for data-parallel training." in lines
-    assert "explain Say who waits for whom in a training that hangs." in lines
+    assert "explain Say where the time of a step goes, and what to change." in lines
 
 
 MISSING = "gradsync needs typer and rich for its command line: pip install 'gradsync[cli]'"

@@ -61,6 +61,11 @@ PARTS = {
     "exposed communication": colour("vermillion"),
     "update": colour("light-green"),
     "optimizer": colour("light-green"),
+    "waiting": colour("orange"),
+    "turn": colour("pink"),
+    "exposed": colour("vermillion"),
+    "other": colour("palest"),
+    "hidden": colour("green"),
 }
 LOOK = Path(__file__).parent / "templates" / "look.mplstyle"
 WIDTH, CHARACTERS = 9.4, 82

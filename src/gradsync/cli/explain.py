@@ -54,7 +54,10 @@ def explain(
         Path | None, typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev.")
     ] = None,
 ) -> None:
-    """Say where the time of a training goes and what to change, or who waits for whom in one that hangs."""
+    """Say where the time of a step goes, and what to change.
+
+    Of a training that hangs: who waits for whom.
+    """
     from rich.console import Console
 
     if not folder.is_dir():

@@ -55,7 +55,7 @@ def _split(explanation: Explanation) -> Table:
             Text(MEANINGS[name], style="dim"),
         )
     hidden = Text("behind computing, not in the sum", style="dim")
-    table.add_row(Text("wire, hidden", style="dim"), duration(mean.hidden), "", "", hidden)
+    table.add_row(Text("hidden wire", style="dim"), duration(mean.hidden), "", "", hidden)
     return table
 
 

@@ -21,7 +21,7 @@ MEANINGS = {
     "optimizer": "updating parameters",
     "other": "clipping, evaluating, the engine",
 }
-NAMES = {"waiting": "waiting for a rank", "turn": "last bucket waiting", "exposed": "wire, exposed"}
+NAMES = {"waiting": "waiting for a rank", "turn": "last bucket waiting", "exposed": "exposed wire"}
 BAR = 20
 SHOWN_BUCKETS = 12
 
@@ -60,7 +60,7 @@ class Explanation:
             share = seconds / mean.step if mean.step else 0.0
             label = f"{NAMES.get(name, name):19} {duration(seconds):>8} {share:6.1%}"
             yield f"  {label}  {bar(share):{BAR}}  {MEANINGS[name]}"
-        yield f"  {'wire, hidden':19} {duration(mean.hidden):>8}  behind computing, not in the sum"
+        yield f"  {'hidden wire':19} {duration(mean.hidden):>8}  behind computing, not in the sum"
         yield ""
         yield from self.who()
         yield from self.bucket_lines()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from gradsync.errors import ConfigurationError
+from gradsync.explain import Explanation
+from gradsync.llm.explained import explain_run
 from gradsync.llm.report import write_report
 from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
@@ -52,16 +54,17 @@ class Recording(Listener):
         """The run is over: summary, report, and the table on the screen."""
         if outcome.signal:
             self._folder.note(outcome.step, f"stopped by signal {outcome.signal}")
-        self._folder.write_summary(self._summary(outcome))
+        explanation = explain_run(self._folder.path)
+        self._folder.write_summary(self._summary(outcome, explanation))
         self._folder.close()
         try:
             report = str(write_report(self._folder.path))
         except ConfigurationError as error:
             # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.
             report = f"none: {error}"
-        self._screen.summarize(outcome, report)
+        self._screen.summarize(outcome, report, explanation)
 
-    def _summary(self, outcome: Outcome) -> dict[str, Any]:
+    def _summary(self, outcome: Outcome, explanation: Explanation | None) -> dict[str, Any]:
         screen = self._screen
         return {
             "step": outcome.step,
@@ -72,6 +75,8 @@ class Recording(Listener):
             "validation_loss": outcome.validation_loss,
             "tokens_per_second": screen.speed,
             "shares": screen.shares,
+            "split": None if explanation is None else dict(explanation.parts()),
+            "advice": None if explanation is None else [advice.cause for advice in explanation.advice],
             "replicas_equal": outcome.proof.equal,
             "digest": outcome.proof.digests[0],
             "peak_memory_bytes": _peak_memory(),

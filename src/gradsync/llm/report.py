@@ -26,9 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.charts.canvas import PARTS, POINTS, SOFT, canvas, colour, legend, require, style
 from gradsync.charts.kinds import Bar, Point, Series, draw_columns, draw_steps, draw_timeline, thin
+from gradsync.charts.lanes import draw_lanes
 from gradsync.charts.page import NAMES, page_svg, read_out, render, svg_file
 from gradsync.charts.words import compact, count, duration, size
 from gradsync.errors import ConfigurationError
+from gradsync.explain import Explanation
+from gradsync.explain.words import NAMES as PART_NAMES
+from gradsync.explain.words import gained
+from gradsync.llm.explained import COLOURS, explain_run, lanes_of, names_of, shown_step
 from gradsync.llm.phases import PHASES
 from gradsync.llm.run_folder import Run, read_run, write_whole
 
@@ -47,6 +52,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "digits": lambda value, number: f"{value:.{number}g}",
     "duration": duration,
     "exp": math.exp,
+    "gained": gained,
     "finite": math.isfinite,
     "median": statistics.median,
     "plain": lambda value: f"{value:,}" if type(value) is int else WORDS.get(str(value), str(value)),
@@ -81,7 +87,9 @@ def write_report(run_folder: Path) -> Path:
     run = read_run(Path(run_folder))
     require("jinja2")
     losses = [loss for _, loss in run.series("loss")]
-    charts = [chart for make in (_loss, _throughput, _norm, _rate, _time, _timeline) for chart in make(run)]
+    explanation = explain_run(Path(run_folder))
+    charts = [chart for make in (_loss, _throughput, _norm, _rate, _time) for chart in make(run)]
+    charts += [*_ranks(explanation), *_timeline(run)]
     page = render(
         Path(__file__).parent / "templates" / "report.html",
         FILTERS,
@@ -95,6 +103,10 @@ def write_report(run_folder: Path) -> Path:
         seconds=_seconds(run),
         totals=_totals(run),
         colours={phase: NAMES[PARTS[phase]] for phase in PHASES},
+        explanation=explanation,
+        split=[]
+        if explanation is None
+        else [(PART_NAMES.get(name, name), *rest) for name, *rest in _parts(explanation)],
         charts=charts,
         problem=_draw(charts),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -293,6 +305,28 @@ def _time(run: Run) -> Iterator[Chart]:
         height=250,
         said=said,
     )
+
+
+def _parts(explanation: Explanation) -> Iterator[tuple[str, float, str]]:
+    """The parts of a step, with the colours a page has for them."""
+    for name, seconds in explanation.parts():
+        yield PART_NAMES.get(name, name), seconds, NAMES[COLOURS[name]]
+
+
+def _ranks(explanation: Explanation | None) -> Iterator[Chart]:
+    if explanation is None:
+        return
+    step, lanes = shown_step(explanation), lanes_of(explanation)
+    facts = {
+        "step": step.number + 1,
+        "seconds": step.seconds,
+        "ranks": len(step.ranks),
+        "shown": sum(not lane.narrow for lane in lanes),
+        "last": None if not step.wires or not step.wires[-1] else explanation.timeline.members[step.wires[-1][-1].last],
+        "error": max(each.header.clock.error or 0.0 for each in explanation.timeline.recordings),
+    }
+    draw = partial(draw_lanes, lanes=lanes, names=names_of())
+    yield Chart(slug="ranks", title="All ranks in one step", facts=facts, draw=draw, height=110 + 24.0 * len(lanes))
 
 
 def _timeline(run: Run) -> Iterator[Chart]:

@@ -1,16 +1,23 @@
 """One rank of a training run, from the settings to the exit code."""
 
+import contextlib
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from gradsync.accelerator import Accelerator
 from gradsync.checkpoint.together import together
+from gradsync.communicator.agreement import gather_bytes
 from gradsync.llm.recording import Recording
 from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
 from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import prepare_tokens
 from gradsync.llm.trainer import Outcome, Trainer, make_accelerator
+from gradsync.recording import Recorder
+from gradsync.recording.files import FOLDER as RECORDING
+from gradsync.recording.files import file_name, lines_of, write_lines
 
 __all__ = ["exit_code_of", "run"]
 
@@ -19,7 +26,8 @@ T = TypeVar("T")
 
 def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
     """Train on this rank. Rank 0 shows and records; all ranks return the same outcome."""
-    accelerator, timeline = make_accelerator(settings, cpu=cpu)
+    recorder = Recorder(settings.run_folder / RECORDING)
+    accelerator, timeline = make_accelerator(settings, cpu=cpu, recorder=recorder)
     try:
         # Rank 0 may have to build the token file; the others find it there.
         _on_main(accelerator, lambda: prepare_tokens(settings.data, tokenizer=settings.tokenizer))
@@ -28,13 +36,29 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
             accelerator,
             lambda: RunFolder(settings.run_folder, resume=settings.resume, tensorboard=settings.tensorboard),
         )
+        # What an earlier life of the run has recorded may be of other ranks.
+        _on_main(accelerator, lambda: shutil.rmtree(settings.run_folder / RECORDING, ignore_errors=True))
         trainer = Trainer(settings, accelerator, timeline, tokens)
         recording = None if folder is None else Recording(folder, Screen())
         outcome = trainer.run(recording)
+        recorder.close()
+        _bring_together(accelerator, recorder, settings.run_folder / RECORDING)
         _on_main(accelerator, lambda: None if recording is None else recording.close(outcome))
         return outcome
     finally:
         accelerator.world.close()
+
+
+def _bring_together(accelerator: Accelerator, recorder: Recorder, folder: Path) -> None:
+    """Rank 0 gets the recordings of ranks whose disk it does not see. Collective."""
+    kept = recorder.recording
+    mine = b"" if kept is None else "\n".join(lines_of(kept)).encode()
+    told = gather_bytes(accelerator.world.communicator, mine)
+    for rank, text in enumerate(told if accelerator.is_main_process else ()):
+        path = folder / file_name(rank, 0)
+        if text and not path.exists():
+            with contextlib.suppress(OSError):
+                write_lines(path, [text.decode()])
 
 
 def exit_code_of(outcome: Outcome) -> int:

@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 from gradsync.charts.words import count
+from gradsync.explain import Explanation
+from gradsync.explain.words import NAMES, gained
 from gradsync.llm.phases import PHASES
 from gradsync.llm.trainer import Listener, Outcome, StepRecord, Trainer
 
@@ -105,7 +107,7 @@ class Screen(Listener):
     def elapsed(self) -> float:
         return time.perf_counter() - self._began
 
-    def summarize(self, outcome: Outcome, report: str) -> None:
+    def summarize(self, outcome: Outcome, report: str, explanation: Explanation | None = None) -> None:
         """The table at the end."""
         from rich.markup import escape
         from rich.table import Table
@@ -116,7 +118,14 @@ class Screen(Listener):
         if outcome.validation_loss is not None:
             rows["validation loss"] = f"{outcome.validation_loss:.4f}"
         rows["throughput"] = f"{self.speed:,.0f} tokens/s (median)"
-        rows["time"] = ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.shares.items())
+        shares = self.shares
+        if explanation is not None:
+            step = explanation.split.mean.step
+            shares = {NAMES.get(name, name): seconds / step for name, seconds in explanation.parts()}
+        rows["time"] = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+        if explanation is not None and explanation.advice:
+            best = explanation.advice[0]
+            rows["first advice"] = escape(f"{gained(best)}: {best.cause} → {best.change}")
         rows["wire"] = self._wire
         style = "green" if outcome.proof.equal else "bold red"
         rows["replicas"] = f"[{style}]{outcome.proof}[/{style}]"

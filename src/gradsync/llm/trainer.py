@@ -12,6 +12,7 @@ from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, Gra
 from gradsync.accelerator.operations import gather_object
 from gradsync.communicator import Communicator
 from gradsync.engine import Fingerprints, SyncPolicy
+from gradsync.engine.observer import Observers
 from gradsync.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
 from gradsync.llm.heartbeat import Heartbeat, Pulse
 from gradsync.llm.interruption import Interruption
@@ -22,6 +23,7 @@ from gradsync.llm.schedule import warmup_cosine
 from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import TokenFile
 from gradsync.local_steps import LocalSteps
+from gradsync.recording import Recorder
 from gradsync.reduction import reduction_by_name
 from gradsync.timeline import StepTimes, Timeline
 
@@ -312,14 +314,17 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
     return ReplicaProof(digests=tuple(gather_object(communicator, [digest.hexdigest()])))
 
 
-def make_accelerator(settings: TrainSettings, *, cpu: bool = False) -> tuple[Accelerator, Timeline]:
-    """An accelerator for the run, and the timeline that its engine will tell of every synchronization."""
+def make_accelerator(
+    settings: TrainSettings, *, cpu: bool = False, recorder: Recorder | None = None
+) -> tuple[Accelerator, Timeline]:
+    """An accelerator for the run, and the timeline that its engine will tell of every synchronization, as it tells the
+    recorder."""
     timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
     reduction = reduction_by_name(settings.reduction if settings.local_steps is None else "mean")
     policy = SyncPolicy(
         bucket_cap_mb=settings.bucket_mb,
         reduction=reduction,
-        observer=timeline,
+        observer=timeline if recorder is None else Observers(timeline, recorder),
         on_veto=settings.on_veto,
         fingerprints=None if settings.fingerprints is None else Fingerprints(every=settings.fingerprints),
     )

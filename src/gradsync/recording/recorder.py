@@ -7,7 +7,6 @@ On a GPU the host runs ahead of the device, so events are recorded on the stream
 import atexit
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import socket
@@ -42,7 +41,6 @@ KEPT_IN_MEMORY = 100
 # When files are written, in seconds after the one before; the last holds from then on.
 WRITTEN_AFTER = (5.0, 15.0, 60.0)
 
-_numbers = itertools.count()
 # Those with a folder that were not closed yet. They hold no model, and outlive it.
 _unwritten: "list[Recorder]" = []
 
@@ -89,11 +87,17 @@ class Recorder:
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
             self._now = _event
-        number = 0 if self.folder is None else next(_numbers) if self._header is None else self._header.model
+        number = self._count_before(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
         if self.folder is not None and self not in _unwritten:
             _unwritten.append(self)
             self._due = time.monotonic() + self._waits[0]
+
+    def _count_before(self, synchronizer: Synchronizer) -> int:
+        """How many models of this rank are being recorded to the same folder."""
+        rank = synchronizer.options.communicator.rank
+        others = [each for each in _unwritten if each.folder == self.folder and each._header is not None]
+        return 0 if self.folder is None else sum(each._header.rank == rank for each in others if each._header)
 
     def align(self, clock: Clock) -> None:
         """Ranks have measured their clocks."""
