@@ -23,6 +23,8 @@ from tests.zygote import run_python
 
 pytest.importorskip("perfetto", reason="traces need the extra gradsync[trace]")
 
+pytestmark = [pytest.mark.program, pytest.mark.timeout(120)]
+
 STEPS = 4
 
 
