@@ -115,6 +115,10 @@ def _check_ours(words: list[str]) -> None:
         raise UnknownCommandError(f"{line}: {error}") from error
     if line == "gradsync bench" and context.params["scenario"] not in SCENARIO_NAMES:
         raise UnknownCommandError(f"there is no scenario {context.params['scenario']}")
+    if line == "gradsync run":
+        script, *_ = context.params["command"]
+        if not script.isupper():
+            _check_python(["-m", script] if context.params["module"] else [script])
     if line == "gradsync lab run":
         inner = words[words.index("--") + 1 :]
         if inner[0] == "gradsync":
@@ -167,6 +171,8 @@ def test_every_command_can_be_typed() -> None:
         "gradsync --wings",
         "gradsync bench flight",
         "gradsync lab run -- gradsync fly",
+        "gradsync run nowhere.py",
+        "gradsync run --wings train.py",
         "gradsync lab up --wings 2",
         "torchrun --wings 2 train.py",
         "torchrun --nproc-per-node 2 nowhere.py",

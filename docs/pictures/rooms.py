@@ -9,7 +9,8 @@ from drawing import BACKWARD_FILL, FORWARD_FILL, INK, MUTED, PANEL, STEP_FILL, W
 
 # From top to bottom: what a floor is for, its color, and its rooms. Nothing imports from a floor above.
 FLOORS = [
-    ("the command line, and what it runs", PANEL, ["cli", "rehearsal", "bench", "doctor", "lab", "llm", "launch"]),
+    ("the command line, and what it runs", PANEL, ["cli", "rehearsal", "bench", "doctor", "running", "trace"]),
+    ("", PANEL, ["lab", "llm", "launch"]),
     ("Accelerate's interface; states on disk", PANEL, ["accelerator", "utils", "checkpoint"]),
     ("what users import", FORWARD_FILL, ["data_parallel", "attach", "averaging", "clipping"]),
     ("", FORWARD_FILL, ["sharded", "local_steps", "elastic", "layer_drop", "timeline", "testing"]),

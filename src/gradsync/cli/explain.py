@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gradsync.errors import ConfigurationError
-from gradsync.recording.files import find_recordings, read_recordings
+from gradsync.recording.files import find_recordings, read_recording, read_recordings
 from gradsync.watch.explain import explain_dumps, find_dumps, read_dump
 
 __all__ = ["explain"]
@@ -33,6 +33,13 @@ KINDS: tuple[tuple[Callable[[Path], object], Callable[[Path, int], Any]], ...] =
 )
 
 
+def _trace(folder: Path, path: Path) -> int:
+    from gradsync.trace.perfetto import write_trace
+
+    models = sorted({read_recording(each).header.model for each in find_recordings(folder)}) or [0]
+    return write_trace([each for model in models for each in read_recordings(folder, model)], path)
+
+
 def explain(
     folder: Annotated[
         Path,
@@ -43,6 +50,9 @@ def explain(
         ),
     ],
     model: Annotated[int, typer.Option(help="Which of the models that a process has wrapped, from 0 on.")] = 0,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev.")
+    ] = None,
 ) -> None:
     """Say where the time of a step goes, and what to change.
 
@@ -52,6 +62,8 @@ def explain(
 
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder")
+    if perfetto is not None:
+        print(f"{_trace(folder, perfetto)} slices of all ranks in {perfetto}: open it in ui.perfetto.dev\n")
     for holds, tell in KINDS:
         if holds(folder):
             told = tell(folder, model)

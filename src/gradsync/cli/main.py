@@ -20,7 +20,7 @@ from gradsync.errors import GradsyncError
 __all__ = ["app", "main"]
 
 # Each is a function, or a typer application, of its own name in a module of its own name, in the order of the help.
-COMMANDS = ("train", "bench", "lab", "doctor", "explain", "plan")
+COMMANDS = ("train", "run", "bench", "lab", "doctor", "explain", "plan")
 
 
 def main() -> None:
@@ -69,11 +69,12 @@ def _register(name: str) -> None:
     if importlib.util.find_spec(module_name) is None:
         return
     try:
-        command = getattr(importlib.import_module(module_name), name)
+        module = importlib.import_module(module_name)
+        command = getattr(module, name)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name, context_settings=getattr(module, "SETTINGS", None))(command)
     except ImportError as error:
         # The other commands work, and this one says why it does not.
         extra = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

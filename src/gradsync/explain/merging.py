@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gradsync.errors import ConfigurationError
 from gradsync.recording.steps import BucketPart, Recording, Step, Synchronization
 
-__all__ = ["MergedStep", "OnWire", "Timeline", "merge"]
+__all__ = ["ClockShift", "MergedStep", "OnWire", "Timeline", "clock_shifts", "merge"]
 
 # Of every so many steps the slowest and the fastest tenth are left out, where something else went on.
 LEFT_OUT = 0.1
@@ -84,7 +84,7 @@ def merge(recordings: Sequence[Recording]) -> Timeline:
     layouts = {each.layouts[-1] for each in recordings if each.layouts}
     if len(layouts) != 1:
         raise ConfigurationError("these recordings are of different models: their buckets differ")
-    shifts = _shifts(recordings)
+    shifts = clock_shifts(recordings)
     aligned = [
         {step.number: step.shifted(shift(step.begin)) for step in each.steps}
         for each, shift in zip(recordings, shifts, strict=True)
@@ -154,7 +154,7 @@ def _first(*moments: float | None) -> float:
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 
-class _Shift:
+class ClockShift:
     """What to add to the times of a rank to get rank 0's."""
 
     def __init__(self, offset: float, drift: float = 0.0, since: float = 0.0) -> None:
@@ -164,7 +164,8 @@ class _Shift:
         return self._offset - self._drift * (moment - self._since)
 
 
-def _shifts(recordings: Sequence[Recording]) -> list[_Shift]:
+def clock_shifts(recordings: Sequence[Recording]) -> list[ClockShift]:
+    """Of each, which must have recorded a step; the first is the one to whose clock all are brought."""
     first = _ends_of(recordings[0])
     shifts = []
     for each in recordings:
@@ -172,7 +173,7 @@ def _shifts(recordings: Sequence[Recording]) -> list[_Shift]:
         ends = {number: end + clock.offset for number, end in _ends_of(each).items()}
         # Ranks with the clock of rank 0 have no error.
         drift = _drift(first, ends) if clock.error else 0.0
-        shifts.append(_Shift(clock.offset, drift, each.steps[0].begin))
+        shifts.append(ClockShift(clock.offset, drift, each.steps[0].begin))
     return shifts
 
 

@@ -1,0 +1,130 @@
+"""``gradsync run SCRIPT …``: an unchanged DDP or Accelerate script on gradsync's classes, or only watched."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+
+from gradsync.accelerator.environment import read_environment
+from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
+from gradsync.errors import ConfigurationError
+from gradsync.explain import explain_recordings
+from gradsync.recording import find_recordings, read_recording, read_recordings
+from gradsync.running.account import Account, find_accounts, read_account
+from gradsync.running.rank import all_accounts, common_folder, end_rank, run_rank
+from gradsync.running.script import Script
+from gradsync.running.words import tell
+
+__all__ = ["SETTINGS", "run"]
+
+# What follows the script is the script's, whatever it looks like.
+SETTINGS = {"allow_interspersed_args": False}
+MOST_CPU_RANKS = 4
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and what it is given.", show_default=False),
+    ],
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start here: one a GPU, else one a core up to 4. 0: the script starts its own."),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave torch's and Accelerate's own classes in place, and only watch.")
+    ] = False,
+    record: Annotated[Path | None, typer.Option(help="Keep in this folder what was recorded.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
+    accounts: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run an unchanged DDP or Accelerate script on gradsync, and say where its time went.
+
+    For the script torch's DistributedDataParallel and Accelerate's Accelerator are gradsync's. It runs on ranks of this
+    machine; under torchrun, mpirun or srun it joins the ranks that they have started.
+    """
+    script = Script(target=command[0], arguments=tuple(command[1:]), is_module=module)
+    script.require()
+    if accounts is not None:
+        # Who started this rank speaks at the end.
+        end_rank(run_rank(script, keep=keep, folder=accounts)[1])
+    if inside_a_launch():
+        if nproc is not None:
+            raise ConfigurationError(
+                f"--nproc {nproc} was given, but torchrun, mpirun or srun has started this process as one of its "
+                "ranks. Leave their number to it"
+            )
+        _run_here(script, keep, record)
+    ranks = _default_ranks() if nproc is None else nproc
+    if ranks < 0:
+        raise ConfigurationError(f"--nproc must be at least 0, got {ranks}")
+    if ranks == 0:
+        _run_here(script, keep, record)
+    with _folder(record) as folder:
+        options = [*(["--keep"] if keep else []), "--accounts", str(folder)]
+        code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks)
+        _say(script, folder, [read_account(path) for path in find_accounts(folder)])
+    raise typer.Exit(code)
+
+
+def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
+    """As a rank of another launcher, or as the process that starts ranks. Rank 0 speaks, of all that it can see."""
+    place = read_environment()
+    common = record is not None or (place.launcher != "none" and place.local_world_size == place.world_size)
+    with _folder(record) if record is not None or not common else common_folder(place) as folder:
+        account, ended = run_rank(script, keep=keep, folder=folder)
+        if account is None:
+            end_rank(ended)
+        if account.rank == 0:
+            _say(script, folder, all_accounts(folder, account.world_size if common else 1))
+    end_rank(ended)
+
+
+@contextmanager
+def _folder(record: Path | None) -> Iterator[Path]:
+    if record is not None:
+        try:
+            record.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--record {record} cannot be made a folder: {error}") from error
+        if find_accounts(record) or find_recordings(record):
+            raise ConfigurationError(f"--record {record} holds the recording of another run: give every run its own")
+        yield record.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="gradsync-run-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(script: Script, folder: Path, accounts: list[Account]) -> None:
+    """Beside what the script writes, which may be read by another program."""
+    explained = _explained(folder)
+    for line in tell(accounts, str(script), times=not explained) if accounts else ():
+        print(f"gradsync: {line}", file=sys.stderr)
+    for line in explained:
+        print(line, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _explained(folder: Path) -> list[str]:
+    """Of gradsync's wrappers there are recordings. Nothing where they do not make a whole: of too few steps, or of
+    ranks that write elsewhere."""
+    lines: list[str] = []
+    try:
+        for model in sorted({read_recording(path).header.model for path in find_recordings(folder)}):
+            lines += ["", *explain_recordings(read_recordings(folder, model)).lines()]
+    except ConfigurationError:
+        return []
+    return lines
+
+
+def _default_ranks() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else min(usable_cores(), MOST_CPU_RANKS)

@@ -1,0 +1,126 @@
+"""gradsync's classes by the names of torch's and Accelerate's, before a script looks them up.
+
+torch's class has one meaning for everybody, so its names are given to ours. Accelerate's class is also what libraries
+such as Transformers build on, by many names that only Accelerate has. So ``accelerate.Accelerator`` is ours for the
+script and whatever else is not installed, and Accelerate's own for installed libraries; that wraps models in torch's
+class by name, which is ours.
+
+Accelerate need not be installed, and is not imported before the script asks for it.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from gradsync.accelerator import Accelerator
+from gradsync.data_parallel import DistributedDataParallel
+
+__all__ = ["after_import", "replace_accelerator", "replace_data_parallel"]
+
+# Where Accelerate's class can be looked up.
+PLACES = ("accelerate", "accelerate.accelerator")
+NAME = "Accelerator"
+
+
+def replace_data_parallel() -> None:
+    """``torch.nn.parallel.DistributedDataParallel`` is gradsync's from now on."""
+    places: tuple[Any, ...] = (nn.parallel, nn.parallel.distributed)
+    for place in places:
+        place.DistributedDataParallel = DistributedDataParallel
+
+
+def replace_accelerator() -> None:
+    """``accelerate.Accelerator`` is gradsync's for the script, as soon as somebody imports Accelerate."""
+    for place in PLACES:
+        after_import(place, _show_ours)
+
+
+class _Shown(ModuleType):
+    """A module of Accelerate's that shows another class to those who are not installed."""
+
+    @property
+    def Accelerator(self) -> Any:  # noqa: N802 (the name of a class)
+        own = vars(self)[NAME]
+        if own is not vars(self)["_accelerates_own"]:
+            # Somebody has put another one there, and wants that.
+            return own
+        return own if _is_installed(sys._getframe(1).f_code) else Accelerator
+
+    @Accelerator.setter
+    def Accelerator(self, value: Any) -> None:  # noqa: N802
+        vars(self)[NAME] = value
+
+
+def _show_ours(module: ModuleType) -> None:
+    own = vars(module).get(NAME)
+    # A module of the same name that is not Accelerate has nothing to replace.
+    if own is not None and type(module) is ModuleType:
+        vars(module)["_accelerates_own"] = own
+        module.__class__ = _Shown
+
+
+def _is_installed(code: CodeType) -> bool:
+    return os.path.abspath(code.co_filename).startswith(_LIBRARIES)
+
+
+def _libraries() -> tuple[str, ...]:
+    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
+
+
+_LIBRARIES = _libraries()
+
+
+# -- after an import ----------------------------------------------------------------------------------------------
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """``act(module)`` once the module has been imported: now, if it has been already, else when somebody does it."""
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, act))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module, once, where all others find it, and acts when it has been executed."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        for finder in [each for each in sys.meta_path if each is not self]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                break
+        else:
+            return None
+        if spec.loader is not None:
+            self._act_after(spec.loader)
+        return spec
+
+    def _act_after(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._act(module)
+
+        # Of this loader alone: each module has its own.
+        loader.exec_module = exec_module

@@ -1,0 +1,120 @@
+"""What is said at the end of a run, of the accounts of all ranks that left one."""
+
+from collections.abc import Sequence
+
+from gradsync.running.account import Account, WrapperAccount
+from gradsync.running.clock import PHASES, REST
+
+__all__ = ["tell"]
+
+NAMES = {"torch": "torch's DistributedDataParallel", "gradsync": "gradsync's DistributedDataParallel"}
+MORE_THAN_NOTHING = 0.001
+
+
+def tell(accounts: Sequence[Account], script: str, *, times: bool = True) -> list[str]:
+    """Lines: where the time went, which collectives there were and which for nothing, and what would be gained.
+    ``times`` is False where somebody else says where the time went."""
+    if not any(account.wrappers for account in accounts):
+        return [_never_wrapped(accounts, script)]
+    lines = []
+    first = next(account for account in accounts if account.wrappers)
+    missing = sorted(set(range(first.world_size)) - {account.rank for account in accounts})
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        lines.append(f"no account of rank {ranks}: what follows is of the others")
+    if not first.steps:
+        return [*lines, f"{script} wrapped a model, but no optimizer stepped on its parameters after a backward"]
+    lines += _where_time_went(first, accounts, times=times)
+    for wrapper in first.wrappers:
+        lines += _of_wrapper(wrapper, first)
+    lines += _of_calls(first)
+    return lines
+
+
+def _never_wrapped(accounts: Sequence[Account], script: str) -> str:
+    called = sum(sum(account.called.values()) for account in accounts)
+    others = f"; it started {called} collectives itself" if called else ""
+    if max((account.world_size for account in accounts), default=1) == 1:
+        others += ". It ran on one rank, where there is nothing to synchronize: see --nproc"
+    return (
+        f"{script} never wrapped a model in DistributedDataParallel, nor prepared one for several ranks with an "
+        f"Accelerator, so no gradients were synchronized and there is nothing to explain{others}"
+    )
+
+
+def _where_time_went(first: Account, accounts: Sequence[Account], *, times: bool) -> list[str]:
+    each = first.total / first.steps
+    ranks = "1 rank" if first.world_size == 1 else f"{first.world_size} ranks"
+    lines = [f"{first.steps} optimizer steps on {ranks}, {_time(each)} a step" + (f"; rank {first.rank}:" * times)]
+    for phase in PHASES if times else ():
+        share = first.seconds[phase] / first.total if first.total else 0.0
+        if share < MORE_THAN_NOTHING and phase != REST:
+            continue
+        spread = _spread([account.seconds[phase] / account.steps for account in accounts if account.steps])
+        name = "all else" if phase == REST else phase
+        lines.append(f"  {name:10}{share:6.1%}  {_time(first.seconds[phase] / first.steps):>9}{spread}")
+    return lines
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"  ({_time(min(seconds))} to {_time(max(seconds))} over the ranks)" if len(seconds) > 1 else ""
+
+
+def _of_wrapper(wrapper: WrapperAccount, account: Account) -> list[str]:
+    what = f"{wrapper.model} ({wrapper.parameters:,} parameters, {_size(wrapper.nbytes)})"
+    if not wrapper.steps:
+        return [f"{what} was wrapped by {NAMES[wrapper.kind]} and never trained"]
+    per_step = wrapper.collectives / wrapper.steps
+    lines = [
+        f"{what} in {NAMES[wrapper.kind]}: {_number(per_step)} collectives a step "
+        f"({_plural(wrapper.buckets, 'bucket')}), {_number(wrapper.synchronized / wrapper.steps)} of "
+        f"{_plural(wrapper.backwards / wrapper.steps, 'backward')} synchronized"
+    ]
+    if wrapper.broadcasts:
+        lines.append(f"  and {_number(wrapper.broadcasts / wrapper.steps)} broadcasts of buffers a step")
+    lines += _wasted(wrapper, account) if wrapper.wasted else ["  none of them was wasted"]
+    if wrapper.wire is not None and wrapper.hidden is not None and wrapper.exposed is not None:
+        lines.append(
+            f"  by its own measure they are under way for {_time(wrapper.wire)} of a backward, "
+            f"{_time(wrapper.exposed)} of them not hidden behind its computation"
+        )
+    return lines
+
+
+def _wasted(wrapper: WrapperAccount, account: Account) -> list[str]:
+    share = wrapper.wasted / wrapper.synchronized
+    lines = [
+        f"  WASTED: {share:.0%} of them, {_number(wrapper.collectives * share / wrapper.steps)} a step: of the "
+        "backwards between two optimizer steps only the last one has to synchronize. Run the others, forward and "
+        "backward, under model.no_sync() or with model.require_backward_grad_sync = False"
+    ]
+    if wrapper.exposed is not None:
+        lost = wrapper.exposed * wrapper.wasted
+        gain = lost / account.total if account.total else 0.0
+        lines.append(f"  to gain: about {_time(lost / wrapper.steps)} a step, {gain:.0%}, on this wire")
+    return lines
+
+
+def _of_calls(account: Account) -> list[str]:
+    if not account.called:
+        return []
+    told = ", ".join(f"{count} {name}" for name, count in sorted(account.called.items(), key=lambda each: -each[1]))
+    return [f"started through torch.distributed beside these: {told}"]
+
+
+def _plural(number: float, noun: str) -> str:
+    return f"{_number(number)} {noun}" + ("" if number == 1 else "s")
+
+
+def _number(number: float) -> str:
+    return f"{number:.0f}" if abs(number - round(number)) < 0.005 else f"{number:.2f}"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

@@ -1,0 +1,197 @@
+"""What becomes of the backwards of one wrapped model: how many there are, which synchronize, and which of those for
+nothing.
+
+A window ends when an optimizer steps. Of its backwards only the last one has to synchronize, since the mean of a sum is
+the sum of the means; what the others send is sent again.
+
+torch's class does not tell how often it synchronized. It decides in the forward, so the flag is read there, and a hook
+on the output says whether that forward has had its backward. gradsync's class counts by itself.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.data_parallel import DistributedDataParallel
+from gradsync.engine.backward_watch import tensors_in
+from gradsync.running.account import WrapperAccount
+from gradsync.wrap.torch_names import TorchDDP
+
+__all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
+
+
+class WatchedWrapper:
+    """The counts of one wrapper; a subclass says how often it has synchronized, and what each time takes."""
+
+    kind: str
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._model = type(wrapper.module).__name__
+        parameters = [each for each in wrapper.module.parameters() if each.requires_grad]
+        self._parameters = sum(each.numel() for each in parameters)
+        self._nbytes = sum(each.numel() * each.element_size() for each in parameters)
+        self.parameter_ids = {id(each) for each in parameters}
+        self._steps = self._backwards = self._synchronized = self._wasted = self._broadcasts = 0
+        # Of the window that has not ended yet.
+        self._open_backwards = self._open_synchronized = 0
+        # Seconds of backwards that synchronized and of those that did not, each with their number.
+        self._took: dict[bool, tuple[float, int]] = {True: (0.0, 0), False: (0.0, 0)}
+        self._collectives = 0
+        self._facts: tuple[int, float | None, float | None] = (0, None, None)
+
+    @property
+    def has_open_window(self) -> bool:
+        return self._open_backwards > 0
+
+    def before_forward(self) -> None:
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.will_sync_module_buffers():
+            self._broadcasts += 1
+
+    def after_forward(self, output: Any) -> None:
+        """The forward has returned."""
+
+    def after_backward(self, seconds: float) -> None:
+        """A backward, of whatever model, has taken so long."""
+        reached, synchronized = self._look()
+        if not reached:
+            return
+        self._open_backwards += 1
+        self._open_synchronized += synchronized
+        before, number = self._took[synchronized > 0]
+        self._took[synchronized > 0] = (before + seconds, number + 1)
+        self._collectives += synchronized * self._collectives_each()
+
+    def step(self) -> bool:
+        """An optimizer has stepped on parameters of the model; whether that ended a window."""
+        # A synchronization may have waited for the step.
+        late = self._look()[1]
+        self._open_synchronized += late
+        self._collectives += late * self._collectives_each()
+        if not self._open_backwards:
+            return False
+        self._steps += 1
+        self._backwards += self._open_backwards
+        self._synchronized += self._open_synchronized
+        self._wasted += max(0, self._open_synchronized - 1)
+        self._open_backwards = self._open_synchronized = 0
+        return True
+
+    def account(self) -> WrapperAccount:
+        buckets, wire, hidden = self._read_facts()
+        return WrapperAccount(
+            kind=self.kind,
+            model=self._model,
+            parameters=self._parameters,
+            nbytes=self._nbytes,
+            buckets=buckets,
+            steps=self._steps,
+            backwards=self._backwards,
+            synchronized=self._synchronized,
+            wasted=self._wasted,
+            collectives=self._collectives,
+            broadcasts=self._broadcasts,
+            backward_with=_mean(self._took[True]),
+            backward_without=_mean(self._took[False]),
+            wire=wire,
+            hidden=hidden,
+        )
+
+    def _look(self) -> tuple[bool, int]:
+        """Whether the model has had a backward since the last look, and how many synchronizations."""
+        raise NotImplementedError
+
+    def _collectives_each(self) -> int:
+        """What a synchronization puts on the wire now."""
+        raise NotImplementedError
+
+    def _read_facts(self) -> tuple[int, float | None, float | None]:
+        """Buckets, and the seconds that they were under way in a backward and under way behind its computation, where
+        the wrapper tells; the last that were known, of one that is gone."""
+        return self._facts
+
+
+class OursWatched(WatchedWrapper):
+    """gradsync's class, whose synchronizer counts."""
+
+    kind = "gradsync"
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        super().__init__(wrapper)
+        self._seen = wrapper.synchronizer.synchronizations
+        self._awaits = False
+
+    def after_forward(self, output: Any) -> None:
+        self._awaits = self._awaits or torch.is_grad_enabled()
+
+    def _look(self) -> tuple[bool, int]:
+        wrapper = self._wrapper()
+        if wrapper is None:
+            return False, 0
+        now = wrapper.synchronizer.synchronizations
+        # Another wire begins to count anew.
+        new, self._seen = max(0, now - self._seen), now
+        reached, self._awaits = self._awaits or new > 0, False
+        self._facts = len(wrapper.synchronizer.buckets), None, None
+        return reached, new
+
+    def _collectives_each(self) -> int:
+        return self._facts[0]
+
+
+class TorchsWatched(WatchedWrapper):
+    """torch's class: the flag in the forward, a hook on its output, and what its logger says."""
+
+    kind = "torch"
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper)
+        self._flag = False
+        self._reached: list[bool] = []
+
+    def before_forward(self) -> None:
+        super().before_forward()
+        wrapper = self._wrapper()
+        self._flag = torch.is_grad_enabled() and bool(wrapper is not None and wrapper.require_backward_grad_sync)
+
+    def after_forward(self, output: Any) -> None:
+        flag, reached = self._flag, self._reached
+
+        def backward_comes(gradient: torch.Tensor) -> None:
+            reached.append(flag)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_comes)
+
+    def _look(self) -> tuple[bool, int]:
+        reached, self._reached[:] = list(self._reached), []
+        return bool(reached), int(any(reached))
+
+    def _collectives_each(self) -> int:
+        return self._read_facts()[0]
+
+    def _read_facts(self) -> tuple[int, float | None, float | None]:
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.logger is not None:
+            told = wrapper._get_ddp_logging_data()
+            sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", "")
+            buckets = len(sizes.split(",")) if sizes else 0
+            wire, hidden = (
+                told.get(name, 0) * 1e-9 or None
+                for name in ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")
+            )
+            self._facts = buckets, wire, None if wire is None else hidden or 0.0
+        return self._facts
+
+
+def watched(wrapper: nn.Module) -> WatchedWrapper:
+    """The right one for the wrapper's class."""
+    return TorchsWatched(wrapper) if isinstance(wrapper, TorchDDP) else OursWatched(wrapper)  # type: ignore[arg-type]
+
+
+def _mean(total: tuple[float, int]) -> float | None:
+    return total[0] / total[1] if total[1] else None

@@ -1,0 +1,340 @@
+"""`gradsync run`: scripts that know nothing of gradsync, in real processes, and what is said of them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.errors import ConfigurationError
+from gradsync.running.account import Account, find_accounts, read_account
+from tests.scripts import free_port, run_scripts
+from tests.zygote import fork, run_python
+
+# One worker runs them all: they take their time from the same two cores.
+pytestmark = [pytest.mark.program, pytest.mark.timeout(150), pytest.mark.xdist_group("run")]
+
+UNCHANGED = Path(__file__).parent.parent / "examples" / "unchanged"
+
+# Four micro-batches a window, of which it forgets to say that three need not synchronize.
+FORGETFUL = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+backward_alone = "backward-alone" in sys.argv
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    for micro_batch in range(4):
+        loss = model(torch.full((4, 8), float(micro_batch + dist.get_rank()))).square().mean()
+        if backward_alone and micro_batch < 3:
+            with model.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(loss.detach())
+dist.destroy_process_group()
+"""
+
+
+def gradsync_run(*arguments: str, folder: Path, **options: Any) -> "subprocess.CompletedProcess[str]":
+    return run_python("-m", "gradsync", "run", *arguments, folder=folder, **options)
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def accounts(folder: Path) -> list[Account]:
+    return [read_account(path) for path in find_accounts(folder)]
+
+
+def parameters(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(path)["model"]
+    return found
+
+
+# -- unchanged scripts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "steps", "backwards"),
+    [
+        ("gpt_loop", ["--dtype=float64", "--max_iters=6", "--out={}"], 6, 12),
+        ("ddp_basics", ["--epochs", "2", "--out", "{}"], 20, 20),
+        ("accelerate_accumulation", ["--epochs", "1", "--out", "{}"], 4, 16),
+    ],
+)
+def test_scripts_train_to_the_bits_they_train_to_by_themselves(
+    name: str, options: list[str], steps: int, backwards: int, tmp_path: Path
+) -> None:
+    script = UNCHANGED / f"{name}.py"
+    before, after = tmp_path / "before.pt", tmp_path / "after.pt"
+    ran = run_scripts(
+        [script], ranks=2, folder=tmp_path, arguments=[each.format(before) for each in options], timeout=50
+    )[script]
+    assert ran.error is None
+    arguments = [each.format(after) for each in options]
+    told = gradsync_run("--nproc", "2", "--record", "record", str(script), *arguments, folder=tmp_path, timeout=50)
+    assert told.returncode == 0, told.stderr
+    assert sorted(told.stdout.split()) == sorted(ran.output.split())
+    ours, theirs = parameters(after), parameters(before)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
+    for account in accounts(tmp_path / "record"):
+        assert account.steps == steps
+        (wrapper,) = account.wrappers
+        assert (wrapper.kind, wrapper.backwards, wrapper.synchronized, wrapper.wasted) == (
+            "gradsync",
+            backwards,
+            steps,
+            0,
+        )
+    assert f"{steps} optimizer steps on 2 ranks" in told.stderr
+    assert "none of them was wasted" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"), [(True, ["backward-alone"]), (True, []), (False, []), (False, ["backward-alone"])]
+)
+def test_a_forgotten_no_sync_is_counted(keep: bool, words: list[str], tmp_path: Path) -> None:
+    """Around the backward alone it is forgotten by torch's class, and understood by gradsync's."""
+    script = write(tmp_path, FORGETFUL)
+    options = ["--nproc", "2", "--record", "record", *(["--keep"] if keep else [])]
+    told = gradsync_run(*options, str(script), *words, folder=tmp_path)
+    assert told.returncode == 0, told.stderr
+    synchronized = 1 if words and not keep else 4
+    found = accounts(tmp_path / "record")
+    assert [account.rank for account in found] == [0, 1]
+    for account in found:
+        assert (account.kept, account.steps, account.called) == (keep, 5, {"all_reduce": 5})
+        (wrapper,) = account.wrappers
+        assert wrapper.kind == ("torch" if keep else "gradsync")
+        assert (wrapper.backwards, wrapper.synchronized, wrapper.wasted) == (
+            20, 5 * synchronized, 5 * (synchronized - 1),
+        )  # fmt: skip
+        assert wrapper.collectives == wrapper.synchronized * wrapper.buckets
+        assert wrapper.broadcasts == 20
+        assert account.total == pytest.approx(sum(account.seconds.values()))
+    if synchronized == 4:
+        assert "WASTED: 75% of them, 3 a step" in told.stderr
+        assert "model.no_sync()" in told.stderr
+    else:
+        assert "none of them was wasted" in told.stderr
+
+
+def test_under_another_launcher_rank_0_speaks_of_all(tmp_path: Path) -> None:
+    write(tmp_path, FORGETFUL)
+    main = Path(sys.modules["gradsync"].__file__ or "").parent / "__main__.py"
+    ran = run_scripts([main], ranks=2, folder=tmp_path, arguments=["run", "--record", "record", "script.py"])[main]
+    assert ran.error is None
+    assert len(accounts(tmp_path / "record")) == 2
+
+
+def test_a_script_may_start_its_ranks(tmp_path: Path) -> None:
+    """They import the script anew, and must not find torch's class in doing so."""
+    command = ["--nproc", "0", "--record", "record", str(UNCHANGED / "ddp_basics.py"), "--spawn", "2", "--epochs", "1"]
+    # A process that is spawned is a fresh interpreter, whoever starts it.
+    variables = {**os.environ, "MASTER_PORT": str(free_port()), "MASTER_ADDR": "localhost"}
+    told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=50)
+    assert told.returncode == 0, told.stderr
+    found = accounts(tmp_path / "record")
+    assert [(account.rank, account.world_size, account.wrappers[0].kind) for account in found] == [
+        (0, 2, "gradsync"), (1, 2, "gradsync"),
+    ]  # fmt: skip
+    assert "10 optimizer steps on 2 ranks" in told.stderr
+    assert len(list((tmp_path / "record").glob("rank-*.jsonl"))) == 2
+
+
+# -- a script is as Python would run it -------------------------------------------------------------------------------
+
+INSIDE = """
+import json, os, pickle, sys
+import beside
+from torch.nn import parallel
+from torch.nn.parallel import distributed
+
+class Here: pass
+
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Here())).__class__ is Here
+    assert parallel.DistributedDataParallel is distributed.DistributedDataParallel
+    print(json.dumps({
+        "argv": sys.argv, "path": sys.path[0], "file": __file__, "package": __package__, "beside": beside.name,
+        "class": parallel.DistributedDataParallel.__module__, "ranks": os.environ.get("WORLD_SIZE"),
+    }))
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_script_finds_what_it_would_find(keep: bool, tmp_path: Path) -> None:
+    script = write(tmp_path / "inner", INSIDE)
+    write(tmp_path / "inner", "name = 'a file beside'", "beside.py")
+    # What looks like our options comes after the script, and is the script's.
+    words = ["--nproc", "7", "--keep", "-m", "--", "--record", "x", "--help"]
+    options = ["--keep"] if keep else []
+    told = gradsync_run("--nproc", "1", *options, "inner/script.py", *words, folder=tmp_path)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert found["argv"] == ["inner/script.py", *words]
+    assert (found["path"], found["file"]) == (str(script.parent), "inner/script.py")
+    assert (found["package"], found["beside"], found["ranks"]) == (None, "a file beside", "1")
+    assert found["class"] == ("torch.nn.parallel.distributed" if keep else "gradsync.data_parallel")
+    assert told.stderr.count("inner/script.py never wrapped a model") == 1
+    assert len(told.stderr.splitlines()) == 1
+
+
+def test_a_module_is_run_by_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "package", "", "__init__.py")
+    write(tmp_path / "package", "name = 'in the package'", "other.py")
+    text = "import sys\nfrom .other import name\nprint(name, __package__, __spec__.name, *sys.argv[1:])"
+    write(tmp_path / "package", text, "__main__.py")
+    told = gradsync_run("--nproc", "1", "-m", "package", "--keep", folder=tmp_path)
+    assert told.stdout == "in the package package package.__main__ --keep\n", told.stderr
+
+
+FAILING = """
+import sys
+import torch.distributed as dist
+
+def fails():
+    raise ValueError("its own words")
+
+class Odd(Exception): pass
+
+dist.init_process_group("gloo")
+if "exit" in sys.argv:
+    sys.exit(3)
+if "words" in sys.argv:
+    sys.exit("said at the end")
+if dist.get_rank() == 1:
+    fails()
+dist.barrier()
+"""
+
+
+def test_a_script_that_fails_has_the_last_word(tmp_path: Path) -> None:
+    write(tmp_path, FAILING)
+    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path)
+    assert told.returncode == 1
+    assert "ValueError: its own words" in told.stderr
+    assert 'script.py", line 6, in fails' in told.stderr
+    # Nothing of ours in between, neither above the script nor where collectives are counted.
+    assert "gradsync/running" not in told.stderr
+    assert "never wrapped" not in told.stderr
+
+
+@pytest.mark.parametrize(("word", "code"), [("exit", 3), ("words", 1)])
+def test_exit_codes_are_the_scripts(word: str, code: int, tmp_path: Path) -> None:
+    write(tmp_path, FAILING)
+    told = gradsync_run("--nproc", "1", "script.py", word, folder=tmp_path)
+    assert told.returncode == code
+    assert ("said at the end" in told.stderr) == (word == "words")
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["."], "is a folder"),
+        (["-m", "nowhere_at_all"], "there is no module nowhere_at_all"),
+        (["--nproc", "-1", "script.py"], "--nproc must be at least 0, got -1"),
+        (["--record", "script.py", "script.py"], "--record script.py cannot be made a folder"),
+        (["--wings", "script.py"], "No such option: --wings"),
+        ([], "Missing argument"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
+    write(tmp_path, "print('ran')")
+    told = gradsync_run(*arguments, folder=tmp_path)
+    assert told.returncode == 2
+    assert words in re.sub(r"[\s│]+", " ", told.stderr)
+    assert "ran" not in told.stdout
+
+
+def test_the_number_of_ranks_is_the_launchers(tmp_path: Path) -> None:
+    write(tmp_path, "print('ran')")
+    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path, variables=variables)
+    assert told.returncode == 2
+    assert "Leave their number to it" in told.stderr
+
+
+SLEEPING = FORGETFUL.replace(
+    "dist.destroy", "open('trained-' + str(dist.get_rank()), 'w').close()\nimport time\ntime.sleep(60)\ndist.destroy"
+)
+
+
+def test_ctrl_c_ends_it_with_an_account(tmp_path: Path) -> None:
+    write(tmp_path, SLEEPING)
+    with tempfile.TemporaryFile("w+") as output:
+        command = ["-m", "gradsync", "run", "--nproc", "2", "script.py"]
+        process = fork("tests.nursery:as_python", command, output=output, folder=tmp_path)
+        try:
+            deadline = time.monotonic() + 60
+            while len(list(tmp_path.glob("trained-*"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            code = process.wait(60)
+        finally:
+            process.kill_all()
+        output.seek(0)
+        wrote = output.read()
+    assert code == 130, wrote
+    assert "5 optimizer steps on 2 ranks" in wrote
+
+
+# -- whom Accelerate's name means what --------------------------------------------------------------------------------
+
+ACCELERATES = """
+import importlib.util, sys
+assert importlib.util.find_spec("accelerate") is not None
+import accelerate
+import accelerate.accelerator
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+
+print(Accelerator.__module__, accelerate.Accelerator.__module__, accelerate.accelerator.Accelerator.__module__)
+import accelerate.launchers
+looked_up = eval("lambda: accelerate.Accelerator", {"accelerate": accelerate})
+installed = compile("from accelerate import Accelerator as found", accelerate.launchers.__file__, "exec")
+exec(installed)
+print(found.__module__)
+accelerate.Accelerator = int
+print(accelerate.Accelerator)
+"""
+
+
+def test_installed_libraries_have_accelerates_own_class(tmp_path: Path) -> None:
+    write(tmp_path, ACCELERATES)
+    told = gradsync_run("--nproc", "1", "script.py", folder=tmp_path)
+    assert told.returncode == 0, told.stderr
+    ours = "gradsync.accelerator.accelerator"
+    assert told.stdout.splitlines() == [" ".join([ours] * 3), "accelerate.accelerator", "<class 'int'>"]
+
+
+def test_another_version_of_an_account_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"version": 99}), "run-rank-0.json")
+    with pytest.raises(ConfigurationError, match="another version of gradsync"):
+        read_account(path)
+    path.write_text("{")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_account(path)
