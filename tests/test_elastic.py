@@ -148,6 +148,16 @@ def test_what_an_elastic_accelerator_cannot_do_is_said(roll_call: RollCall) -> N
         _ = Accelerator(cpu=True).elastic
 
 
+@pytest.mark.timeout(60)
+def test_beside_a_process_group_elastic_ranks_are_refused(tmp_path: Path, roll_call: RollCall) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigurationError, match="whose ranks cannot change"):
+            Accelerator(cpu=True, elastic=Elastic(join=join_roll_call(roll_call.port)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # -- healing -----------------------------------------------------------------------------------------------------------
 
 

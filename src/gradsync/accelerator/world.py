@@ -23,7 +23,7 @@ from gradsync.accelerator.fresh_start import word_of_this_life
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.errors import NoProcessGroupError
+from gradsync.errors import ConfigurationError, NoProcessGroupError
 
 __all__ = ["World", "agree_on_backend", "connect", "settle_at_exit", "unmet"]
 
@@ -55,6 +55,11 @@ def connect(
 
 def unmet(environment: ProcessEnvironment, *, cpu: bool = False) -> "World":
     """A rank that has not met the others yet: a world of one, that is to have more, and may have others later on."""
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigurationError(
+            "there is a process group already, whose ranks cannot change. Elastic ranks make a new one whenever they "
+            "meet: leave out init_process_group(), or elastic="
+        )
     return World(
         InProcessWorld(1).communicator(0), _choose_device(environment, cpu), environment, owns_group=True, elastic=True
     )

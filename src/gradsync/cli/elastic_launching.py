@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gradsync.accelerator.environment import LOOPBACK
-from gradsync.cli.launching import GRACE_SECONDS, RANK_PROGRAM, REFUSED
+from gradsync.cli.last_words import WRONG_USE
+from gradsync.cli.launching import GRACE_SECONDS, RANK_PROGRAM
 from gradsync.elastic import LIGHTHOUSE, Elastic, Lighthouse
 from gradsync.errors import ConfigurationError
 from gradsync.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
@@ -93,7 +94,7 @@ class _Crew:
         self.processes.start(place, partial(os.execv, sys.executable, self.command))
 
     def _may_replace(self, failure: Failure, lived: float) -> bool:
-        if failure.code == REFUSED:
+        if failure.code == WRONG_USE:
             return False
         self.hopeless = self.hopeless + 1 if failure.code > 0 and lived < HOPELESS_SECONDS else 0
         if self.hopeless >= HOPELESS or self.replaced >= MOST_REPLACED:
