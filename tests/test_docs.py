@@ -100,9 +100,8 @@ model = nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
 loss_function = nn.functional.mse_loss
-def batches_of(step, rank, ranks):
-    torch.manual_seed(step)
-    return [(torch.randn(8 // ranks, 8), torch.randn(8 // ranks, 1))]
+from torch.utils.data import DataLoader, TensorDataset
+loader = DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4, shuffle=True)
 """,
         """
 assert accelerator.elastic.step == 1000 and accelerator.num_processes == 2

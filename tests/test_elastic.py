@@ -6,14 +6,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 from gradsync import Accelerator, Elastic
 from gradsync.accelerator.healing import heal
+from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.cli.elastic_launching import run_elastic_ranks_of
 from gradsync.elastic import LIGHTHOUSE, LighthouseMembership, Member, Standing, require_torchft
 from gradsync.elastic.membership import in_order
@@ -136,9 +141,20 @@ def test_a_rank_alone_counts_its_windows_and_refuses_two_steps_in_one(roll_call:
 def test_what_an_elastic_accelerator_cannot_do_is_said(roll_call: RollCall) -> None:
     elastic = Elastic(ranks=1, join=join_roll_call(roll_call.port))
     accelerator = Accelerator(cpu=True, elastic=elastic)
-    loader = torch.utils.data.DataLoader([1, 2, 3])
-    with pytest.raises(ConfigurationError, match="by its number"):
-        accelerator.prepare(loader)
+    samples = list(range(8))
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 8, 8)
+    drawing = torch.utils.data.RandomSampler(samples, replacement=True)
+    for loader, words in (
+        (DataLoader(samples, sampler=sampler), "a WeightedRandomSampler deals samples"),
+        (DataLoader(samples, batch_sampler=[[1, 2]]), "a batch_sampler deals samples"),
+        (DataLoader(samples, sampler=drawing), "with replacement"),
+        (DataLoader([]), "is empty"),
+        (DataLoader(Endless()), "Endless has no numbers for its samples"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            accelerator.prepare(loader)
+    with pytest.raises(MisuseError, match=r"loader\.window\(step\)"):
+        iter(accelerator.prepare(DataLoader(samples)))
     with pytest.raises(MisuseError, match="cannot be pickled"):
         accelerator.__reduce__()
     accelerator.elastic.close()
@@ -146,6 +162,47 @@ def test_what_an_elastic_accelerator_cannot_do_is_said(roll_call: RollCall) -> N
         Accelerator(cpu=True, elastic=elastic, shard_optimizer=True)
     with pytest.raises(MisuseError, match="the ranks it began with"):
         _ = Accelerator(cpu=True).elastic
+
+
+class Endless(torch.utils.data.IterableDataset[int]):
+    """Samples that come one after the other."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(100)
+
+
+class Place:
+    """A rank, for who asks only that."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.process_index, self.num_processes = rank, ranks
+
+
+@given(
+    samples=st.integers(1, 30),
+    size=st.integers(1, 40),
+    batch=st.integers(1, 7),
+    ranks=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    shuffle=st.booleans(),
+)
+def test_windows_by_number_take_every_sample_once_an_epoch_whoever_asks(
+    samples: int, size: int, batch: int, ranks: list[int], shuffle: bool
+) -> None:
+    loader = DataLoader(range(samples), batch_size=batch, shuffle=shuffle)  # type: ignore[arg-type]
+    alone = NumberedWindows(loader, Place(0, 1), size=size, seed=5)  # type: ignore[arg-type]
+    seen = []
+    for number, count in enumerate(ranks):
+        taken = []
+        for rank in range(count):
+            batches = list(NumberedWindows(loader, Place(rank, count), size=size, seed=5).window(number))  # type: ignore[arg-type]
+            assert all(0 < len(each) <= batch for each in batches)
+            taken += [int(sample) for each in batches for sample in each]
+        assert taken == [int(sample) for each in alone.window(number) for sample in each]
+        seen += taken
+    for begin in range(0, len(seen) - samples + 1, samples):
+        assert sorted(seen[begin : begin + samples]) == list(range(samples))
 
 
 @pytest.mark.timeout(60)

@@ -23,6 +23,7 @@ from gradsync.accelerator.gradients import Gradients
 from gradsync.accelerator.handlers import ProfileKwargs, settings_of
 from gradsync.accelerator.helpers import extract_model_from_parallel
 from gradsync.accelerator.model_windows import ModelWindows
+from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
 from gradsync.accelerator.over_processes import OverProcesses
 from gradsync.accelerator.overlapping import Overlap, Overlapping
@@ -205,25 +206,27 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> PreparedDataLoader:
-        """One loader: every process gets its share of the batches, on its device."""
+    ) -> PreparedDataLoader | NumberedWindows:
+        """One loader: every process gets its share of the batches, on its device; elastic ones by the number of a
+        window."""
         if slice_fn_for_dispatch is not None:
             raise ConfigurationError(
                 "slice_fn_for_dispatch is not supported: batches are cut along their first dimension. Pass "
                 "dispatch_batches=False, so that every process reads its own batches"
             )
+        configuration = DataLoaderConfiguration.of(self.dataloader_config)
+        put_on_device = self.device_placement if device_placement is None else device_placement
         if self._elastic is not None:
-            raise ConfigurationError(
-                "a prepared loader shares its batches out among the ranks it began with. Where ranks come and go, take "
-                "the samples of a window by its number: accelerator.elastic.attempts() gives it"
+            return self._elastic.windows_of(
+                data_loader, self.gradient_accumulation_steps, configuration.data_seed or 0, put_on_device
             )
         prepared = prepare_data_loader(
             data_loader,
             communicator=self.communicator,
             device=self.device,
             gradient_state=self.gradient_state,
-            configuration=DataLoaderConfiguration.of(self.dataloader_config),
-            put_on_device=self.device_placement if device_placement is None else device_placement,
+            configuration=configuration,
+            put_on_device=put_on_device,
         )
         if not any(prepared is each for each in self.prepared.loaders):
             self.prepared.loaders.append(prepared)

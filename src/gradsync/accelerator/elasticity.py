@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from gradsync.accelerator.healing import heal
+from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.world import agree_on_backend, settle_at_exit
@@ -134,6 +136,14 @@ class Elasticity:
         """Take part no longer."""
         self._membership.close()
         self._leave()
+
+    def windows_of(
+        self, loader: DataLoader[Any], micro_batches: int, seed: int, put_on_device: bool
+    ) -> NumberedWindows:
+        """Of so many micro-batches for each of the ranks there are to be at the beginning."""
+        planned = self._settings.ranks or self._launched.world_size
+        size = int(loader.batch_size or 1) * micro_batches * planned
+        return NumberedWindows(loader, self._ranks[0], size=size, seed=seed, put_on_device=put_on_device)
 
     # -- windows -------------------------------------------------------------------------------------------------------
 

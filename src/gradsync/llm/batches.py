@@ -10,12 +10,13 @@ There is no position to save: a run resumes exactly by asking for the next numbe
 window may reach into the next epoch, so that no sample is ever left out.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gradsync.accelerator.numbered_windows import permutation as _permutation
+from gradsync.accelerator.numbered_windows import share_of as _share
 from gradsync.errors import ConfigurationError
 
 __all__ = ["BatchPlan", "Batches", "MicroBatch", "validation_batches"]
@@ -133,18 +134,6 @@ def _samples_of(tokens: Tensor, plan: BatchPlan) -> Tensor:
             f"are only {len(tokens)}. Take shorter sequences or more text"
         )
     return tokens[: count * width].view(count, width)
-
-
-def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # Hashed: neighbouring seeds and epochs must not share permutations, as seed + epoch would.
-    digest = hashlib.sha256(f"{seed},{epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-    return torch.randperm(count, generator=generator)
-
-
-def _share(count: int, rank: int, world_size: int) -> range:
-    """A rank's contiguous part of ``count`` things; parts differ by one at most."""
-    return range(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def _micro_batches(samples: Tensor, chosen: Tensor, plan: BatchPlan) -> list[MicroBatch]:
