@@ -18,7 +18,7 @@ from gradsync.errors import ConfigurationError
 from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Wire, simulate
 from gradsync.plan.calibration import Calibration, Reading, fit_wire
 from gradsync.plan.library import known_machines, known_models, published
-from gradsync.plan.planner import Setting, best_setting, extrapolation, predict, rate_for
+from gradsync.plan.planner import Setting, best_setting, extrapolation, predict, rate_for, settle
 from gradsync.plan.report import make_report
 
 SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
@@ -160,6 +160,22 @@ def test_advice_is_what_gains_most_first_and_keeps_what_it_promises() -> None:
     for each in report.advice:
         promised = predict(calibration, each.prediction.setting)
         assert promised.a_micro_batch == pytest.approx(now.a_micro_batch * (1 - each.gain))
+
+
+@given(st.floats(0, 5e-3), st.floats(0, 3e-4))
+def test_what_ranks_do_of_their_own_is_found_in_whole_steps(fixed: float, host: float) -> None:
+    link = Link(latency=1e-4, bandwidth=1e9)
+    pieces = tuple(
+        BucketProfile(index=i, nbytes=1 << 20, ready=0.2 * (i + 1) / 20, need=0.1 * (19 - i) / 20) for i in range(20)
+    )
+    profile = StepProfile(forward=0.1, backward=0.2, buckets=pieces)
+    before = Calibration(profile=profile, wire=Wire(topology=Topology(ranks=2, between=link)))
+    true = replace(before, fixed=fixed, host=host)
+    settings = [Setting(ranks=2, bucket_mb=size) for size in (1.0, 5.0)]
+    found = settle(before, [(setting, predict(true, setting).step) for setting in settings])
+    for ranks in (2, 16):
+        setting = Setting(ranks=ranks, bucket_mb=2.0)
+        assert predict(found, setting).step == pytest.approx(predict(true, setting).step, rel=2e-3)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
