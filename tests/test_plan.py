@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Wi
 from gradsync.plan.calibration import Calibration, Reading, fit_wire
 from gradsync.plan.library import known_machines, known_models, published
 from gradsync.plan.planner import Setting, best_setting, extrapolation, predict, rate_for, settle
+from gradsync.plan.recorded import recorded
 from gradsync.plan.report import make_report
 
 SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
@@ -211,6 +213,75 @@ def test_a_file_that_is_no_calibration_says_so(tmp_path: Path, text: str, words:
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=words):
         Calibration.load(path)
+
+
+# -- recordings -------------------------------------------------------------------------------------------------------
+
+
+def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, **header: object) -> None:
+    """As ranks would have it who compute 0.3 s and wait 0.1, with two buckets of which the second is ready last."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(ranks):
+        first = {"kind": "recording", "format": 1, "rank": rank, "world_size": ranks, "model": 0, "name": "Net"}
+        first |= {"parameters": {"a": 1000, "b": 3000, "c": 4000}, "link": [3e-4, 1e-9], "communicator": "Group"}
+        buckets = [{"nbytes": 4000, "parameters": ["c"]}, {"nbytes": 4008, "parameters": ["b", "a"]}]
+        lines = [first | header, {"kind": "layout", "number": 0, "buckets": buckets}]
+        for number in range(steps):
+            at = 10.0 * number
+            names = ("data", "forward", "backward", "synchronization", "optimizer")
+            moments = [at, at + 0.05, at + 0.15, at + 0.35, at + 0.45, at + 0.46]
+            walk = [[0, at + 0.25, at + 0.25, at + 0.26, None], [1, at + 0.35, at + 0.35, at + 0.45, None]]
+            synchronization = {"begin": at + 0.15, "backward_end": at + 0.35, "finished": at + 0.45, "buckets": walk}
+            step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46, "micro_batches": 1}
+            step |= {"spans": [[name, *moments[i : i + 2]] for i, name in enumerate(names)], "gathers": []}
+            lines.append(step | {"synchronizations": [synchronization]})
+        lines.append({"kind": "end", "total": steps, "ended": True})
+        (folder / f"rank-{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_recorded_run_is_a_calibration(tmp_path: Path) -> None:
+    write_recording(tmp_path / "recording")
+    made = recorded(tmp_path)
+    parts = [getattr(made.profile, name) for name in ("data", "forward", "backward", "optimizer")]
+    assert parts == pytest.approx([0.05, 0.1, 0.2, 0.01])
+    buckets = made.profile.buckets
+    assert [bucket.nbytes for bucket in buckets] == [4000, 3000, 1000]
+    assert [bucket.ready for bucket in buckets] == pytest.approx([0.1, 0.175, 0.2])
+    assert [bucket.need for bucket in buckets] == pytest.approx([0.05, 0.0125, 0.0])
+    assert made.wire.cost("all_reduce", 10**9).seconds == pytest.approx(1 + 3e-4)
+    assert made.jitter == Jitter()
+    assert predict(made, Setting(ranks=64, rate=1.25e8)).step > made.profile.compute
+
+
+def test_ranks_that_shared_memory_can_be_planned_over_a_link(tmp_path: Path) -> None:
+    write_recording(tmp_path, communicator="SharedMemoryCommunicator(rank 0 of 2)")
+    made = recorded(tmp_path)
+    assert predict(made, Setting(ranks=8)).step > 0
+    apart = made.over(1.25e6)
+    assert apart.wire.way == "ring"
+    assert predict(apart, Setting(ranks=8)).step > predict(made, Setting(ranks=8)).step
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: None, "no recording in"),
+        (
+            lambda folder: (write_recording(folder), (folder / "rank-00001.jsonl").unlink()),
+            "no recording of rank 1 of 2",
+        ),
+        (lambda folder: write_recording(folder, format=2), "no recording of format 1"),
+        (lambda folder: write_recording(folder, link=None), "does not say what an all-reduce costs"),
+        (lambda folder: write_recording(folder, steps=0), "has no step"),
+        (lambda folder: (folder / "rank-00000.jsonl").write_text("{"), "is no recording of a rank"),
+    ],
+)
+def test_a_folder_that_cannot_be_planned_from_says_why(
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
+) -> None:
+    spoil(tmp_path)
+    with pytest.raises(ConfigurationError, match=words):
+        recorded(tmp_path)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
