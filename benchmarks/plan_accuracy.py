@@ -223,7 +223,19 @@ def main() -> int:
         return run(out, rounds, list(blocks(ranks, rates, BUCKETS_MB)), time.monotonic() + 60 * given.minutes)
 
 
+def warn_if_busy(most_ranks: int) -> None:
+    """What shares cores with others, or with more ranks than there are, waits for them, and no plan foretells that."""
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if cores < most_ranks or load > cores / 2:
+        print(
+            f"{cores} cores for up to {most_ranks} ranks, at a load of {load:.1f}: what follows is wrong by what ranks "
+            "wait for cores, and that is most with int8, which needs them",
+            file=sys.stderr,
+        )
+
+
 def run(out: Path, rounds: int, wanted: Sequence[list[Case]], deadline: float) -> int:
+    warn_if_busy(max((case.ranks for cases in wanted for case in cases), default=0))
     calibration = calibrate(out.with_suffix(".calibration.json"), rounds)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     known = {case_of(row) for row in rows}
