@@ -227,11 +227,8 @@ def warn_if_busy(most_ranks: int) -> None:
     """What shares cores with others, or with more ranks than there are, waits for them, and no plan foretells that."""
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     if cores < most_ranks or load > cores / 2:
-        print(
-            f"{cores} cores for up to {most_ranks} ranks, at a load of {load:.1f}: what follows is wrong by what ranks "
-            "wait for cores, and that is most with int8, which needs them",
-            file=sys.stderr,
-        )
+        words = f"{cores} cores for up to {most_ranks} ranks, at a load of {load:.1f}: what follows is wrong by what"
+        print(f"{words} ranks wait for cores; that is most with int8, which needs them", file=sys.stderr)
 
 
 def run(out: Path, rounds: int, wanted: Sequence[list[Case]], deadline: float) -> int:
