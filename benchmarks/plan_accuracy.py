@@ -33,7 +33,7 @@ from gradsync.errors import GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.lab.lab import fork_ranks
 from gradsync.plan.calibration import Calibration
-from gradsync.plan.planner import Setting, predict
+from gradsync.plan.planner import Setting, predict, settle
 from gradsync.rehearsal import Rehearsal, rehearse
 from gradsync.sharded.pace import PLANNED_AFTER
 
@@ -152,10 +152,11 @@ def calibrate(path: Path, rounds: int) -> Calibration:
     calibration = rehearse(Rehearsal(workload=workload, rate=Rate.parse(CALIBRATED_AT), steps=15))
     cases = [Case(ranks=2, rate=CALIBRATED_AT, bucket_mb=size, mode=mode) for size in BUCKETS_MB for mode in MODES]
     rows = run_block(cases, rounds, timeout=300.0)
-    for row in rows:
-        case = case_of(row)
-        error = predict(calibration, case.setting).step / float(str(row["seconds"])) - 1
-        print(f"  {case}: measured {float(str(row['seconds'])) * 1e3:.1f} ms, foretold {error:+.1%}", flush=True)
+    whole = [(case_of(row).setting, float(str(row["seconds"]))) for row in rows]
+    calibration = settle(calibration, whole)
+    for row, (setting, seconds) in zip(rows, whole, strict=True):
+        error = predict(calibration, setting).step / seconds - 1
+        print(f"  {case_of(row)}: measured {seconds * 1e3:.1f} ms, foretold {error:+.1%}", flush=True)
     calibration.save(path)
     return calibration
 
@@ -222,7 +223,16 @@ def main() -> int:
         return run(out, rounds, list(blocks(ranks, rates, BUCKETS_MB)), time.monotonic() + 60 * given.minutes)
 
 
+def warn_if_busy(most_ranks: int) -> None:
+    """What shares cores with others, or with more ranks than there are, waits for them, and no plan foretells that."""
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if cores < most_ranks or load > cores / 2:
+        words = f"{cores} cores for up to {most_ranks} ranks, at a load of {load:.1f}: what follows is wrong by what"
+        print(f"{words} ranks wait for cores; that is most with int8, which needs them", file=sys.stderr)
+
+
 def run(out: Path, rounds: int, wanted: Sequence[list[Case]], deadline: float) -> int:
+    warn_if_busy(max((case.ranks for cases in wanted for case in cases), default=0))
     calibration = calibrate(out.with_suffix(".calibration.json"), rounds)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     known = {case_of(row) for row in rows}

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from gradsync.errors import ConfigurationError
 from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Wire, simulate
 from gradsync.plan.calibration import Calibration, Reading, fit_wire
 from gradsync.plan.library import known_machines, known_models, published
-from gradsync.plan.planner import Setting, best_setting, extrapolation, predict, rate_for
+from gradsync.plan.planner import Setting, best_setting, extrapolation, predict, rate_for, settle
+from gradsync.plan.recorded import recorded
 from gradsync.plan.report import make_report
 
 SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
@@ -162,6 +164,22 @@ def test_advice_is_what_gains_most_first_and_keeps_what_it_promises() -> None:
         assert promised.a_micro_batch == pytest.approx(now.a_micro_batch * (1 - each.gain))
 
 
+@given(st.floats(0, 5e-3), st.floats(0, 3e-4))
+def test_what_ranks_do_of_their_own_is_found_in_whole_steps(fixed: float, host: float) -> None:
+    link = Link(latency=1e-4, bandwidth=1e9)
+    pieces = tuple(
+        BucketProfile(index=i, nbytes=1 << 20, ready=0.2 * (i + 1) / 20, need=0.1 * (19 - i) / 20) for i in range(20)
+    )
+    profile = StepProfile(forward=0.1, backward=0.2, buckets=pieces)
+    before = Calibration(profile=profile, wire=Wire(topology=Topology(ranks=2, between=link)))
+    true = replace(before, fixed=fixed, host=host)
+    settings = [Setting(ranks=2, bucket_mb=size) for size in (1.0, 5.0)]
+    found = settle(before, [(setting, predict(true, setting).step) for setting in settings])
+    for ranks in (2, 16):
+        setting = Setting(ranks=ranks, bucket_mb=2.0)
+        assert predict(found, setting).step == pytest.approx(predict(true, setting).step, rel=2e-3)
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +213,75 @@ def test_a_file_that_is_no_calibration_says_so(tmp_path: Path, text: str, words:
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=words):
         Calibration.load(path)
+
+
+# -- recordings -------------------------------------------------------------------------------------------------------
+
+
+def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, **header: object) -> None:
+    """As ranks would have it who compute 0.3 s and wait 0.1, with two buckets of which the second is ready last."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(ranks):
+        first = {"kind": "recording", "format": 1, "rank": rank, "world_size": ranks, "model": 0, "name": "Net"}
+        first |= {"parameters": {"a": 1000, "b": 3000, "c": 4000}, "link": [3e-4, 1e-9], "communicator": "Group"}
+        buckets = [{"nbytes": 4000, "parameters": ["c"]}, {"nbytes": 4008, "parameters": ["b", "a"]}]
+        lines = [first | header, {"kind": "layout", "number": 0, "buckets": buckets}]
+        for number in range(steps):
+            at = 10.0 * number
+            names = ("data", "forward", "backward", "synchronization", "optimizer")
+            moments = [at, at + 0.05, at + 0.15, at + 0.35, at + 0.45, at + 0.46]
+            walk = [[0, at + 0.25, at + 0.25, at + 0.26, None], [1, at + 0.35, at + 0.35, at + 0.45, None]]
+            synchronization = {"begin": at + 0.15, "backward_end": at + 0.35, "finished": at + 0.45, "buckets": walk}
+            step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46, "micro_batches": 1}
+            step |= {"spans": [[name, *moments[i : i + 2]] for i, name in enumerate(names)], "gathers": []}
+            lines.append(step | {"synchronizations": [synchronization]})
+        lines.append({"kind": "end", "total": steps, "ended": True})
+        (folder / f"rank-{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_recorded_run_is_a_calibration(tmp_path: Path) -> None:
+    write_recording(tmp_path / "recording")
+    made = recorded(tmp_path)
+    parts = [getattr(made.profile, name) for name in ("data", "forward", "backward", "optimizer")]
+    assert parts == pytest.approx([0.05, 0.1, 0.2, 0.01])
+    buckets = made.profile.buckets
+    assert [bucket.nbytes for bucket in buckets] == [4000, 3000, 1000]
+    assert [bucket.ready for bucket in buckets] == pytest.approx([0.1, 0.175, 0.2])
+    assert [bucket.need for bucket in buckets] == pytest.approx([0.05, 0.0125, 0.0])
+    assert made.wire.cost("all_reduce", 10**9).seconds == pytest.approx(1 + 3e-4)
+    assert made.jitter == Jitter()
+    assert predict(made, Setting(ranks=64, rate=1.25e8)).step > made.profile.compute
+
+
+def test_ranks_that_shared_memory_can_be_planned_over_a_link(tmp_path: Path) -> None:
+    write_recording(tmp_path, communicator="SharedMemoryCommunicator(rank 0 of 2)")
+    made = recorded(tmp_path)
+    assert predict(made, Setting(ranks=8)).step > 0
+    apart = made.over(1.25e6)
+    assert apart.wire.way == "ring"
+    assert predict(apart, Setting(ranks=8)).step > predict(made, Setting(ranks=8)).step
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: None, "no recording in"),
+        (
+            lambda folder: (write_recording(folder), (folder / "rank-00001.jsonl").unlink()),
+            "no recording of rank 1 of 2",
+        ),
+        (lambda folder: write_recording(folder, format=2), "no recording of format 1"),
+        (lambda folder: write_recording(folder, link=None), "does not say what an all-reduce costs"),
+        (lambda folder: write_recording(folder, steps=0), "has no step"),
+        (lambda folder: (folder / "rank-00000.jsonl").write_text("{"), "is no recording of a rank"),
+    ],
+)
+def test_a_folder_that_cannot_be_planned_from_says_why(
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
+) -> None:
+    spoil(tmp_path)
+    with pytest.raises(ConfigurationError, match=words):
+        recorded(tmp_path)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -225,6 +226,15 @@ def test_the_slowest_of_many_follows_its_law() -> None:
     # By drawing them: the median of the largest of 100 normals is 2.46.
     assert Jitter(sigma=1.0).quantile(0.5, 100) == pytest.approx(math.exp(2.4623), rel=1e-3)
     assert Jitter().quantile(0.95, 10_000) == 1.0
+
+
+def test_jitter_is_what_ranks_differ_by_and_not_what_slows_them_all() -> None:
+    draw = random.Random(0)
+    common = [math.exp(draw.gauss(0, 0.5)) for _ in range(2000)]
+    for number in (2, 4):
+        ranks = [[each * math.exp(draw.gauss(0, 0.05)) for each in common] for _ in range(number)]
+        assert Jitter.between(ranks).sigma == pytest.approx(0.05, rel=0.1)
+    assert Jitter.between([common]) == Jitter()
 
 
 @given(profiles(), st.integers(1, 10**8))

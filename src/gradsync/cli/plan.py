@@ -15,6 +15,7 @@ from gradsync.lab.rate import Rate
 from gradsync.plan.calibration import Calibration
 from gradsync.plan.library import known_machines, known_models, published
 from gradsync.plan.planner import Setting
+from gradsync.plan.recorded import recorded
 from gradsync.plan.report import PlanReport, make_report, rate_words, seconds_words
 
 __all__ = ["plan"]
@@ -26,7 +27,8 @@ MOST_RANKS = 10_000_000
 
 def plan(
     calibration: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="A calibration, as --measure writes it.")
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="A calibration, as --measure writes it; or the folder of a recorded run."),
     ] = None,
     profile: Annotated[str | None, typer.Option(help="Instead of a file: a known machine; --list names them.")] = None,
     model: Annotated[str | None, typer.Option(help="With --profile: a known model.")] = None,
@@ -100,7 +102,7 @@ def _calibration(path: Path | None, profile: str | None, model: str | None, batc
     if path is not None:
         if profile or model or batch:
             raise ConfigurationError("give a calibration, or --profile and --model, not both")
-        return Calibration.load(path)
+        return recorded(path) if path.is_dir() else Calibration.load(path)
     if not profile or not model:
         raise ConfigurationError(
             "expected a calibration (gradsync plan --measure FILE makes one), or --profile and --model; "

@@ -10,13 +10,15 @@ from gradsync.plan.calibration import Calibration
 from gradsync.plan.schedule import Overlap
 from gradsync.plan.simulator import SimulatedStep, simulate
 
-__all__ = ["Prediction", "Setting", "best_setting", "extrapolation", "predict", "rate_for"]
+__all__ = ["Prediction", "Setting", "best_setting", "extrapolation", "predict", "rate_for", "settle"]
 
 MIB = 1024 * 1024
 CHANCES = (0.05, 0.5, 0.95)
 # A prediction is this uncertain where the numbers were measured, or taken from papers; and half as much again for every
 # ten times as many ranks, or as fast or slow a link.
 MEASURED, PUBLISHED, EACH_TENFOLD = 0.05, 0.15, 0.5
+# Seconds of a rank's own are looked for up to this share of a step, and to a part of that for each bucket.
+MOST_OF_ITS_OWN, EACH_BUCKET, SETTLING = 0.05, 16, 7
 BUCKET_SIZES_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 
 
@@ -133,6 +135,26 @@ def best_setting(
         if overlap != "next-forward" or reduction == "mean"
     )
     return predict(calibration, min(settings, key=lambda each: _simulated(calibration, each).step / each.micro_batches))
+
+
+def settle(calibration: Calibration, measured: Sequence[tuple[Setting, float]]) -> Calibration:
+    """With the ``fixed`` and ``host`` seconds of ranks that come closest to whole steps that were ``measured``: what
+    lies between a model and a wire that were measured by themselves."""
+    compute = calibration.profile.compute
+
+    def wrong(fixed: float, host: float) -> float:
+        tried = replace(calibration, fixed=fixed, host=host)
+        return sum((_simulated(tried, setting).step / seconds - 1) ** 2 for setting, seconds in measured)
+
+    best = (0.0, 0.0)
+    reach = MOST_OF_ITS_OWN * compute
+    for _ in range(SETTLING):
+        around = [
+            (max(0.0, best[0] + shift * reach), max(0.0, best[1] + other * reach / EACH_BUCKET))
+            for shift, other in itertools.product((-1, 0, 1), repeat=2)
+        ]
+        best, reach = min(around, key=lambda each: wrong(*each)), reach / 2
+    return replace(calibration, fixed=best[0], host=best[1])
 
 
 def rate_for(calibration: Calibration, setting: Setting, loss: float) -> float | None:

@@ -39,12 +39,19 @@ class Jitter:
             )
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Jitter":
-        """As wide as measured times of the same work are. Median and quartiles: one outlier says nothing of a law."""
-        if len(seconds) < 4 or min(seconds) <= 0:
+    def between(cls, ranks: Sequence[Sequence[float]]) -> "Jitter":
+        """As far as ranks are apart in the same steps: for each rank its times, step by step. What slows all of them
+        down at once makes no straggler."""
+        number = len(ranks)
+        if number < 2:
             return cls()
-        low, _, high = statistics.quantiles([math.log(each) for each in seconds], n=4)
-        return cls(sigma=(high - low) / (NORMAL.inv_cdf(0.75) - NORMAL.inv_cdf(0.25)))
+        logs = [[math.log(each) for each in step] for step in zip(*ranks, strict=False) if min(step) > 0]
+        apart = [abs(each - statistics.fmean(step)) for step in logs for each in step]
+        if len(apart) < 2 * number:
+            return cls()
+        # Half of all are within 0.67 sigma of the middle; the mean of so few ranks takes a part of it away.
+        usual = statistics.median(apart) / NORMAL.inv_cdf(0.75)
+        return cls(sigma=usual * math.sqrt(number / (number - 1)))
 
     def quantile(self, chance: float, ranks: int = 1) -> float:
         """Of the slowest of so many ranks."""

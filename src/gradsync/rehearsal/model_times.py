@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.plan.profile import BucketProfile, StepProfile
-from gradsync.plan.stragglers import Jitter
 
 __all__ = ["ModelTimes", "time_model"]
 
@@ -19,10 +18,11 @@ WARM_UP, STEPS = 3, 10
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTimes:
-    """A step whose buckets are single parameters, in the order in which they become ready; and how steps differ."""
+    """A step whose buckets are single parameters, in the order in which they become ready; and how long forward and
+    backward took in each of the steps."""
 
     profile: StepProfile
-    jitter: Jitter
+    seconds: list[float]
 
 
 class _Marks:
@@ -138,4 +138,4 @@ def _read(marks: _Marks, parameters: dict[str, nn.Parameter]) -> ModelTimes:
     profile = StepProfile(
         forward=forward, backward=backward, optimizer=marks.between("backward", "end"), buckets=buckets
     )
-    return ModelTimes(profile=profile, jitter=Jitter.of(marks.all_between("begin", "backward")))
+    return ModelTimes(profile=profile, seconds=marks.all_between("begin", "backward"))

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from gradsync.bench.peers import NoWrapper
 from gradsync.bench.workload import Workload
 from gradsync.bucket.cost_model import measure_link
-from gradsync.communicator import choose_communicator, fit_communicator
+from gradsync.communicator import Communicator, choose_communicator, fit_communicator
 from gradsync.communicator.fitting import Choice
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.lab.lab import fork_ranks
 from gradsync.plan.calibration import Calibration, fit_wire
 from gradsync.plan.schedule import REDUCTIONS
+from gradsync.plan.stragglers import Jitter
 from gradsync.rehearsal.model_times import time_model
 from gradsync.rehearsal.wire_times import PAUSE, SIZES, coding_costs, way_of, wire_readings
 
@@ -105,7 +106,7 @@ def measure(rehearsal: Rehearsal) -> Calibration:
     return Calibration(
         profile=times.profile,
         wire=wire,
-        jitter=times.jitter,
+        jitter=Jitter.between(_on_all_ranks(communicator, times.seconds)),
         reductions={**REDUCTIONS, **codings},
         link=None if rate is None else rate.bytes_per_second,
         facts={
@@ -115,3 +116,11 @@ def measure(rehearsal: Rehearsal) -> Calibration:
             "cores": str(len(os.sched_getaffinity(0))),
         },
     )
+
+
+def _on_all_ranks(communicator: Communicator, seconds: Sequence[float]) -> list[list[float]]:
+    own = torch.tensor(seconds, dtype=torch.float64)
+    everybody = own.new_empty(communicator.world_size * len(own))
+    communicator.all_gather(everybody, own).wait()
+    rows: list[list[float]] = everybody.view(communicator.world_size, -1).tolist()
+    return rows
