@@ -62,10 +62,11 @@ class Script:
             vars(main).update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader, __file__=spec.origin)
             sys.argv[0] = spec.origin or self.target
         else:
-            self._begin_path_with(os.path.dirname(os.path.realpath(self.target)))
-            with io.open_code(os.path.abspath(self.target)) as file:
-                code = compile(file.read(), self.target, "exec", dont_inherit=True)
-            vars(main).update(__file__=self.target)
+            path = os.path.abspath(self.target)
+            self._begin_path_with(os.path.dirname(os.path.realpath(path)))
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+            vars(main).update(__file__=path)
         vars(main).update(__builtins__=__builtins__)
         sys.modules["__main__"] = main
         _kept.append(main)

@@ -2,7 +2,8 @@
 nothing.
 
 A window ends when an optimizer steps. Of its backwards only the last one has to synchronize, since the mean of a sum is
-the sum of the means; what the others send is sent again.
+the sum of the means; what the others send is sent again. Backwards inside of a step, which LBFGS asks for by a closure,
+and those whose gradients were thrown away before the next forward, are windows of their own.
 
 torch's class does not tell how often it synchronized. It decides in the forward, so the flag is read there, and a hook
 on the output says whether that forward has had its backward. gradsync's class counts by itself.
@@ -31,30 +32,31 @@ class WatchedWrapper:
         self._wrapper = weakref.ref(wrapper)
         self._model = type(wrapper.module).__name__
         parameters = [each for each in wrapper.module.parameters() if each.requires_grad]
+        self._trained = [weakref.ref(each) for each in parameters]
         self._parameters = sum(each.numel() for each in parameters)
         self._nbytes = sum(each.numel() * each.element_size() for each in parameters)
         self.parameter_ids = {id(each) for each in parameters}
         self._steps = self._backwards = self._synchronized = self._wasted = self._broadcasts = 0
         # Of the window that has not ended yet.
         self._open_backwards = self._open_synchronized = 0
+        # A step that runs backwards itself has run one.
+        self._stepping = False
         # Seconds of backwards that synchronized and of those that did not, each with their number.
         self._took: dict[bool, tuple[float, int]] = {True: (0.0, 0), False: (0.0, 0)}
         self._collectives = 0
         self._facts: tuple[int, float | None, float | None] = (0, None, None)
 
-    @property
-    def has_open_window(self) -> bool:
-        return self._open_backwards > 0
-
     def before_forward(self) -> None:
         wrapper = self._wrapper()
         if wrapper is not None and wrapper.will_sync_module_buffers():
             self._broadcasts += 1
+        if self._open_backwards and not self._has_gradients():
+            self._end_window()
 
     def after_forward(self, output: Any) -> None:
         """The forward has returned."""
 
-    def after_backward(self, seconds: float) -> None:
+    def after_backward(self, seconds: float, *, inside_step: bool = False) -> None:
         """A backward, of whatever model, has taken so long."""
         reached, synchronized = self._look()
         if not reached:
@@ -64,6 +66,9 @@ class WatchedWrapper:
         before, number = self._took[synchronized > 0]
         self._took[synchronized > 0] = (before + seconds, number + 1)
         self._collectives += synchronized * self._collectives_each()
+        if inside_step:
+            self._end_window()
+            self._stepping = True
 
     def step(self) -> bool:
         """An optimizer has stepped on parameters of the model; whether that ended a window."""
@@ -71,14 +76,21 @@ class WatchedWrapper:
         late = self._look()[1]
         self._open_synchronized += late
         self._collectives += late * self._collectives_each()
-        if not self._open_backwards:
+        if not self._open_backwards and not self._stepping:
             return False
+        self._end_window()
+        self._stepping = False
         self._steps += 1
+        return True
+
+    def _end_window(self) -> None:
         self._backwards += self._open_backwards
         self._synchronized += self._open_synchronized
         self._wasted += max(0, self._open_synchronized - 1)
         self._open_backwards = self._open_synchronized = 0
-        return True
+
+    def _has_gradients(self) -> bool:
+        return any(each is not None and each.grad is not None for each in (trained() for trained in self._trained))
 
     def account(self) -> WrapperAccount:
         buckets, wire, hidden = self._read_facts()
