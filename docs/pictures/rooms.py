@@ -15,6 +15,7 @@ FLOORS = [
     ("what users import", FORWARD_FILL, ["data_parallel", "attach", "averaging", "clipping"]),
     ("", FORWARD_FILL, ["sharded", "local_steps", "layer_drop", "timeline", "testing"]),
     ("a module as one replica among several", STEP_FILL, ["wrap"]),
+    ("what every rank did when; what to change", STEP_FILL, ["explain", "recording"]),
     ("autograd's hooks, the pipeline of buckets", BACKWARD_FILL, ["engine"]),
     ("what lies between two steps, and what it weighs", BACKWARD_FILL, ["window"]),
     ("what is put on the wire", BACKWARD_FILL, ["reduction"]),

@@ -1,8 +1,8 @@
 """What the engine tells whoever watches it. The engine calls an observer; it never imports one."""
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from gradsync.bucket.bucket import Bucket
 from gradsync.communicator import Handle
@@ -34,7 +34,6 @@ class Observer(Protocol):
         """All gradients are means."""
 
 
-@runtime_checkable
 class GatherObserver(Protocol):
     """An observer that is told of the gathers of a sharded optimizer, too. They come between two backwards, mostly."""
 
@@ -73,6 +72,8 @@ class Observers:
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
+        # Who is told of an event, by which method: looking that up takes longer than most of them.
+        self._listeners: dict[str, list[tuple[Observer, Callable[..., None]]]] = {}
 
     @property
     def members(self) -> tuple[Observer, ...]:
@@ -101,40 +102,44 @@ class Observers:
     def synchronization_finished(self) -> None:
         self._tell("synchronization_finished")
 
+    # What not everybody wants to know.
+
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._tell("gather_started", bucket, handle, to=self._who_hear("gather_started"))
+        self._tell("gather_started", bucket, handle)
 
     def evaluation_began(self) -> None:
-        self._tell("evaluation_began", to=self._who_hear("evaluation_began"))
+        self._tell("evaluation_began")
 
     def forward_began(self) -> None:
-        self._tell("forward_began", to=self._who_hear("forward_began"))
+        self._tell("forward_began")
 
     def forward_ended(self) -> None:
-        self._tell("forward_ended", to=self._who_hear("forward_ended"))
+        self._tell("forward_ended")
 
     def step_began(self) -> None:
-        self._tell("step_began", to=self._who_hear("step_began"))
+        self._tell("step_began")
 
     def step_ended(self, optimizer: Any) -> None:
-        self._tell("step_ended", optimizer, to=self._who_hear("step_ended"))
+        self._tell("step_ended", optimizer)
 
     def gather_needed(self, bucket: Bucket) -> None:
-        self._tell("gather_needed", bucket, to=self._who_hear("gather_needed"))
+        self._tell("gather_needed", bucket)
 
     def gather_arrived(self, bucket: Bucket) -> None:
-        self._tell("gather_arrived", bucket, to=self._who_hear("gather_arrived"))
+        self._tell("gather_arrived", bucket)
 
-    def _who_hear(self, event: str) -> list[Any]:
-        """Those who want to know of what not everybody does."""
-        return [observer for observer in self._observers if hasattr(observer, event)]
-
-    def _tell(self, event: str, *args: Any, to: Sequence[Any] | None = None, **kwargs: Any) -> None:
-        for observer in self._observers if to is None else to:
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+        listeners = self._listeners.get(event)
+        if listeners is None:
+            listeners = [(each, getattr(each, event)) for each in self._observers if hasattr(each, event)]
+            self._listeners[event] = listeners
+        for observer, hear in listeners:
             try:
-                getattr(observer, event)(*args, **kwargs)
+                hear(*args, **kwargs)
             except Exception:
                 self._observers = tuple(each for each in self._observers if each is not observer)
+                # Another dictionary: another thread may be looking at this one.
+                self._listeners = {}
                 LOGGER.exception(
                     "the observer %r raised in %s, and is told nothing any more; training goes on", observer, event
                 )

@@ -1,5 +1,7 @@
 """``model.explain()``: a training that asks itself."""
 
+from dataclasses import replace
+
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError, MisuseError
@@ -18,11 +20,13 @@ def explain_model(recorder: Recorder | None, communicator: Communicator, *, all_
     if not all_ranks:
         if recording is None:
             raise MisuseError("this model is not recorded: GRADSYNC_RECORD is off. Leave it out")
-        return explain_recordings([recording])
+        return explain_recordings([replace(recording, ended=True)])
     clock = align_clocks(communicator)
     if recorder is not None and recording is not None:
         recorder.align(clock)
         recording = recorder.recording
+    # It has no end yet, and that says nothing of a rank that answers.
+    recording = None if recording is None else replace(recording, ended=True)
     mine = "" if recording is None else "\n".join(lines_of(recording))
     told = [each.decode() for each in gather_bytes(communicator, mine.encode())]
     silent = [rank for rank, text in enumerate(told) if not text]

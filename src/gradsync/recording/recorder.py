@@ -35,6 +35,21 @@ __all__ = ["Recorder", "close_recorders"]
 
 LOGGER = logging.getLogger("gradsync")
 
+# Looking a member up in its class takes as long as all the rest of a mark.
+_ARRIVED = Kind.ARRIVED
+_BACKWARD = Kind.BACKWARD
+_BACKWARD_END = Kind.BACKWARD_END
+_EVALUATION = Kind.EVALUATION
+_FINISH = Kind.FINISH
+_FORWARD = Kind.FORWARD
+_FORWARD_END = Kind.FORWARD_END
+_NEEDED = Kind.NEEDED
+_READY = Kind.READY
+_START = Kind.START
+_STEP = Kind.STEP
+_STEP_END = Kind.STEP_END
+_SYNCHRONIZED = Kind.SYNCHRONIZED
+
 # Steps that are kept as they are; of those before, as many again, ever further apart.
 KEPT = 500
 KEPT_IN_MEMORY = 100
@@ -107,7 +122,7 @@ class Recorder:
     # -- what it hears: the hot path -------------------------------------------------------------------------------
 
     def evaluation_began(self) -> None:
-        self._marks.append((Kind.EVALUATION, None, None))
+        self._marks.append((_EVALUATION, None, None))
 
     def forward_began(self) -> None:
         now = self._now()
@@ -116,35 +131,35 @@ class Recorder:
         elif self._begin is None:
             self._begin = now
         self._in_forward = True
-        self._marks.append((Kind.FORWARD, None, now))
+        self._marks.append((_FORWARD, None, now))
 
     def forward_ended(self) -> None:
         self._in_forward = False
-        self._marks.append((Kind.FORWARD_END, None, self._now()))
+        self._marks.append((_FORWARD_END, None, self._now()))
 
     def backward_began(self, *, synchronizes: bool) -> None:
         # A forward that raised, or whose output went elsewhere, is over too.
         self._in_forward = False
-        self._marks.append((Kind.BACKWARD, None, self._now()))
+        self._marks.append((_BACKWARD, None, self._now()))
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        self._marks.append((Kind.READY, bucket.index, self._now()))
+        self._marks.append((_READY, bucket.index, self._now()))
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
         now = self._now()
         entry = [bucket.index, now, None]
-        self._marks.append((Kind.START, entry, now))
+        self._marks.append((_START, entry, now))
         # On the wire's own thread, and on CUDA on a stream that is ordered after the collective.
         handle.when_done(functools.partial(self._note_end, entry, 2))
 
     def backward_ended(self) -> None:
-        self._marks.append((Kind.BACKWARD_END, None, self._now()))
+        self._marks.append((_BACKWARD_END, None, self._now()))
 
     def bucket_finished(self, bucket: Bucket) -> None:
-        self._marks.append((Kind.FINISH, bucket.index, self._now()))
+        self._marks.append((_FINISH, bucket.index, self._now()))
 
     def synchronization_finished(self) -> None:
-        self._marks.append((Kind.SYNCHRONIZED, None, self._now()))
+        self._marks.append((_SYNCHRONIZED, None, self._now()))
 
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
         entry = [bucket.index, bucket.buffer.nbytes, self._now(), None, None, None]
@@ -154,27 +169,27 @@ class Recorder:
 
     def gather_needed(self, bucket: Bucket) -> None:
         now = self._now()
-        self._marks.append((Kind.NEEDED, bucket.index, now))
+        self._marks.append((_NEEDED, bucket.index, now))
         entry = self._waiting.get(bucket.index)
         if entry is not None:
             entry[4] = now
 
     def gather_arrived(self, bucket: Bucket) -> None:
         now = self._now()
-        self._marks.append((Kind.ARRIVED, bucket.index, now))
+        self._marks.append((_ARRIVED, bucket.index, now))
         entry = self._waiting.pop(bucket.index, None)
         if entry is not None:
             entry[5] = now
 
     def step_began(self) -> None:
         if not self._in_forward:
-            self._marks.append((Kind.STEP, None, self._now()))
+            self._marks.append((_STEP, None, self._now()))
 
     def step_ended(self, optimizer: Any) -> None:
         # Parameters that are updated when a layer waits for them have optimizers that step inside the forward.
         if self._in_forward or self._begin is None:
             return
-        self._marks.append((Kind.STEP_END, None, self._now()))
+        self._marks.append((_STEP_END, None, self._now()))
         self._cut = len(self._marks)
         header = self._header
         if header is not None and not header.optimizer:
@@ -285,11 +300,13 @@ class Recorder:
 
     def _thin(self) -> None:
         recent = self.total - self._keep
-        while sum(number < recent for number in self._lines) > self._keep:
-            self._stride *= 2
+        while True:
             self._lines = {
                 number: line for number, line in self._lines.items() if number >= recent or not number % self._stride
             }
+            if sum(number < recent for number in self._lines) <= self._keep:
+                return
+            self._stride *= 2
 
     def close(self) -> None:
         """The training is over: write the file for the last time."""

@@ -1,0 +1,201 @@
+"""Five trainings with something wrong: does `explain` name it first, and gain what it predicts when it is put right?
+
+    python benchmarks/explain_gains.py                  # needs root, for a lab of two hosts
+    python benchmarks/explain_gains.py --case sleep --rounds 6
+
+In every case the faulty training and those that follow its advice run in turns, in the same processes, a few steps at a
+time, and the gain is predicted from the faulty one's steps among them. Models are emulated: they take time, and no
+cores, so that a busy machine disturbs them less. The gain is the share of a step (of a micro-batch, where there are
+several in a step) that is saved.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from gradsync import DistributedDataParallel, ShardedOptimizer
+from gradsync.explain import Advice, Explanation
+from gradsync.lab import EmulatedModel, Lab, LabPlan, Rate, fork_ranks, transformer
+
+STEPS = 11
+
+
+class Inputs(Dataset[torch.Tensor]):
+    """Batches that take ``seconds`` to make."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self._seconds)
+        return torch.tensor([1.0 + index % 7])
+
+
+@dataclass(kw_only=True)
+class Training:
+    """One variant, with a model of its own. ``micro_batches`` of them make a step; ``accumulates`` says how."""
+
+    parameters: int = 1_000_000
+    layers: int = 4
+    seconds: float = 0.2
+    sleeps: float = 0.0
+    data_seconds: float = 0.0
+    workers: int = 0
+    bucket_cap_mb: float | None = None
+    reduction: str = "mean"
+    micro_batches: int = 1
+    accumulates: bool = True
+    shards: bool = False
+
+    def start(self) -> None:
+        torch.manual_seed(0)
+        inner = EmulatedModel(transformer(parameters=self.parameters, layers=self.layers, seconds=self.seconds))
+        if dist.get_rank() == 1 and self.sleeps:
+            layer = inner.get_submodule("blocks.1.mlp.up")
+            layer.register_forward_pre_hook(lambda *_: time.sleep(self.sleeps))
+        self.model = DistributedDataParallel(inner, bucket_cap_mb=self.bucket_cap_mb, reduction=self.reduction)
+        make = torch.optim.SGD
+        self.optimizer: torch.optim.Optimizer
+        if self.shards:
+            self.optimizer = ShardedOptimizer(make, self.model, lr=1e-3)
+        else:
+            self.optimizer = make(self.model.parameters(), lr=1e-3)
+        keep = {"persistent_workers": True, "prefetch_factor": 4} if self.workers else {}
+        loader = DataLoader(Inputs(self.data_seconds), num_workers=self.workers, **keep)
+        self._batches: Iterator[torch.Tensor] = iter(loader)
+
+    def step(self) -> None:
+        batches = itertools.islice(self._batches, self.micro_batches)
+        for batch in self.model.accumulate(batches) if self.accumulates else batches:
+            self.model(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is wrong, and what would be right: ``remedies`` by a word of the advice that asks for it."""
+
+    kind: str
+    rate: str
+    faulty: Training
+    remedies: Callable[[Advice], Training | None]
+
+
+def replaced(case: Training, **changes: object) -> Training:
+    fields = {name: getattr(case, name) for name in Training.__dataclass_fields__}
+    return Training(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+SLEEPY = Training(sleeps=0.1)
+STARVED = Training(data_seconds=0.1)
+TINY = Training(layers=40, parameters=400_000, bucket_cap_mb=0.001)
+FORGETFUL = Training(micro_batches=3, accumulates=False)
+SLOW = Training()
+
+
+def on_a_slow_link(advice: Advice) -> Training | None:
+    if "int8" in advice.change:
+        return replaced(SLOW, reduction="int8")
+    if "accumulate" in advice.change:
+        return replaced(SLOW, micro_batches=4)
+    return replaced(SLOW, shards=True) if "ShardedOptimizer" in advice.change else None
+
+
+def with_workers(advice: Advice) -> Training:
+    workers = int(advice.change.partition("num_workers=")[2].partition(",")[0])
+    return replaced(STARVED, workers=workers)
+
+
+def with_cap(advice: Advice) -> Training:
+    return replaced(TINY, bucket_cap_mb=float(advice.change.partition("=")[2].split()[0]))
+
+
+CASES = {
+    "sleep": Case(kind="slow rank", rate="1gbit", faulty=SLEEPY, remedies=lambda _: replaced(SLEEPY, sleeps=0.0)),
+    "link": Case(kind="slow link", rate="100mbit", faulty=SLOW, remedies=on_a_slow_link),
+    "buckets": Case(kind="bucket size", rate="1gbit", faulty=TINY, remedies=with_cap),
+    "no_sync": Case(
+        kind="forgotten no_sync",
+        rate="100mbit",
+        faulty=FORGETFUL,
+        remedies=lambda _: replaced(FORGETFUL, accumulates=True),
+    ),
+    "data": Case(kind="slow data", rate="1gbit", faulty=STARVED, remedies=with_workers),
+}
+
+
+def timed(training: Training) -> float:
+    """Seconds of a micro-batch; the first step of a block is not counted."""
+    training.step()
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(STEPS - 1):
+        training.step()
+    dist.barrier()
+    return (time.perf_counter() - began) / (STEPS - 1) / training.micro_batches
+
+
+def measure(case: Case, rounds: int) -> None:
+    dist.init_process_group("gloo")
+    case.faulty.start()
+    for _ in range(4 * STEPS):
+        case.faulty.step()
+    explanation: Explanation = case.faulty.model.explain(all_ranks=True)
+    remedies = [
+        (advice, remedy)
+        for advice in explanation.advice
+        if advice.kind == case.kind and (remedy := case.remedies(advice)) is not None
+    ]
+    for _, remedy in remedies:
+        remedy.start()
+        for _ in range(3 * STEPS):
+            remedy.step()
+    # From here on ranks keep steps of the rounds, and forget those before.
+    samples = [[timed(each) for each in (case.faulty, *(remedy for _, remedy in remedies))] for _ in range(rounds)]
+    again = case.faulty.model.explain(all_ranks=True).advice
+    if dist.get_rank() == 0:
+        first = explanation.advice[0].kind if explanation.advice else "nothing"
+        print(f"  first advice: {first} ({'as it should be' if first == case.kind else f'expected {case.kind}'})")
+        for place, (advice, _) in enumerate(remedies, 1):
+            gains = [1 - row[place] / row[0] for row in samples]
+            gain = statistics.median(gains)
+            # The same advice, by what happened while both ran.
+            predicted = next((each.gain for each in again if _same(each, advice)), advice.gain)
+            print(
+                f"  {advice.change.partition(':')[0].partition('(')[0]:44.44} predicted {predicted:6.1%}  measured "
+                f"{gain:6.1%} ({min(gains):.1%}–{max(gains):.1%})  ratio {predicted / gain if gain else 0:5.2f}",
+                flush=True,
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _same(one: Advice, other: Advice) -> bool:
+    return one.kind == other.kind and one.change[:12] == other.change[:12]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given several times")
+    parser.add_argument("--rounds", type=int, default=6)
+    options = parser.parse_args()
+    for name in options.case or CASES:
+        case = CASES[name]
+        print(f"{name}: two hosts, {case.rate}", flush=True)
+        with Lab(LabPlan(name="explain", hosts=2, rate=Rate.parse(case.rate))) as lab:
+            fork_ranks(lab, lambda case=case: measure(case, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
