@@ -177,6 +177,42 @@ def test_what_was_needed_is_not_called_wasted(keep: bool, tmp_path: Path) -> Non
         assert wrapper.wasted == 0
 
 
+# Two models with an optimizer each; one has backwards while the other has had a forward that gets none.
+ADVERSARIES = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+maker, critic = DistributedDataParallel(torch.nn.Linear(4, 4)), DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (maker, critic)]
+for step in range(3):
+    noise = torch.ones(2, 4)
+    optimizers[1].zero_grad()
+    critic(maker(noise).detach()).mean().backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    with critic.no_sync():
+        critic(maker(noise)).mean().backward()
+    optimizers[0].step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_models_are_told_apart(keep: bool, tmp_path: Path) -> None:
+    write(tmp_path, ADVERSARIES)
+    options = ["--nproc", "2", "--record", "record", *(["--keep"] if keep else [])]
+    told = gradsync_run(*options, "script.py", folder=tmp_path)
+    assert told.returncode == 0, told.stderr
+    for account in accounts(tmp_path / "record"):
+        maker, critic = account.wrappers
+        assert account.steps == 6
+        assert (maker.steps, maker.backwards, maker.synchronized, maker.collectives) == (3, 3, 3, 3)
+        # Of its last window there is no end.
+        assert (critic.steps, critic.backwards, critic.synchronized, critic.wasted) == (3, 5, 3, 0)
+
+
 def test_ranks_that_start_ranks_are_told_of(tmp_path: Path) -> None:
     # Without the processes themselves, whose imports take half a minute.
     write(

@@ -38,7 +38,9 @@ class WatchedWrapper:
         self.parameter_ids = {id(each) for each in parameters}
         self._steps = self._backwards = self._synchronized = self._wasted = self._broadcasts = 0
         # Of the window that has not ended yet.
-        self._open_backwards = self._open_synchronized = 0
+        self._open_backwards = self._open_synchronized = self._open_collectives = 0
+        # What was remembered of forwards whose backward has come since the last look.
+        self._reached: list[bool] = []
         # A step that runs backwards itself has run one.
         self._stepping = False
         # Seconds of backwards that synchronized and of those that did not, each with their number.
@@ -54,7 +56,19 @@ class WatchedWrapper:
             self._end_window()
 
     def after_forward(self, output: Any) -> None:
-        """The forward has returned."""
+        """A hook on the output says whether the forward gets its backward: those of other models come in between."""
+        flag, reached = self._flag(), self._reached
+
+        def backward_comes(gradient: torch.Tensor) -> None:
+            reached.append(flag)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_comes)
+
+    def _flag(self) -> bool:
+        """What to remember of the forward."""
+        return False
 
     def after_backward(self, seconds: float, *, inside_step: bool = False) -> None:
         """A backward, of whatever model, has taken so long."""
@@ -65,7 +79,7 @@ class WatchedWrapper:
         self._open_synchronized += synchronized
         before, number = self._took[synchronized > 0]
         self._took[synchronized > 0] = (before + seconds, number + 1)
-        self._collectives += synchronized * self._collectives_each()
+        self._open_collectives += synchronized * self._collectives_each()
         if inside_step:
             self._end_window()
             self._stepping = True
@@ -75,7 +89,7 @@ class WatchedWrapper:
         # A synchronization may have waited for the step.
         late = self._look()[1]
         self._open_synchronized += late
-        self._collectives += late * self._collectives_each()
+        self._open_collectives += late * self._collectives_each()
         if not self._open_backwards and not self._stepping:
             return False
         self._end_window()
@@ -87,7 +101,8 @@ class WatchedWrapper:
         self._backwards += self._open_backwards
         self._synchronized += self._open_synchronized
         self._wasted += max(0, self._open_synchronized - 1)
-        self._open_backwards = self._open_synchronized = 0
+        self._collectives += self._open_collectives
+        self._open_backwards = self._open_synchronized = self._open_collectives = 0
 
     def _has_gradients(self) -> bool:
         return any(each is not None and each.grad is not None for each in (trained() for trained in self._trained))
@@ -134,10 +149,6 @@ class OursWatched(WatchedWrapper):
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         super().__init__(wrapper)
         self._seen = wrapper.synchronizer.synchronizations
-        self._awaits = False
-
-    def after_forward(self, output: Any) -> None:
-        self._awaits = self._awaits or torch.is_grad_enabled()
 
     def _look(self) -> tuple[bool, int]:
         wrapper = self._wrapper()
@@ -146,7 +157,8 @@ class OursWatched(WatchedWrapper):
         now = wrapper.synchronizer.synchronizations
         # Another wire begins to count anew.
         new, self._seen = max(0, now - self._seen), now
-        reached, self._awaits = self._awaits or new > 0, False
+        reached = bool(self._reached) or new > 0
+        self._reached.clear()
         self._facts = len(wrapper.synchronizer.buckets), None, None
         return reached, new
 
@@ -161,26 +173,19 @@ class TorchsWatched(WatchedWrapper):
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper)
-        self._flag = False
-        self._reached: list[bool] = []
+        self._synchronizes = False
 
     def before_forward(self) -> None:
         super().before_forward()
         wrapper = self._wrapper()
-        self._flag = torch.is_grad_enabled() and bool(wrapper is not None and wrapper.require_backward_grad_sync)
+        self._synchronizes = wrapper is not None and bool(wrapper.require_backward_grad_sync)
 
-    def after_forward(self, output: Any) -> None:
-        flag, reached = self._flag, self._reached
-
-        def backward_comes(gradient: torch.Tensor) -> None:
-            reached.append(flag)
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(backward_comes)
+    def _flag(self) -> bool:
+        return self._synchronizes
 
     def _look(self) -> tuple[bool, int]:
-        reached, self._reached[:] = list(self._reached), []
+        reached = list(self._reached)
+        self._reached.clear()
         return bool(reached), int(any(reached))
 
     def _collectives_each(self) -> int:
