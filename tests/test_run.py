@@ -336,6 +336,15 @@ def test_a_script_that_fails_has_the_last_word(tmp_path: Path) -> None:
     assert "never wrapped" not in told.stderr
 
 
+def test_a_script_that_is_no_python_says_so(tmp_path: Path) -> None:
+    script = write(tmp_path, "x = 1\nif True print(x)\n")
+    told = gradsync_run("--nproc", "1", "script.py", folder=tmp_path)
+    assert told.returncode == 1
+    assert told.stderr.startswith(f'  File "{script}", line 2\n')
+    assert "SyntaxError" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
 @pytest.mark.parametrize(("word", "code"), [("exit", 3), ("words", 1)])
 def test_exit_codes_are_the_scripts(word: str, code: int, tmp_path: Path) -> None:
     write(tmp_path, FAILING)

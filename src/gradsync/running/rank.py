@@ -40,7 +40,13 @@ def run_rank(script: Script, *, keep: bool, folder: Path) -> tuple[Account | Non
     account_path(folder, running.account().rank).unlink(missing_ok=True)
     ended: BaseException | None = None
     try:
-        script.run()
+        script_to_run = script.load()
+    except ConfigurationError:
+        raise
+    except BaseException as error:
+        return None, error
+    try:
+        script_to_run()
     except (SystemExit, KeyboardInterrupt) as error:
         ended = error
     except BaseException as error:
