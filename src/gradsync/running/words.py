@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from gradsync.charts.words import duration, size
+from gradsync.communicator.naming import listed
 from gradsync.running.account import Account, WrapperAccount
 from gradsync.running.clock import PHASES, REST
 
@@ -21,8 +22,8 @@ def tell(accounts: Sequence[Account], script: str, *, times: bool = True) -> lis
     first = next(account for account in accounts if account.wrappers)
     missing = sorted(set(range(first.world_size)) - {account.rank for account in accounts})
     if missing:
-        ranks = ", ".join(map(str, missing))
-        lines.append(f"no account of rank {ranks}: what follows is of the others")
+        ranks = listed([f"rank {rank}" for rank in missing])
+        lines.append(f"there is no account of {ranks}: what follows is of the others")
     if not first.steps:
         return [*lines, f"{script} wrapped a model, but no optimizer stepped on its parameters after a backward"]
     lines += _where_time_went(first, accounts, times=times)
