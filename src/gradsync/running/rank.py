@@ -50,6 +50,8 @@ def run_rank(script: Script, *, keep: bool, folder: Path) -> tuple[Account | Non
     except (SystemExit, KeyboardInterrupt) as error:
         ended = error
     except BaseException as error:
+        # Now, and not at the end of the process, when the folder may be gone.
+        close_recorders()
         return None, error
     account = running.account()
     # Of a process that only starts others they tell, the first by the same number.

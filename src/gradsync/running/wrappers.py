@@ -23,6 +23,10 @@ from gradsync.wrap.torch_names import TorchDDP
 __all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
 
 
+# Synchronizations after which torch's class has the buckets that it keeps.
+ASKED = 3
+
+
 class WatchedWrapper:
     """The counts of one wrapper; a subclass says how often it has synchronized, and what each time takes."""
 
@@ -174,6 +178,7 @@ class TorchsWatched(WatchedWrapper):
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper)
         self._synchronizes = False
+        self._asked = 0
 
     def before_forward(self) -> None:
         super().before_forward()
@@ -189,7 +194,11 @@ class TorchsWatched(WatchedWrapper):
         return bool(reached), int(any(reached))
 
     def _collectives_each(self) -> int:
-        return self._read_facts()[0]
+        # Buckets are made anew once, after the first synchronization; to ask takes longer than all else here.
+        if self._asked < ASKED:
+            self._asked += 1
+            self._read_facts()
+        return self._facts[0]
 
     def _read_facts(self) -> tuple[int, float | None, float | None]:
         wrapper = self._wrapper()
