@@ -367,6 +367,33 @@ def test_every_rank_writes_a_file_that_explains(pair: RankPool, tmp_path: Path) 
     assert explanation.split.mean.step > 0
 
 
+def test_rank_0_gets_the_recordings_of_ranks_whose_disk_it_does_not_see(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from gradsync.llm.run import _bring_together
+
+    def train() -> None:
+        wire = choose_communicator()
+        folder = tmp_path / f"disk of {min(wire.rank, 1)}"
+        recorder = Recorder(folder)
+        plainly(wrapped(recorder))
+        recorder.close()
+        accelerator: Any = SimpleNamespace(
+            world=SimpleNamespace(communicator=wire),
+            is_main_process=wire.rank == 0,
+            num_processes=wire.world_size,
+            process_index=wire.rank,
+        )
+        _bring_together(accelerator, recorder, folder)
+
+    run_ranks(train, 3)
+    assert len(os.listdir(tmp_path / "disk of 1")) == 2
+    recordings = read_recordings(tmp_path / "disk of 0")
+    assert [len(each.steps) for each in recordings] == [5, 5, 5]
+    assert explain_recordings(recordings).timeline.is_whole
+
+
 def test_a_folder_that_cannot_be_written_breaks_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
 
