@@ -99,7 +99,7 @@ def replaced(case: Training, **changes: object) -> Training:
 
 SLEEPY = Training(sleeps=0.1)
 STARVED = Training(data_seconds=0.1)
-TINY = Training(layers=40, parameters=400_000, bucket_cap_mb=0.001)
+TINY = Training(layers=12, parameters=400_000, bucket_cap_mb=0.001)
 FORGETFUL = Training(micro_batches=3, accumulates=False)
 SLOW = Training()
 
@@ -159,7 +159,8 @@ def measure(case: Case, rounds: int) -> None:
     ]
     for _, remedy in remedies:
         remedy.start()
-        for _ in range(3 * STEPS):
+        # The sizes of buckets are tried out in the first 36.
+        for _ in range(4 * STEPS):
             remedy.step()
     # From here on ranks keep steps of the rounds, and forget those before.
     samples = [[timed(each) for each in (case.faulty, *(remedy for _, remedy in remedies))] for _ in range(rounds)]

@@ -1,6 +1,7 @@
 """Where a step's time went: parts that add up, who is waited for, and what to change, from chosen times."""
 
 import dataclasses
+import io
 import time
 from pathlib import Path
 
@@ -244,6 +245,45 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "rank-00000.jsonl", lines_of(World(ranks=[Loop(), Loop()], steps=3).record()[0]))
     with pytest.raises(ConfigurationError, match="2 and 3 ranks"):
         read_recordings(tmp_path)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_reads_a_run_or_a_folder_of_recordings(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from gradsync.cli.main import app
+
+    folder = tmp_path / "recording"
+    folder.mkdir()
+    for recording in World(ranks=[Loop(), Loop(forward=0.05)]).record():
+        write_lines(folder / f"rank-{recording.header.rank:05d}.jsonl", lines_of(recording))
+    for place in (tmp_path, folder):
+        result = CliRunner().invoke(app, ["explain", str(place)])
+        assert result.exit_code == 0
+        assert "rank 1 is 400% slower in forward" in result.output
+    result = CliRunner().invoke(app, ["explain", str(folder), "--model", "3"])
+    assert isinstance(result.exception, ConfigurationError)
+
+
+def test_a_terminal_gets_the_same_with_bars() -> None:
+    from rich.console import Console
+
+    from gradsync.cli.explained import shown
+
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(shown(explain_recordings(World(ranks=[Loop(), Loop(forward=0.05)]).record())))
+    text = console.export_text()
+    for words in (
+        "waiting for a rank",
+        "█",
+        "layer3.weight",
+        "rank 1 is 400% slower in forward",
+        "→ look at what rank 1",
+    ):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 # -- a real training --------------------------------------------------------------------------------------------------

@@ -328,7 +328,7 @@ def test_before_anything_was_recorded_it_says_so(monkeypatch: pytest.MonkeyPatch
 
     def unrecorded() -> str:
         model = DistributedDataParallel(make_model())
-        with pytest.raises(MisuseError, match="GRADSYNC_RECORD is off"):
+        with pytest.raises(MisuseError, match="this model is not recorded"):
             model.explain()
         with pytest.raises(ConfigurationError, match="rank 0 is not recorded"):
             model.explain(all_ranks=True)
@@ -365,6 +365,33 @@ def test_every_rank_writes_a_file_that_explains(pair: RankPool, tmp_path: Path) 
     explanation = explain_recordings(recordings)
     assert explanation.split.collectives == 2
     assert explanation.split.mean.step > 0
+
+
+def test_rank_0_gets_the_recordings_of_ranks_whose_disk_it_does_not_see(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from gradsync.llm.run import _bring_together
+
+    def train() -> None:
+        wire = choose_communicator()
+        folder = tmp_path / f"disk of {min(wire.rank, 1)}"
+        recorder = Recorder(folder)
+        plainly(wrapped(recorder))
+        recorder.close()
+        accelerator: Any = SimpleNamespace(
+            world=SimpleNamespace(communicator=wire),
+            is_main_process=wire.rank == 0,
+            num_processes=wire.world_size,
+            process_index=wire.rank,
+        )
+        _bring_together(accelerator, recorder, folder)
+
+    run_ranks(train, 3)
+    assert len(os.listdir(tmp_path / "disk of 1")) == 2
+    recordings = read_recordings(tmp_path / "disk of 0")
+    assert [len(each.steps) for each in recordings] == [5, 5, 5]
+    assert explain_recordings(recordings).timeline.is_whole
 
 
 def test_a_folder_that_cannot_be_written_breaks_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -436,7 +463,47 @@ def test_ranks_of_one_machine_have_one_clock_and_a_measurement_agrees(pair: Rank
         assert aligned == 0.0
 
 
-# -- a process that is killed -----------------------------------------------------------------------------------------
+def align_as_machines() -> tuple[float, float | None]:
+    from unittest.mock import patch
+
+    # As if every rank had a machine, and a clock, of its own.
+    with patch("gradsync.recording.clocks.clock_identity", lambda: f"machine {choose_communicator().rank}"):
+        clock = align_clocks(choose_communicator())
+    return clock.offset, clock.error
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_machine_is_measured_against_the_first(ranks: int) -> None:
+    measured = run_ranks(align_as_machines, ranks)
+    assert measured[0] == (0.0, 0.0)
+    for offset, error in measured[1:]:
+        assert error is not None
+        assert error > 0
+        # They are threads of one process, and read one clock.
+        assert abs(offset) <= error
+
+
+def test_a_model_that_is_only_evaluated_or_never_stepped_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsync.recording.recorder.MOST_MARKS", 50)
+
+    def train() -> tuple[int, int]:
+        recorder = Recorder()
+        model = wrapped(recorder)
+        with torch.no_grad():
+            for _ in range(200):
+                loss_of(model)
+        evaluated = len(recorder._marks)
+        for _ in range(200):
+            loss_of(model).backward()
+            model.zero_grad()
+        return evaluated, len(recorder._marks)
+
+    for evaluated, trained in run_ranks(train, 2):
+        assert evaluated <= 1
+        assert trained <= 70
+
+
+# -- a process that is killed ---------------------------------------------------------------------------------------
 
 KILLED = """
 import os, sys, torch

@@ -24,7 +24,9 @@ from gradsync.llm.recording import Recording
 from gradsync.llm.report import write_report
 from gradsync.llm.run_folder import RunFolder
 from gradsync.llm.screen import Screen
+from gradsync.recording.files import lines_of, write_lines
 from tests.browser import browse, needs_chromium
+from tests.recordings import Loop, World
 
 pytest.importorskip("jinja2", reason="the report needs the extra gradsync[train]")
 pytest.importorskip("matplotlib", reason="the report needs the extra gradsync[train]")
@@ -353,6 +355,44 @@ def test_the_shares_are_those_of_the_run(tmp_path: Path) -> None:
     assert "lost to synchronization 15.0%" in page.text
     assert "A step takes 100 ms on average. The largest part of it is backward, 40%." in page.text
     assert "synchronization 15.0% · 15 ms" in page.text
+
+
+def record_ranks(folder: Path, *ranks: Loop, **shape: Any) -> None:
+    """What ranks that do this in a step write beside the run."""
+    target = folder / "recording"
+    target.mkdir(parents=True)
+    for recording in World(ranks=ranks, **shape).record():
+        write_lines(target / f"rank-{recording.header.rank:05d}.jsonl", lines_of(recording))
+
+
+def test_a_recording_tells_waiting_for_a_rank_from_waiting_for_the_wire(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=20)
+    record_ranks(tmp_path, Loop(), Loop(forward=0.04))
+    page = page_of(tmp_path)
+    assert {"time", "ranks", "timeline"} <= set(page.ids)
+    # One rank waits 30 ms, the other none; a step takes 64.7 ms.
+    assert "waiting 25.1% of a step: for other ranks 23.2%, for the wire 1.9%" in page.text
+    assert "waiting for a rank 23.2% · 15 ms" in page.text
+    assert "lost to synchronization" not in page.text
+    assert "2 ranks on one clock; rank 1 was the last to come" in page.text
+    assert "rank 0 waits for rank 1: 30 ms" in page.text
+    assert "What to change, and what it would gain" in page.text
+    assert "rank 1 is 300% slower in forward (40 ms against 10 ms)" in page.text
+
+
+def test_of_many_ranks_some_are_drawn(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=20)
+    record_ranks(tmp_path, *(Loop() for _ in range(20)), steps=6)
+    page = page_of(tmp_path)
+    assert "20 ranks on one clock" in page.text
+    assert "8 of them are shown" in page.text
+
+
+def test_a_recording_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=20)
+    record_ranks(tmp_path, Loop(), Loop())
+    (tmp_path / "recording" / "rank-00001.jsonl").unlink()
+    assert "lost to synchronization" in page_of(tmp_path).text
 
 
 def test_records_of_several_steps(tmp_path: Path) -> None:

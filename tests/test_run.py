@@ -88,11 +88,11 @@ def test_scripts_train_to_the_bits_they_train_to_by_themselves(
     script = UNCHANGED / f"{name}.py"
     before, after = tmp_path / "before.pt", tmp_path / "after.pt"
     ran = run_scripts(
-        [script], ranks=2, folder=tmp_path, arguments=[each.format(before) for each in options], timeout=50
+        [script], ranks=2, folder=tmp_path, arguments=[each.format(before) for each in options], timeout=120
     )[script]
     assert ran.error is None
     arguments = [each.format(after) for each in options]
-    told = gradsync_run("--nproc", "2", "--record", "record", str(script), *arguments, folder=tmp_path, timeout=50)
+    told = gradsync_run("--nproc", "2", "--record", "record", str(script), *arguments, folder=tmp_path, timeout=120)
     assert told.returncode == 0, told.stderr
     assert sorted(told.stdout.split()) == sorted(ran.output.split())
     ours, theirs = parameters(after), parameters(before)
@@ -140,6 +140,101 @@ def test_a_forgotten_no_sync_is_counted(keep: bool, words: list[str], tmp_path: 
         assert "none of them was wasted" in told.stderr
 
 
+# Each of its backwards is needed: some inside of a step, the others followed by gradients that are thrown away.
+NEEDED = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+def closure():
+    optimizer.zero_grad()
+    loss = (model(torch.eye(8)) - torch.arange(8.0)[:, None]).square().mean()
+    loss.backward()
+    return loss
+
+for step in range(2):
+    for _ in range(2):
+        closure()
+    optimizer.zero_grad()
+    optimizer.step(closure)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_was_needed_is_not_called_wasted(keep: bool, tmp_path: Path) -> None:
+    write(tmp_path, NEEDED)
+    options = ["--nproc", "2", "--record", "record", *(["--keep"] if keep else [])]
+    told = gradsync_run(*options, "script.py", folder=tmp_path)
+    assert told.returncode == 0, told.stderr
+    for account in accounts(tmp_path / "record"):
+        (wrapper,) = account.wrappers
+        assert account.steps == wrapper.steps == 2
+        assert wrapper.backwards == wrapper.synchronized >= 8
+        assert wrapper.wasted == 0
+
+
+# Two models with an optimizer each; one has backwards while the other has had a forward that gets none.
+ADVERSARIES = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+maker, critic = DistributedDataParallel(torch.nn.Linear(4, 4)), DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (maker, critic)]
+for step in range(3):
+    noise = torch.ones(2, 4)
+    optimizers[1].zero_grad()
+    critic(maker(noise).detach()).mean().backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    with critic.no_sync():
+        critic(maker(noise)).mean().backward()
+    optimizers[0].step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_models_are_told_apart(keep: bool, tmp_path: Path) -> None:
+    write(tmp_path, ADVERSARIES)
+    options = ["--nproc", "2", "--record", "record", *(["--keep"] if keep else [])]
+    told = gradsync_run(*options, "script.py", folder=tmp_path)
+    assert told.returncode == 0, told.stderr
+    for account in accounts(tmp_path / "record"):
+        maker, critic = account.wrappers
+        assert account.steps == 6
+        assert (maker.steps, maker.backwards, maker.synchronized, maker.collectives) == (3, 3, 3, 3)
+        # Of its last window there is no end.
+        assert (critic.steps, critic.backwards, critic.synchronized, critic.wasted) == (3, 5, 3, 0)
+
+
+def test_ranks_that_start_ranks_are_told_of(tmp_path: Path) -> None:
+    # Without the processes themselves, whose imports take half a minute.
+    write(
+        tmp_path,
+        "import sys\nimport torch.multiprocessing as mp\n"
+        "sys.modules[mp.spawn.__module__].start_processes = lambda *a, **b: print(*a)\nmp.spawn(len, nprocs=2)",
+    )
+    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    told = gradsync_run("script.py", folder=tmp_path, variables=variables)
+    assert told.returncode == 0, told.stderr
+    assert "in each of 1 ranks. If these are to be its ranks: gradsync run --nproc 0" in told.stderr
+    assert told.stdout.startswith("<built-in function len> () 2 True")
+
+
+def test_a_folder_that_holds_a_recording_is_not_written_over(tmp_path: Path) -> None:
+    script = write(tmp_path, FORGETFUL)
+    assert gradsync_run("--nproc", "2", "--record", "record", str(script), folder=tmp_path).returncode == 0
+    told = gradsync_run("--nproc", "1", "--record", "record", str(script), folder=tmp_path)
+    assert told.returncode == 2
+    assert "holds the recording of another run" in told.stderr
+
+
 def test_under_another_launcher_rank_0_speaks_of_all(tmp_path: Path) -> None:
     write(tmp_path, FORGETFUL)
     main = Path(sys.modules["gradsync"].__file__ or "").parent / "__main__.py"
@@ -153,7 +248,7 @@ def test_a_script_may_start_its_ranks(tmp_path: Path) -> None:
     command = ["--nproc", "0", "--record", "record", str(UNCHANGED / "ddp_basics.py"), "--spawn", "2", "--epochs", "1"]
     # A process that is spawned is a fresh interpreter, whoever starts it.
     variables = {**os.environ, "MASTER_PORT": str(free_port()), "MASTER_ADDR": "localhost"}
-    told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=50)
+    told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=120)
     assert told.returncode == 0, told.stderr
     found = accounts(tmp_path / "record")
     assert [(account.rank, account.world_size, account.wrappers[0].kind) for account in found] == [
@@ -194,7 +289,7 @@ def test_a_script_finds_what_it_would_find(keep: bool, tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
     assert found["argv"] == ["inner/script.py", *words]
-    assert (found["path"], found["file"]) == (str(script.parent), "inner/script.py")
+    assert (found["path"], found["file"]) == (str(script.parent), str(script))
     assert (found["package"], found["beside"], found["ranks"]) == (None, "a file beside", "1")
     assert found["class"] == ("torch.nn.parallel.distributed" if keep else "gradsync.data_parallel")
     assert told.stderr.count("inner/script.py never wrapped a model") == 1
@@ -239,6 +334,15 @@ def test_a_script_that_fails_has_the_last_word(tmp_path: Path) -> None:
     # Nothing of ours in between, neither above the script nor where collectives are counted.
     assert "gradsync/running" not in told.stderr
     assert "never wrapped" not in told.stderr
+
+
+def test_a_script_that_is_no_python_says_so(tmp_path: Path) -> None:
+    script = write(tmp_path, "x = 1\nif True print(x)\n")
+    told = gradsync_run("--nproc", "1", "script.py", folder=tmp_path)
+    assert told.returncode == 1
+    assert told.stderr.startswith(f'  File "{script}", line 2\n')
+    assert "SyntaxError" in told.stderr
+    assert "Traceback" not in told.stderr
 
 
 @pytest.mark.parametrize(("word", "code"), [("exit", 3), ("words", 1)])

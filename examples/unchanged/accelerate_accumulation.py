@@ -54,7 +54,6 @@ def training_function(options: argparse.Namespace) -> None:
     accelerator.wait_for_everyone()
     if options.out and accelerator.is_main_process:
         torch.save({"model": accelerator.unwrap_model(model).state_dict()}, options.out)
-    accelerator.end_training()
 
 
 def main() -> None:

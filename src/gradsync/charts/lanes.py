@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gradsync.charts.canvas import SOFT
+from gradsync.charts.canvas import SOFT, colour
 from gradsync.charts.kinds import HINT
 
 if TYPE_CHECKING:
@@ -48,8 +48,11 @@ def draw_lanes(axes: "Axes", lanes: Sequence[Lane], names: Mapping[str, str]) ->
             # At least a hair: what took no time at this scale was there all the same.
             length = max(stretch.end - stretch.begin, last / 1500) * factor
             height = NARROW if lane.narrow else WIDE
-            hint = HINT + stretch.hint
-            axes.barh(row, length, height, left=stretch.begin * factor, color=stretch.colour, gid=hint, zorder=2)
+            looks: dict[str, Any] = {"color": stretch.colour, "gid": HINT + stretch.hint, "zorder": 2}
+            # Neighbours of one colour are told apart.
+            axes.barh(
+                row, length, height, left=stretch.begin * factor, edgecolor=colour("card"), linewidth=0.6, **looks
+            )
     axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
     for tick, lane in zip(axes.get_yticklabels(), lanes, strict=True):
         tick.set_color(SOFT if lane.narrow else tick.get_color())

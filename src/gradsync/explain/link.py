@@ -1,10 +1,12 @@
 """What the wire costs, as far as the recording tells: so much a bucket, so much a byte."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradsync.explain.merging import Timeline
 from gradsync.explain.split import Split
+from gradsync.recording.steps import Synchronization
 
 __all__ = ["Link", "fit_link"]
 
@@ -64,20 +66,33 @@ def _one_size(timeline: Timeline, points: list[tuple[int, float]]) -> tuple[floa
 
 
 def _host(timeline: Timeline) -> float:
-    """What a rank does for a bucket besides: from ready to started, where its turn had come, and from the end of one to
-    the end of the next, where both were there."""
-    starting: list[float] = []
-    finishing: list[float] = []
+    """What a rank does for a bucket besides, however small it is: from ready to started, where its turn had come, and
+    from the end of one to the end of the next, where both were there."""
+    starting: dict[int, list[float]] = {}
+    finishing: dict[int, list[float]] = {}
     for merged in timeline.steps:
         for step in merged.ranks:
             for part in step.synchronizations[-1:]:
-                before: float | None = None
-                for bucket in part.buckets:
-                    if bucket.ready is not None:
-                        starting.append(bucket.start - bucket.ready)
-                    finish, reduced = bucket.finish, bucket.reduced
-                    if finish is not None and reduced is not None and before is not None and reduced <= before:
-                        finishing.append(finish - before)
-                    before = finish
-    # The quicker half: the others have waited for something.
-    return sum(statistics.quantiles(each, n=4)[0] if len(each) > 1 else 0.0 for each in (starting, finishing))
+                _note_host(part, starting, finishing)
+    sizes = [bucket.nbytes for bucket in timeline.layout]
+    return sum(_without_bytes(each, sizes) for each in (starting, finishing))
+
+
+def _note_host(part: Synchronization, starting: dict[int, list[float]], finishing: dict[int, list[float]]) -> None:
+    started, finished = float("-inf"), None
+    for bucket in part.buckets:
+        # The last one is ready when backward has ended, and starts after everything that is left.
+        if bucket.ready is not None and bucket is not part.buckets[-1]:
+            starting.setdefault(bucket.index, []).append(bucket.start - max(bucket.ready, started))
+        finish, reduced = bucket.finish, bucket.reduced
+        if finish is not None and reduced is not None and finished is not None and reduced <= finished:
+            finishing.setdefault(bucket.index, []).append(finish - finished)
+        started, finished = bucket.start, finish
+
+
+def _without_bytes(seen: dict[int, list[float]], sizes: Sequence[int]) -> float:
+    """What would be left of it for a bucket without bytes: copies and codings take as long in one bucket as in two."""
+    points = [(sizes[index], statistics.fmean(times)) for index, times in seen.items() if index < len(sizes)]
+    if not points:
+        return 0.0
+    return max(0.0, min(_line(points)[0], statistics.fmean(taken for _, taken in points)))

@@ -13,13 +13,18 @@ from gradsync.recording.recorder import Recorder
 
 __all__ = ["explain_model"]
 
+REMEDY = (
+    "Models on the CPU are, unless GRADSYNC_RECORD is off; for one on an accelerator set GRADSYNC_RECORD to a folder, "
+    "or pass observer=gradsync.recording.Recorder()"
+)
+
 
 def explain_model(recorder: Recorder | None, communicator: Communicator, *, all_ranks: bool) -> Explanation:
     """What the recorder of a model knows; with ``all_ranks`` what all of them know, on all of them. Collective then."""
     recording = None if recorder is None else recorder.recording
     if not all_ranks:
         if recording is None:
-            raise MisuseError("this model is not recorded: GRADSYNC_RECORD is off. Leave it out")
+            raise MisuseError(f"this model is not recorded. {REMEDY}")
         return explain_recordings([replace(recording, ended=True)])
     clock = align_clocks(communicator)
     if recorder is not None and recording is not None:
@@ -32,5 +37,5 @@ def explain_model(recorder: Recorder | None, communicator: Communicator, *, all_
     silent = [rank for rank, text in enumerate(told) if not text]
     if silent:
         # On all ranks alike.
-        raise ConfigurationError(f"rank {silent[0]} is not recorded: GRADSYNC_RECORD is off there. Leave it out")
+        raise ConfigurationError(f"rank {silent[0]} is not recorded. {REMEDY}")
     return explain_recordings([parse_recording(text, f"rank {rank}") for rank, text in enumerate(told)])

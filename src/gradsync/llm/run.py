@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,9 @@ from gradsync.recording.files import file_name, lines_of, write_lines
 __all__ = ["exit_code_of", "run"]
 
 T = TypeVar("T")
+
+# Steps that a rank sends whose disk rank 0 does not see.
+SENT = 100
 
 
 def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
@@ -50,13 +54,17 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
 
 
 def _bring_together(accelerator: Accelerator, recorder: Recorder, folder: Path) -> None:
-    """Rank 0 gets the recordings of ranks whose disk it does not see. Collective."""
-    kept = recorder.recording
-    mine = b"" if kept is None else "\n".join(lines_of(kept)).encode()
-    told = gather_bytes(accelerator.world.communicator, mine)
-    for rank, text in enumerate(told if accelerator.is_main_process else ()):
-        path = folder / file_name(rank, 0)
-        if text and not path.exists():
+    """Rank 0 gets the last steps of ranks whose disk it does not see. Collective."""
+    communicator = accelerator.world.communicator
+    # All have written by now, and rank 0 says what it misses; mostly nothing, and nothing is sent.
+    gather_bytes(communicator, b"")
+    paths = [folder / file_name(rank, 0) for rank in range(accelerator.num_processes)]
+    missing = bytes(not path.exists() for path in paths) if accelerator.is_main_process else b""
+    wanted = gather_bytes(communicator, missing)[0][accelerator.process_index]
+    kept = recorder.recording if wanted else None
+    mine = "" if kept is None else "\n".join(lines_of(replace(kept, steps=kept.steps[-SENT:])))
+    for path, text in zip(paths, gather_bytes(communicator, mine.encode()), strict=True):
+        if text and accelerator.is_main_process:
             with contextlib.suppress(OSError):
                 write_lines(path, [text.decode()])
 

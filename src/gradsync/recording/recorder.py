@@ -53,6 +53,8 @@ _SYNCHRONIZED = Kind.SYNCHRONIZED
 # Steps that are kept as they are; of those before, as many again, ever further apart.
 KEPT = 500
 KEPT_IN_MEMORY = 100
+# What is not over after so many marks has no optimizer that could end it, and is forgotten.
+MOST_MARKS = 200_000
 # When files are written, in seconds after the one before; the last holds from then on.
 WRITTEN_AFTER = (5.0, 15.0, 60.0)
 
@@ -122,12 +124,16 @@ class Recorder:
     # -- what it hears: the hot path -------------------------------------------------------------------------------
 
     def evaluation_began(self) -> None:
-        self._marks.append((_EVALUATION, None, None))
+        # Once is enough: somebody may evaluate for hours.
+        if not self._marks or self._marks[-1][0] is not _EVALUATION:
+            self._marks.append((_EVALUATION, None, None))
 
     def forward_began(self) -> None:
         now = self._now()
         if self._cut:
             self._end_step()
+        elif len(self._marks) > MOST_MARKS:
+            self._marks, self._gathers, self._following, self._begin = [], [], [], now
         elif self._begin is None:
             self._begin = now
         self._in_forward = True

@@ -1,9 +1,11 @@
 """Who records a model: the user's own recorder, or the one that every model has. ``GRADSYNC_RECORD`` is a folder to
-write to, or ``off``; without it the last steps are kept in memory."""
+write to, or ``off``; without it the last steps of models on the CPU are kept in memory."""
 
 import logging
 import os
 from collections.abc import Iterable
+
+import torch
 
 from gradsync.communicator import Communicator
 from gradsync.engine.observer import Observer, Observers
@@ -27,13 +29,14 @@ def recorder_in(observer: Observer | None) -> Recorder | None:
     return next((found for each in among if (found := recorder_in(each)) is not None), None)
 
 
-def choose_recorder(observer: Observer | None) -> Recorder | None:
-    """Who records a model that ``observer`` watches."""
+def choose_recorder(observer: Observer | None, device: torch.device) -> Recorder | None:
+    """Who records a model that ``observer`` watches. On an accelerator marks are events, which are not for nothing
+    there: only who asks is recorded."""
     own = recorder_in(observer)
     if own is not None:
         return own
     setting = os.environ.get(VARIABLE, "")
-    if setting == OFF:
+    if setting == OFF or (not setting and device.type != "cpu"):
         return None
     return Recorder(setting or None)
 

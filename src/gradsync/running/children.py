@@ -4,18 +4,23 @@ Such a process imports the script before it does anything else, and looks up tor
 sends ahead of that, a dictionary of settings, is where our settings travel: unpickling them begins the watch.
 """
 
+import functools
 import multiprocessing.util
 import os
+import sys
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+import torch.multiprocessing
+
+from gradsync.accelerator.environment import read_environment
 from gradsync.recording import close_recorders
 from gradsync.running.account import write_account
 from gradsync.running.running import Running
 
-__all__ = ["Settings", "begin_with_children"]
+__all__ = ["Settings", "begin_with_children", "say_if_ranks_are_started"]
 
 KEY = "gradsync_run"
 # Before torch's own, and those of queues: nothing of theirs is needed here.
@@ -44,6 +49,26 @@ def begin_with_children(settings: Settings) -> Running:
 
     spawn.get_preparation_data = with_settings
     return running
+
+
+def say_if_ranks_are_started() -> None:
+    """To be called in ranks: a script that starts some itself, in each of them, is hardly meant to."""
+    processes: Any = torch.multiprocessing
+    start = processes.spawn
+
+    @functools.wraps(start)
+    def spawn_of_a_rank(fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any) -> Any:
+        place = read_environment()
+        if place.rank == 0 and nprocs > 1:
+            print(
+                f"gradsync: the script starts {nprocs} processes by torch.multiprocessing.spawn, in each of "
+                f"{place.world_size} ranks. If these are to be its ranks: gradsync run --nproc 0",
+                file=sys.stderr,
+                flush=True,
+            )
+        return start(fn, args, nprocs, *more, **options)
+
+    processes.spawn = spawn_of_a_rank
 
 
 def _begin_child(keep: bool, folder: str) -> Settings:

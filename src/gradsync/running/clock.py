@@ -35,6 +35,10 @@ class PhaseClock:
         """Whether it is the loop's thread that asks."""
         return threading.get_ident() == self._thread
 
+    def is_inside(self, phase: str) -> bool:
+        """Whether the phase has begun and not ended, whatever else has begun since."""
+        return phase in self._inside
+
     @contextmanager
     def inside(self, phase: str) -> Iterator[None]:
         """What runs meanwhile belongs to the phase, but for what belongs to another one inside."""

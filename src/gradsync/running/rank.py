@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from gradsync.accelerator.environment import ProcessEnvironment
+from gradsync.accelerator.environment import ProcessEnvironment, read_environment
 from gradsync.errors import ConfigurationError
 from gradsync.recording import close_recorders
 from gradsync.recording.setting import VARIABLE
 from gradsync.running.account import Account, account_path, find_accounts, read_account, write_account
-from gradsync.running.children import Settings, begin_with_children
+from gradsync.running.children import Settings, begin_with_children, say_if_ranks_are_started
 from gradsync.running.script import Script, leave_as_python_would
 
 __all__ = ["all_accounts", "common_folder", "end_rank", "run_rank"]
@@ -34,14 +34,24 @@ def run_rank(script: Script, *, keep: bool, folder: Path) -> tuple[Account | Non
     os.environ.setdefault(VARIABLE, str(folder))
     settings = Settings(keep=keep, folder=folder)
     running = begin_with_children(settings)
+    if read_environment().launcher != "none":
+        say_if_ranks_are_started()
     # What an earlier run has left must not be taken for this one's.
     account_path(folder, running.account().rank).unlink(missing_ok=True)
     ended: BaseException | None = None
     try:
-        script.run()
+        script_to_run = script.load()
+    except ConfigurationError:
+        raise
+    except BaseException as error:
+        return None, error
+    try:
+        script_to_run()
     except (SystemExit, KeyboardInterrupt) as error:
         ended = error
     except BaseException as error:
+        # Now, and not at the end of the process, when the folder may be gone.
+        close_recorders()
         return None, error
     account = running.account()
     # Of a process that only starts others they tell, the first by the same number.

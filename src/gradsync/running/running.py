@@ -108,7 +108,7 @@ class Running:
                 result = backward(*args, **kwargs)
             took = time.perf_counter() - began
             for wrapper in self._wrappers:
-                wrapper.after_backward(took)
+                wrapper.after_backward(took, inside_step=self._clock.is_inside(OPTIMIZER))
             return result
 
         torch.autograd.backward = watched_backward

@@ -4,10 +4,12 @@
 do then (threads, ``atexit``, what it has pickled by name) no longer finds it. So the module stays here.
 """
 
+import functools
 import importlib.util
 import io
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType, TracebackType
@@ -52,8 +54,8 @@ class Script:
                 "the script, those of the script after it"
             )
 
-    def run(self) -> None:
-        """To its end, in this process, which from now on is the script's. What it raises comes out as it is."""
+    def load(self) -> Callable[[], None]:
+        """Make this process the script's. What is returned runs it to its end; what it raises comes out as it is."""
         main = ModuleType("__main__")
         sys.argv = [self.target, *self.arguments]
         if self.is_module:
@@ -62,14 +64,15 @@ class Script:
             vars(main).update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader, __file__=spec.origin)
             sys.argv[0] = spec.origin or self.target
         else:
-            self._begin_path_with(os.path.dirname(os.path.realpath(self.target)))
-            with io.open_code(os.path.abspath(self.target)) as file:
-                code = compile(file.read(), self.target, "exec", dont_inherit=True)
-            vars(main).update(__file__=self.target)
+            path = os.path.abspath(self.target)
+            self._begin_path_with(os.path.dirname(os.path.realpath(path)))
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+            vars(main).update(__file__=path)
         vars(main).update(__builtins__=__builtins__)
         sys.modules["__main__"] = main
         _kept.append(main)
-        exec(code, vars(main))
+        return functools.partial(exec, code, vars(main))
 
     def _begin_path_with(self, folder: str) -> None:
         # With -P nothing of ours stands in front, and nothing is wanted there.
@@ -99,6 +102,9 @@ def leave_as_python_would(error: BaseException) -> NoReturn:
         raise error
     sys.stdout.flush()
     own = without_our_frames(error.__traceback__)
+    if isinstance(error, SyntaxError) and own is error.__traceback__:
+        # Of the script itself, which has not begun: the error says where.
+        own = None
     sys.excepthook(type(error), error.with_traceback(own), own)
     sys.stderr.flush()
     raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from gradsync.charts.words import duration, size
+from gradsync.communicator.naming import listed
 from gradsync.running.account import Account, WrapperAccount
 from gradsync.running.clock import PHASES, REST
 
@@ -20,8 +22,8 @@ def tell(accounts: Sequence[Account], script: str, *, times: bool = True) -> lis
     first = next(account for account in accounts if account.wrappers)
     missing = sorted(set(range(first.world_size)) - {account.rank for account in accounts})
     if missing:
-        ranks = ", ".join(map(str, missing))
-        lines.append(f"no account of rank {ranks}: what follows is of the others")
+        ranks = listed([f"rank {rank}" for rank in missing])
+        lines.append(f"there is no account of {ranks}: what follows is of the others")
     if not first.steps:
         return [*lines, f"{script} wrapped a model, but no optimizer stepped on its parameters after a backward"]
     lines += _where_time_went(first, accounts, times=times)
@@ -45,23 +47,23 @@ def _never_wrapped(accounts: Sequence[Account], script: str) -> str:
 def _where_time_went(first: Account, accounts: Sequence[Account], *, times: bool) -> list[str]:
     each = first.total / first.steps
     ranks = "1 rank" if first.world_size == 1 else f"{first.world_size} ranks"
-    lines = [f"{first.steps} optimizer steps on {ranks}, {_time(each)} a step" + (f"; rank {first.rank}:" * times)]
+    lines = [f"{first.steps} optimizer steps on {ranks}, {duration(each)} a step" + (f"; rank {first.rank}:" * times)]
     for phase in PHASES if times else ():
         share = first.seconds[phase] / first.total if first.total else 0.0
         if share < MORE_THAN_NOTHING and phase != REST:
             continue
         spread = _spread([account.seconds[phase] / account.steps for account in accounts if account.steps])
         name = "all else" if phase == REST else phase
-        lines.append(f"  {name:10}{share:6.1%}  {_time(first.seconds[phase] / first.steps):>9}{spread}")
+        lines.append(f"  {name:10}{share:6.1%}  {duration(first.seconds[phase] / first.steps):>9}{spread}")
     return lines
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    return f"  ({_time(min(seconds))} to {_time(max(seconds))} over the ranks)" if len(seconds) > 1 else ""
+    return f"  ({duration(min(seconds))} to {duration(max(seconds))} over the ranks)" if len(seconds) > 1 else ""
 
 
 def _of_wrapper(wrapper: WrapperAccount, account: Account) -> list[str]:
-    what = f"{wrapper.model} ({wrapper.parameters:,} parameters, {_size(wrapper.nbytes)})"
+    what = f"{wrapper.model} ({wrapper.parameters:,} parameters, {size(wrapper.nbytes)})"
     if not wrapper.steps:
         return [f"{what} was wrapped by {NAMES[wrapper.kind]} and never trained"]
     per_step = wrapper.collectives / wrapper.steps
@@ -75,8 +77,8 @@ def _of_wrapper(wrapper: WrapperAccount, account: Account) -> list[str]:
     lines += _wasted(wrapper, account) if wrapper.wasted else ["  none of them was wasted"]
     if wrapper.wire is not None and wrapper.hidden is not None and wrapper.exposed is not None:
         lines.append(
-            f"  by its own measure they are under way for {_time(wrapper.wire)} of a backward, "
-            f"{_time(wrapper.exposed)} of them not hidden behind its computation"
+            f"  by its own measure they are under way for {duration(wrapper.wire)} of a backward, "
+            f"{duration(wrapper.exposed)} of them not hidden behind its computation"
         )
     return lines
 
@@ -91,7 +93,7 @@ def _wasted(wrapper: WrapperAccount, account: Account) -> list[str]:
     if wrapper.exposed is not None:
         lost = wrapper.exposed * wrapper.wasted
         gain = lost / account.total if account.total else 0.0
-        lines.append(f"  to gain: about {_time(lost / wrapper.steps)} a step, {gain:.0%}, on this wire")
+        lines.append(f"  to gain: about {duration(lost / wrapper.steps)} a step, {gain:.0%}, on this wire")
     return lines
 
 
@@ -108,13 +110,3 @@ def _plural(number: float, noun: str) -> str:
 
 def _number(number: float) -> str:
     return f"{number:.0f}" if abs(number - round(number)) < 0.005 else f"{number:.2f}"
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

@@ -2,7 +2,8 @@
 nothing.
 
 A window ends when an optimizer steps. Of its backwards only the last one has to synchronize, since the mean of a sum is
-the sum of the means; what the others send is sent again.
+the sum of the means; what the others send is sent again. Backwards inside of a step, which LBFGS asks for by a closure,
+and those whose gradients were thrown away before the next forward, are windows of their own.
 
 torch's class does not tell how often it synchronized. It decides in the forward, so the flag is read there, and a hook
 on the output says whether that forward has had its backward. gradsync's class counts by itself.
@@ -22,6 +23,10 @@ from gradsync.wrap.torch_names import TorchDDP
 __all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
 
 
+# Synchronizations after which torch's class has the buckets that it keeps.
+ASKED = 3
+
+
 class WatchedWrapper:
     """The counts of one wrapper; a subclass says how often it has synchronized, and what each time takes."""
 
@@ -31,30 +36,45 @@ class WatchedWrapper:
         self._wrapper = weakref.ref(wrapper)
         self._model = type(wrapper.module).__name__
         parameters = [each for each in wrapper.module.parameters() if each.requires_grad]
+        self._trained = [weakref.ref(each) for each in parameters]
         self._parameters = sum(each.numel() for each in parameters)
         self._nbytes = sum(each.numel() * each.element_size() for each in parameters)
         self.parameter_ids = {id(each) for each in parameters}
         self._steps = self._backwards = self._synchronized = self._wasted = self._broadcasts = 0
         # Of the window that has not ended yet.
-        self._open_backwards = self._open_synchronized = 0
+        self._open_backwards = self._open_synchronized = self._open_collectives = 0
+        # What was remembered of forwards whose backward has come since the last look.
+        self._reached: list[bool] = []
+        # A step that runs backwards itself has run one.
+        self._stepping = False
         # Seconds of backwards that synchronized and of those that did not, each with their number.
         self._took: dict[bool, tuple[float, int]] = {True: (0.0, 0), False: (0.0, 0)}
         self._collectives = 0
         self._facts: tuple[int, float | None, float | None] = (0, None, None)
 
-    @property
-    def has_open_window(self) -> bool:
-        return self._open_backwards > 0
-
     def before_forward(self) -> None:
         wrapper = self._wrapper()
         if wrapper is not None and wrapper.will_sync_module_buffers():
             self._broadcasts += 1
+        if self._open_backwards and not self._has_gradients():
+            self._end_window()
 
     def after_forward(self, output: Any) -> None:
-        """The forward has returned."""
+        """A hook on the output says whether the forward gets its backward: those of other models come in between."""
+        flag, reached = self._flag(), self._reached
 
-    def after_backward(self, seconds: float) -> None:
+        def backward_comes(gradient: torch.Tensor) -> None:
+            reached.append(flag)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_comes)
+
+    def _flag(self) -> bool:
+        """What to remember of the forward."""
+        return False
+
+    def after_backward(self, seconds: float, *, inside_step: bool = False) -> None:
         """A backward, of whatever model, has taken so long."""
         reached, synchronized = self._look()
         if not reached:
@@ -63,22 +83,33 @@ class WatchedWrapper:
         self._open_synchronized += synchronized
         before, number = self._took[synchronized > 0]
         self._took[synchronized > 0] = (before + seconds, number + 1)
-        self._collectives += synchronized * self._collectives_each()
+        self._open_collectives += synchronized * self._collectives_each()
+        if inside_step:
+            self._end_window()
+            self._stepping = True
 
     def step(self) -> bool:
         """An optimizer has stepped on parameters of the model; whether that ended a window."""
         # A synchronization may have waited for the step.
         late = self._look()[1]
         self._open_synchronized += late
-        self._collectives += late * self._collectives_each()
-        if not self._open_backwards:
+        self._open_collectives += late * self._collectives_each()
+        if not self._open_backwards and not self._stepping:
             return False
+        self._end_window()
+        self._stepping = False
         self._steps += 1
+        return True
+
+    def _end_window(self) -> None:
         self._backwards += self._open_backwards
         self._synchronized += self._open_synchronized
         self._wasted += max(0, self._open_synchronized - 1)
-        self._open_backwards = self._open_synchronized = 0
-        return True
+        self._collectives += self._open_collectives
+        self._open_backwards = self._open_synchronized = self._open_collectives = 0
+
+    def _has_gradients(self) -> bool:
+        return any(each is not None and each.grad is not None for each in (trained() for trained in self._trained))
 
     def account(self) -> WrapperAccount:
         buckets, wire, hidden = self._read_facts()
@@ -122,10 +153,6 @@ class OursWatched(WatchedWrapper):
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         super().__init__(wrapper)
         self._seen = wrapper.synchronizer.synchronizations
-        self._awaits = False
-
-    def after_forward(self, output: Any) -> None:
-        self._awaits = self._awaits or torch.is_grad_enabled()
 
     def _look(self) -> tuple[bool, int]:
         wrapper = self._wrapper()
@@ -134,7 +161,8 @@ class OursWatched(WatchedWrapper):
         now = wrapper.synchronizer.synchronizations
         # Another wire begins to count anew.
         new, self._seen = max(0, now - self._seen), now
-        reached, self._awaits = self._awaits or new > 0, False
+        reached = bool(self._reached) or new > 0
+        self._reached.clear()
         self._facts = len(wrapper.synchronizer.buckets), None, None
         return reached, new
 
@@ -149,30 +177,28 @@ class TorchsWatched(WatchedWrapper):
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper)
-        self._flag = False
-        self._reached: list[bool] = []
+        self._synchronizes = False
+        self._asked = 0
 
     def before_forward(self) -> None:
         super().before_forward()
         wrapper = self._wrapper()
-        self._flag = torch.is_grad_enabled() and bool(wrapper is not None and wrapper.require_backward_grad_sync)
+        self._synchronizes = wrapper is not None and bool(wrapper.require_backward_grad_sync)
 
-    def after_forward(self, output: Any) -> None:
-        flag, reached = self._flag, self._reached
-
-        def backward_comes(gradient: torch.Tensor) -> None:
-            reached.append(flag)
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(backward_comes)
+    def _flag(self) -> bool:
+        return self._synchronizes
 
     def _look(self) -> tuple[bool, int]:
-        reached, self._reached[:] = list(self._reached), []
+        reached = list(self._reached)
+        self._reached.clear()
         return bool(reached), int(any(reached))
 
     def _collectives_each(self) -> int:
-        return self._read_facts()[0]
+        # Buckets are made anew once, after the first synchronization; to ask takes longer than all else here.
+        if self._asked < ASKED:
+            self._asked += 1
+            self._read_facts()
+        return self._facts[0]
 
     def _read_facts(self) -> tuple[int, float | None, float | None]:
         wrapper = self._wrapper()

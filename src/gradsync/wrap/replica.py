@@ -86,7 +86,7 @@ class Replica:
     ) -> Synchronizer:
         """Compare with the other ranks, take rank 0's values, and attach the engine. Collective with init_sync."""
         if self.recorder is None or recorder_in(policy.observer) is not None:
-            self.recorder = choose_recorder(policy.observer)
+            self.recorder = choose_recorder(policy.observer, self.device)
         if init_sync:
             require_agreement(communicator, "the wrapped module", self._described(policy))
             states = [*self.parameters, *(self.buffers if sync_buffers else [])]
