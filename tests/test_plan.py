@@ -73,10 +73,14 @@ def test_what_is_known_of_machines_makes_a_plan(machine: str) -> None:
     for model in known_models():
         calibration = published(machine, model)
         assert {"machine", "model", "micro-batch"} <= calibration.facts.keys()
-        few, many = (predict(calibration, Setting(ranks=ranks)) for ranks in (16, 10_000))
-        assert calibration.profile.compute <= few.step <= many.step
-        assert many.low < many.step < many.high
-        assert many.high - many.low > few.high - few.low
+        ready = [bucket.ready for bucket in calibration.profile.buckets]
+        assert ready == sorted(ready)
+        assert ready[-1] <= calibration.profile.backward
+    calibration = published(machine, "resnet50")
+    few, many = (predict(calibration, Setting(ranks=ranks)) for ranks in (16, 10_000))
+    assert calibration.profile.compute <= few.step <= many.step
+    assert many.low < many.step < many.high
+    assert many.high - many.low > few.high - few.low
 
 
 def test_models_have_as_many_parameters_as_their_papers_say() -> None:
@@ -123,8 +127,9 @@ def test_a_faster_link_is_asked_for_until_it_suffices() -> None:
 def test_the_best_setting_is_at_least_as_fast_as_any_other() -> None:
     calibration = published("cpu-10gbe", "resnet50")
     first = Setting(ranks=8)
-    best = best_setting(calibration, first, reductions=("mean", "int8"), overlaps=("backward", "next-forward"))
-    for size in (1.0, 25.0):
+    sizes, overlaps = (1.0, 25.0), ("backward", "next-forward")
+    best = best_setting(calibration, first, bucket_mb=sizes, reductions=("mean", "int8"), overlaps=overlaps)
+    for size in sizes:
         for name in ("mean", "int8"):
             other = predict(calibration, replace(first, bucket_mb=size, reduction=name))
             assert best.a_micro_batch <= other.a_micro_batch * (1 + 1e-9)
