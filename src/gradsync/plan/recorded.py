@@ -19,7 +19,7 @@ from gradsync.plan.stragglers import Jitter
 from gradsync.plan.topology import Link, Topology
 from gradsync.plan.wire import Way, Wire
 
-__all__ = ["is_recording", "recorded"]
+__all__ = ["recorded"]
 
 FORMAT = 1
 FOLDER, PATTERN = "recording", "rank-*.jsonl"
@@ -35,11 +35,6 @@ class _Rank:
     header: dict[str, Any]
     layouts: Sequence[list[dict[str, Any]]]
     steps: Sequence[dict[str, Any]]
-
-
-def is_recording(path: Path) -> bool:
-    """Whether a folder holds what ranks have recorded, or that of a run."""
-    return path.is_dir() and bool(_files(path))
 
 
 def recorded(folder: Path) -> Calibration:
