@@ -223,7 +223,7 @@ def test_a_file_that_is_no_calibration_says_so(tmp_path: Path, text: str, words:
 # -- recordings -------------------------------------------------------------------------------------------------------
 
 
-def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, **header: object) -> None:
+def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, micro_batches: int = 1, **header: object) -> None:
     """As ranks would have it who compute 0.3 s and wait 0.1, with two buckets of which the second is ready last."""
     folder.mkdir(exist_ok=True)
     for rank in range(ranks):
@@ -237,7 +237,8 @@ def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, **header: o
             moments = [at, at + 0.05, at + 0.15, at + 0.35, at + 0.45, at + 0.46]
             walk = [[0, at + 0.25, at + 0.25, at + 0.26, None], [1, at + 0.35, at + 0.35, at + 0.45, None]]
             synchronization = {"begin": at + 0.15, "backward_end": at + 0.35, "finished": at + 0.45, "buckets": walk}
-            step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46, "micro_batches": 1}
+            step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46}
+            step |= {"micro_batches": micro_batches}
             step |= {"spans": [[name, *moments[i : i + 2]] for i, name in enumerate(names)], "gathers": []}
             lines.append(step | {"synchronizations": [synchronization]})
         lines.append({"kind": "end", "total": steps, "ended": True})
@@ -318,6 +319,16 @@ def test_the_command_as_data() -> None:
     assert math.isclose(
         sum(v for k, v in prediction["parts"].items() if k != "hidden"), prediction["step"], rel_tol=1e-6
     )
+
+
+def test_a_recorded_run_is_planned_with_as_many_micro_batches_as_it_had(tmp_path: Path) -> None:
+    write_recording(tmp_path, micro_batches=4)
+    arguments = ["plan", str(tmp_path), "--ranks", "2", "--bucket-mb", "25", "--json"]
+    for more, expected in (([], 4), (["--accumulate", "2"], 2)):
+        result = RUNNER.invoke(app, [*arguments, *more])
+        assert result.exit_code == 0, result.output
+        (prediction,) = json.loads(result.output)["predictions"]
+        assert prediction["micro_batches"] == expected
 
 
 def test_the_list_names_what_is_known() -> None:
