@@ -43,8 +43,8 @@ def recorded(folder: Path) -> Calibration:
     ranks = [rank for rank in ranks if rank.header.get("model", 0) == 0]
     if not ranks:
         raise ConfigurationError(
-            f"there is no recording in {folder}: expected files rank-*.jsonl. Record a training with "
-            f"GRADSYNC_RECORD={folder}, or measure two ranks with: gradsync plan --measure plan.json"
+            f"there is no recording in {folder}: expected files {PATTERN}, one a rank. Record a training there, or "
+            "measure two ranks with: gradsync plan --measure plan.json"
         )
     world_size = int(ranks[0].header["world_size"])
     missing = sorted(set(range(world_size)) - {int(rank.header["rank"]) for rank in ranks})
