@@ -2,14 +2,17 @@
 
     python benchmarks/plan_accuracy.py --out /tmp/plan_accuracy.jsonl
     python benchmarks/plan_accuracy.py --quick --minutes 5
+    python benchmarks/plan_accuracy.py --scale 0.5 --rounds 2 --minutes 9 --out /tmp/plan_accuracy.jsonl
 
 Layers are emulated: they sleep, so that a few cores hold eight ranks. Two ranks are measured at one rate; then 3, 4, 6
 and 8 ranks at three rates, with two bucket sizes, each plain, with int8 and behind the next forward. Every case is
 written down when it has been measured, and a run that is started again with the same --out goes on where it ended. A
-block of cases that hangs or fails is given up after a bounded time, and the others go on. Needs root, for the lab.
+block of cases that hangs or fails is given up after a bounded time, and the others go on. All of it takes 20 minutes;
+with --scale 0.5 model, buckets and times are half as large, for cores that are calm. Needs root, for the lab.
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -40,7 +43,7 @@ from gradsync.sharded.pace import PLANNED_AFTER
 RANKS, RATES, BUCKETS_MB = (3, 4, 6, 8), ("50mbit", "100mbit", "200mbit"), (0.25, 1.0)
 CALIBRATED_AT = "100mbit"
 MODES = ("plain", "int8", "next-forward")
-MODEL = {"parameters": 1_200_000, "layers": 12, "seconds": 0.4}
+PARAMETERS, LAYERS, SECONDS = 1_200_000, 12, 0.4
 # Steps in a row that are one sample, after one that is not counted; and how many samples.
 IN_A_ROW, ROUNDS, QUICK_ROUNDS = 4, 4, 2
 WARM_UP = {"plain": 3, "int8": 3, "next-forward": PLANNED_AFTER + 3}
@@ -58,6 +61,13 @@ class Case:
     rate: str
     bucket_mb: float
     mode: str
+    scale: float = 1.0
+
+    @property
+    def workload(self) -> EmulatedWorkload:
+        """The same number of layers, with parameters and seconds scaled."""
+        options = {"parameters": int(PARAMETERS * self.scale), "layers": LAYERS, "seconds": SECONDS * self.scale}
+        return EmulatedWorkload.transformer(options)
 
     @property
     def setting(self) -> Setting:
@@ -78,7 +88,7 @@ class Case:
 
 def variant(case: Case) -> tuple[Callable[[], None], Callable[[], None]]:
     """A step of the case, and what ends the last of several."""
-    workload = EmulatedWorkload.transformer(MODEL)
+    workload = case.workload
     reduction = "int8" if case.mode == "int8" else None
     model = DistributedDataParallel(workload.model(), bucket_cap_mb=case.bucket_mb, reduction=reduction)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
@@ -143,14 +153,13 @@ def run_block(cases: Sequence[Case], rounds: int, timeout: float) -> list[dict[s
         return rows
 
 
-def calibrate(path: Path, rounds: int) -> Calibration:
+def calibrate(path: Path, rounds: int, scale: float) -> Calibration:
     """On two ranks at one rate: wire, model and codings by themselves, then whole steps for what is between them."""
     if path.exists():
         return Calibration.load(path)
     os.environ["GRADSYNC_WIRE"] = "group"
-    workload = EmulatedWorkload.transformer(MODEL)
-    calibration = rehearse(Rehearsal(workload=workload, rate=Rate.parse(CALIBRATED_AT), steps=15))
-    cases = [Case(ranks=2, rate=CALIBRATED_AT, bucket_mb=size, mode=mode) for size in BUCKETS_MB for mode in MODES]
+    (cases,) = blocks([2], [CALIBRATED_AT], scale)
+    calibration = rehearse(Rehearsal(workload=cases[0].workload, rate=Rate.parse(CALIBRATED_AT), steps=15))
     rows = run_block(cases, rounds, timeout=300.0)
     whole = [(case_of(row).setting, float(str(row["seconds"]))) for row in rows]
     calibration = settle(calibration, whole)
@@ -170,10 +179,14 @@ def case_of(row: dict[str, object]) -> Case:
     )
 
 
-def blocks(ranks: Sequence[int], rates: Sequence[str], buckets: Sequence[float]) -> Iterator[list[Case]]:
-    for number in ranks:
-        for rate in rates:
-            yield [Case(ranks=number, rate=rate, bucket_mb=size, mode=mode) for size in buckets for mode in MODES]
+def blocks(ranks: Sequence[int], rates: Sequence[str], scale: float) -> Iterator[list[Case]]:
+    """Cases that are measured in turns, by the same ranks over the same links."""
+    for number, rate in itertools.product(ranks, rates):
+        yield [
+            Case(ranks=number, rate=rate, bucket_mb=size * scale, mode=mode, scale=scale)
+            for size in BUCKETS_MB
+            for mode in MODES
+        ]
 
 
 def expected_seconds(calibration: Calibration, cases: Sequence[Case], rounds: int) -> float:
@@ -214,13 +227,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="3 and 4 ranks, one rate, fewer rounds")
     parser.add_argument("--ranks", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+")
+    parser.add_argument("--rounds", type=int, help="samples of each case")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the model, its buckets and its times")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as folder:
         out = given.out or Path(folder) / "cases.jsonl"
-        rounds = QUICK_ROUNDS if given.quick else ROUNDS
+        rounds = given.rounds or (QUICK_ROUNDS if given.quick else ROUNDS)
         ranks = given.ranks or (RANKS[:2] if given.quick else RANKS)
         rates = given.rates or (RATES[1:2] if given.quick else RATES)
-        return run(out, rounds, list(blocks(ranks, rates, BUCKETS_MB)), time.monotonic() + 60 * given.minutes)
+        return run(out, rounds, list(blocks(ranks, rates, given.scale)), time.monotonic() + 60 * given.minutes)
 
 
 def warn_if_busy(most_ranks: int) -> None:
@@ -233,7 +248,7 @@ def warn_if_busy(most_ranks: int) -> None:
 
 def run(out: Path, rounds: int, wanted: Sequence[list[Case]], deadline: float) -> int:
     warn_if_busy(max((case.ranks for cases in wanted for case in cases), default=0))
-    calibration = calibrate(out.with_suffix(".calibration.json"), rounds)
+    calibration = calibrate(out.with_suffix(".calibration.json"), rounds, wanted[0][0].scale)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     known = {case_of(row) for row in rows}
     for cases in wanted:

@@ -73,10 +73,14 @@ def test_what_is_known_of_machines_makes_a_plan(machine: str) -> None:
     for model in known_models():
         calibration = published(machine, model)
         assert {"machine", "model", "micro-batch"} <= calibration.facts.keys()
-        few, many = (predict(calibration, Setting(ranks=ranks)) for ranks in (16, 10_000))
-        assert calibration.profile.compute <= few.step <= many.step
-        assert many.low < many.step < many.high
-        assert many.high - many.low > few.high - few.low
+        ready = [bucket.ready for bucket in calibration.profile.buckets]
+        assert ready == sorted(ready)
+        assert ready[-1] <= calibration.profile.backward
+    calibration = published(machine, "resnet50")
+    few, many = (predict(calibration, Setting(ranks=ranks)) for ranks in (16, 10_000))
+    assert calibration.profile.compute <= few.step <= many.step
+    assert many.low < many.step < many.high
+    assert many.high - many.low > few.high - few.low
 
 
 def test_models_have_as_many_parameters_as_their_papers_say() -> None:
@@ -123,8 +127,9 @@ def test_a_faster_link_is_asked_for_until_it_suffices() -> None:
 def test_the_best_setting_is_at_least_as_fast_as_any_other() -> None:
     calibration = published("cpu-10gbe", "resnet50")
     first = Setting(ranks=8)
-    best = best_setting(calibration, first, reductions=("mean", "int8"), overlaps=("backward", "next-forward"))
-    for size in (1.0, 25.0):
+    sizes, overlaps = (1.0, 25.0), ("backward", "next-forward")
+    best = best_setting(calibration, first, bucket_mb=sizes, reductions=("mean", "int8"), overlaps=overlaps)
+    for size in sizes:
         for name in ("mean", "int8"):
             other = predict(calibration, replace(first, bucket_mb=size, reduction=name))
             assert best.a_micro_batch <= other.a_micro_batch * (1 + 1e-9)
@@ -164,7 +169,7 @@ def test_advice_is_what_gains_most_first_and_keeps_what_it_promises() -> None:
         assert promised.a_micro_batch == pytest.approx(now.a_micro_batch * (1 - each.gain))
 
 
-@given(st.floats(0, 5e-3), st.floats(0, 3e-4))
+@pytest.mark.parametrize(("fixed", "host"), [(3e-3, 1e-4), (0.0, 2.5e-4)])
 def test_what_ranks_do_of_their_own_is_found_in_whole_steps(fixed: float, host: float) -> None:
     link = Link(latency=1e-4, bandwidth=1e9)
     pieces = tuple(
@@ -218,7 +223,7 @@ def test_a_file_that_is_no_calibration_says_so(tmp_path: Path, text: str, words:
 # -- recordings -------------------------------------------------------------------------------------------------------
 
 
-def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, **header: object) -> None:
+def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, micro_batches: int = 1, **header: object) -> None:
     """As ranks would have it who compute 0.3 s and wait 0.1, with two buckets of which the second is ready last."""
     folder.mkdir(exist_ok=True)
     for rank in range(ranks):
@@ -232,7 +237,8 @@ def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, **header: o
             moments = [at, at + 0.05, at + 0.15, at + 0.35, at + 0.45, at + 0.46]
             walk = [[0, at + 0.25, at + 0.25, at + 0.26, None], [1, at + 0.35, at + 0.35, at + 0.45, None]]
             synchronization = {"begin": at + 0.15, "backward_end": at + 0.35, "finished": at + 0.45, "buckets": walk}
-            step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46, "micro_batches": 1}
+            step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46}
+            step |= {"micro_batches": micro_batches}
             step |= {"spans": [[name, *moments[i : i + 2]] for i, name in enumerate(names)], "gathers": []}
             lines.append(step | {"synchronizations": [synchronization]})
         lines.append({"kind": "end", "total": steps, "ended": True})
@@ -313,6 +319,16 @@ def test_the_command_as_data() -> None:
     assert math.isclose(
         sum(v for k, v in prediction["parts"].items() if k != "hidden"), prediction["step"], rel_tol=1e-6
     )
+
+
+def test_a_recorded_run_is_planned_with_as_many_micro_batches_as_it_had(tmp_path: Path) -> None:
+    write_recording(tmp_path, micro_batches=4)
+    arguments = ["plan", str(tmp_path), "--ranks", "2", "--bucket-mb", "25", "--json"]
+    for more, expected in (([], 4), (["--accumulate", "2"], 2)):
+        result = RUNNER.invoke(app, [*arguments, *more])
+        assert result.exit_code == 0, result.output
+        (prediction,) = json.loads(result.output)["predictions"]
+        assert prediction["micro_batches"] == expected
 
 
 def test_the_list_names_what_is_known() -> None:

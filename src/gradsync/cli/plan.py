@@ -38,7 +38,9 @@ def plan(
     bucket_mb: Annotated[float | None, typer.Option(help="Size of a bucket; the best one if it is not given.")] = None,
     reduction: Annotated[str, typer.Option(help="mean, bf16, int8, …")] = "mean",
     mode: Annotated[str, typer.Option(help="plain, next-forward or no-overlap.")] = "plain",
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches a step; as many as were recorded if it is not given.")
+    ] = None,
     loss: Annotated[float, typer.Option(help="How fast must a link be to lose less than so many percent?")] = 5.0,
     price: Annotated[
         float | None, typer.Option(help="Of a rank and hour: the plan says what 1,000 steps cost.")
@@ -73,7 +75,7 @@ def plan(
         bucket_mb=bucket_mb,
         overlap=MODES[mode],  # type: ignore[arg-type]
         reduction=reduction,
-        micro_batches=accumulate,
+        micro_batches=accumulate or chosen.profile.micro_batches,
         rate=None if link is None else Rate.parse(link).bytes_per_second,
     )
     report = make_report(chosen, _ranks(ranks), setting, choose_size=bucket_mb is None, loss=loss / 100)

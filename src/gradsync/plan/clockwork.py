@@ -129,7 +129,6 @@ class Transfer:
         self.phases, self.after = phases, after
         self._missing = ranks
         self._waiting: list[Callable[[], None]] = []
-        self.joined_at: float | None = None
         self.began_at: float | None = None
         self.done_at: float | None = None
 
@@ -165,7 +164,6 @@ class Traffic:
     def join(self, transfer: Transfer) -> None:
         """A rank has started it."""
         if transfer.join():
-            transfer.joined_at = self._clock.now
             self._queue.append(transfer)
             self._admit()
 

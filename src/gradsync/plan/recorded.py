@@ -19,7 +19,7 @@ from gradsync.plan.stragglers import Jitter
 from gradsync.plan.topology import Link, Topology
 from gradsync.plan.wire import Way, Wire
 
-__all__ = ["is_recording", "recorded"]
+__all__ = ["recorded"]
 
 FORMAT = 1
 FOLDER, PATTERN = "recording", "rank-*.jsonl"
@@ -37,19 +37,14 @@ class _Rank:
     steps: Sequence[dict[str, Any]]
 
 
-def is_recording(path: Path) -> bool:
-    """Whether a folder holds what ranks have recorded, or that of a run."""
-    return path.is_dir() and bool(_files(path))
-
-
 def recorded(folder: Path) -> Calibration:
     """What a plan for more ranks, or for another link, can be made from."""
     ranks = [_read(path) for path in _files(folder)]
     ranks = [rank for rank in ranks if rank.header.get("model", 0) == 0]
     if not ranks:
         raise ConfigurationError(
-            f"there is no recording in {folder}: expected files rank-*.jsonl. Record a training with "
-            f"GRADSYNC_RECORD={folder}, or measure two ranks with: gradsync plan --measure plan.json"
+            f"there is no recording in {folder}: expected files {PATTERN}, one a rank. Record a training there, or "
+            "measure two ranks with: gradsync plan --measure plan.json"
         )
     world_size = int(ranks[0].header["world_size"])
     missing = sorted(set(range(world_size)) - {int(rank.header["rank"]) for rank in ranks})

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 
 from gradsync.plan.calibration import Calibration
 from gradsync.plan.planner import Prediction, Setting, best_setting, predict, rate_for
-from gradsync.plan.schedule import Overlap
 
 __all__ = ["Advice", "PlanReport", "make_report", "rate_words", "seconds_words"]
 
 # What is tried, beside what was asked for.
 ACCUMULATIONS = (2, 4, 8)
 REDUCTIONS = ("bf16", "int8", "int4")
-OVERLAPS: tuple[Overlap, ...] = ("next-forward",)
 # Gains below it are no advice.
 WORTH_SAYING = 0.01
 

@@ -119,7 +119,6 @@ class _Rank:
         # By step: seconds by name, and waits for the wire as intervals.
         self.spent: list[dict[str, float]] = []
         self.waits: list[list[tuple[float, float]]] = []
-        self._part = "data"
 
     def begin(self) -> None:
         self.began.append(self._clock.now)

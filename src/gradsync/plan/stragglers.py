@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gradsync.errors import ConfigurationError
 
-__all__ = ["ALIKE", "Jitter"]
+__all__ = ["Jitter"]
 
 NORMAL = statistics.NormalDist()
 # What a rank draws at most: a factor beyond it is no jitter but a fault.
@@ -77,6 +77,3 @@ class Jitter:
 
     def _below(self, factor: float) -> float:
         return NORMAL.cdf(math.log(factor) / self.sigma) if self.sigma else float(factor >= 1.0)
-
-
-ALIKE = Jitter()

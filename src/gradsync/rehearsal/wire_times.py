@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradsync.communicator import Communicator, Handle, scattering_over
+from gradsync.communicator import (
+    Communicator,
+    Handle,
+    HierarchicalCommunicator,
+    PeerExchangeCommunicator,
+    SharedMemoryCommunicator,
+    scattering_over,
+)
 from gradsync.plan.calibration import Reading
 from gradsync.plan.schedule import ReductionCost
 from gradsync.plan.wire import Operation, Way, Wire
@@ -32,14 +39,12 @@ CODINGS: dict[str, Coding] = {
 
 def way_of(communicator: Communicator) -> Way:
     """How a communicator of ours moves bytes."""
-    name = type(communicator).__name__
-    ways: dict[str, Way] = {
-        "ProcessGroupCommunicator": "ring",
-        "PeerExchangeCommunicator": "exchange",
-        "SharedMemoryCommunicator": "shared",
-        "HierarchicalCommunicator": "hierarchical",
+    ways: dict[type, Way] = {
+        PeerExchangeCommunicator: "exchange",
+        SharedMemoryCommunicator: "shared",
+        HierarchicalCommunicator: "hierarchical",
     }
-    return ways.get(name, "ring")
+    return ways.get(type(communicator), "ring")
 
 
 def wire_readings(
