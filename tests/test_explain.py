@@ -193,6 +193,21 @@ def test_ranks_with_different_numbers_of_steps_have_some_in_common() -> None:
         explain_recordings([one, dataclasses.replace(other, steps=())])
 
 
+def test_a_rank_that_was_killed_before_buckets_changed_is_compared_as_far_as_it_came() -> None:
+    one, other = World(ranks=[Loop(), Loop()]).record()
+    (layout,) = one.layouts
+    later = tuple(dataclasses.replace(step, layout=1) for step in one.steps[12:])
+    one = dataclasses.replace(one, layouts=(layout, layout[::-1]), steps=(*one.steps[:12], *later))
+    other = dataclasses.replace(other, steps=other.steps[:12], total=12, ended=False)
+    timeline = explain_recordings([one, other]).timeline
+    assert timeline.layout == layout
+    assert max(step.number for step in timeline.steps) < 12
+    with pytest.raises(ConfigurationError, match="their buckets differ"):
+        explain_recordings([one, dataclasses.replace(other, layouts=(layout[::-1],))])
+    with pytest.raises(ConfigurationError, match="their buckets differ"):
+        explain_recordings([one, dataclasses.replace(other, layouts=())])
+
+
 def test_windows_that_one_rank_left_out_are_not_compared() -> None:
     one, other = World(ranks=[Loop(), Loop()]).record()
     odd = dataclasses.replace(other.steps[9], synchronizations=())

@@ -81,9 +81,13 @@ def merge(recordings: Sequence[Recording]) -> Timeline:
             f"rank {empty[0]} has recorded no step: a step is over when an optimizer of the model's parameters has "
             "stepped and the next forward begins. Record a few more"
         )
-    layouts = {each.layouts[-1] for each in recordings if each.layouts}
-    if len(layouts) != 1:
-        raise ConfigurationError("these recordings are of different models: their buckets differ")
+    # Buckets are laid out anew on all ranks at once; one that was killed may not have come so far.
+    last = min(len(each.layouts) for each in recordings) - 1
+    if last < 0 or len({each.layouts[last] for each in recordings}) != 1:
+        raise ConfigurationError(
+            "these recordings are of different models, or of different runs: their buckets differ. Record every run "
+            "into a folder of its own"
+        )
     shifts = clock_shifts(recordings)
     aligned = [
         {step.number: step.shifted(shift(step.begin)) for step in each.steps}
@@ -95,14 +99,13 @@ def merge(recordings: Sequence[Recording]) -> Timeline:
             "ranks have recorded no step in common: "
             + ", ".join(f"rank {each.header.rank} has {len(each.steps)} of {each.total}" for each in recordings)
         )
-    last = len(recordings[0].layouts) - 1
     chosen = _chosen([tuple(steps[number] for steps in aligned) for number in common], last)
     return Timeline(
         recordings=tuple(recordings),
         members=tuple(each.header.rank for each in recordings),
         steps=tuple(_merged(ranks) for ranks in chosen),
         kept=len(common),
-        layout=recordings[0].layouts[-1],
+        layout=recordings[0].layouts[last],
     )
 
 

@@ -1,5 +1,6 @@
 """What a report says of the recording of its run: the split of a step, advice, and a picture of all ranks."""
 
+import logging
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from gradsync.recording import find_recordings, read_recordings
 
 __all__ = ["COLOURS", "explain_run", "lanes_of", "names_of", "shown_step"]
 
+LOGGER = logging.getLogger("gradsync")
+
 # More do not fit on a page: then some of them stand for all.
 MOST_RANKS = 8
 COLOURS = {
@@ -29,6 +32,10 @@ def explain_run(folder: Path) -> Explanation | None:
     try:
         return explain_recordings(read_recordings(folder))
     except ConfigurationError:
+        return None
+    except Exception:
+        # The training has done its work, and must not fail by what is said of it.
+        LOGGER.exception("the recording in %s could not be explained", folder)
         return None
 
 
