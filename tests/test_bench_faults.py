@@ -132,7 +132,7 @@ def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
     assert theirs[3:] == ["not within 30 s", "2 not noticed", "0 of 2", "all since", "never", "2 of 2"]
     assert absent[:3] == ["torchft", "kill -9", "not installed"]
     assert len(faults.pictures(records)) == 1
-    assert "gradsync names the rank in 4 of 4 trials" in faults.reading(records)
+    assert "gradsync names the rank in 4 of 4 trials, and goes on in 4 of 4; DDP" in faults.reading(records)
 
 
 def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
