@@ -31,6 +31,7 @@ __all__ = ["PEERS", "RANKS", "Limits", "Outcome", "Trial", "judge", "left_behind
 
 RANKS, RESTARTS = 3, 3
 PEERS = ("gradsync", "DDP", "Accelerate")
+WRONG_NUMBERS = ("NaN", "bit flip")
 PROGRAM = "gradsync.bench.faults.program"
 MARK = "FAULTS_TRIAL_MARK"
 # The launcher of `gradsync train`.
@@ -203,8 +204,10 @@ def _has_noticed(events: Sequence[dict[str, Any]], injury: Injury, at: float) ->
 
 
 def _tells(event: dict[str, Any], injury: Injury) -> bool:
-    """Whether another rank has said something."""
-    return event["what"] in ("warned", "raised") and event["rank"] != injury.victim
+    """Whether somebody has said something: another rank, or also the one with wrong numbers, which lives and speaks for
+    all if it is rank 0."""
+    speaks = event["rank"] != injury.victim or injury.case in WRONG_NUMBERS
+    return event["what"] in ("warned", "raised") and speaks
 
 
 def judge(events: Sequence[dict[str, Any]], said: str, injury: Injury, limits: Limits) -> Outcome | None:
