@@ -72,7 +72,7 @@ def test_whoever_only_starts_ranks_again_has_noticed_then() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "[rank1]: Traceback", "failed (pid: 101)"],
+    ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "failed (pid: 101)"],
 )
 def test_ways_to_name_a_rank(said: str) -> None:
     others = [each for each in RESTARTED if each["what"] != "raised"]
@@ -82,6 +82,15 @@ def test_ways_to_name_a_rank(said: str) -> None:
     other = judge(others, said.replace("1", "0"), INJURY, LIMITS)
     assert other is not None
     assert not other.named
+
+
+@pytest.mark.parametrize(("case", "names"), [("exception", True), ("cut link", False)])
+def test_a_traceback_names_only_who_raised_it_first(case: str, names: bool) -> None:
+    injury = Injury(case=case, victim=1, step=10, delay=0.0)
+    told = event("raised", 10.4, 0, text="RuntimeError: Timed out")
+    outcome = judge([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback", injury, LIMITS)
+    assert outcome is not None
+    assert outcome.named == names
 
 
 @pytest.mark.parametrize("wrong", [{"digests": "aba"}, {"finite": False}])
