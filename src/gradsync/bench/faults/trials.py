@@ -240,7 +240,7 @@ def judge(events: Sequence[dict[str, Any]], said: str, injury: Injury, limits: L
 def _names(words: str, injury: Injury, process: int) -> bool:
     """Whether the rank that was hurt is told: we say ``rank 1``, torch's excepthook and torchrun in their own ways."""
     victim = injury.victim
-    ways = [rf"\brank\s*:?\s*{victim}\b", rf"\bpid: {process}\b"]
+    ways = [rf"\brank(?:\s+|\s*: ){victim}\b", rf"\bpid: {process}\b"]
     if injury.case == "exception":
         # Torch puts it before every traceback. One that was cut off has a traceback, too, as all others have.
         ways.append(rf"\[rank{victim}\]")

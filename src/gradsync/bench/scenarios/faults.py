@@ -150,14 +150,14 @@ def _write(rows: RowFile, peer: str, seed: int, outcome: Outcome) -> None:
 def _row(record: CellRecord, peer: str) -> list[str]:
     samples = _samples(record, peer)
     noticed, lost, went_on = (_known(samples, name) for name in ("noticed", "lost", "went on"))
-    count = len(samples)
+    count, is_cut = len(samples), record.cell.name == CUT_LINK
     left = sum(sample.parts["left"] > 0 for sample in samples)
     return [
         _median(noticed, count) if noticed else f"not within {LIMITS.notice:g} s",
         f"{max(noticed):.1f}" if len(noticed) == count else f"{count - len(noticed)} not noticed",
         f"{sum(sample.parts['named'] > 0 for sample in samples)} of {count}",
-        "all since" if not lost else f"{statistics.median(lost):g}" + _but(lost, count),
-        "no restart here" if record.cell.name == CUT_LINK else _median(went_on, count) if went_on else "never",
+        MISSING if is_cut else "all since" if not lost else f"{statistics.median(lost):g}" + _but(lost, count),
+        "no restart here" if is_cut else _median(went_on, count) if went_on else "never",
         f"{left} of {count}" if left else "nothing",
     ]
 
