@@ -72,7 +72,7 @@ def test_whoever_only_starts_ranks_again_has_noticed_then() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "[rank1]: Traceback", "failed (pid: 101)"],
+    ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "failed (pid: 101)"],
 )
 def test_ways_to_name_a_rank(said: str) -> None:
     others = [each for each in RESTARTED if each["what"] != "raised"]
@@ -82,6 +82,15 @@ def test_ways_to_name_a_rank(said: str) -> None:
     other = judge(others, said.replace("1", "0"), INJURY, LIMITS)
     assert other is not None
     assert not other.named
+
+
+@pytest.mark.parametrize(("case", "names"), [("exception", True), ("cut link", False)])
+def test_a_traceback_names_only_who_raised_it_first(case: str, names: bool) -> None:
+    injury = Injury(case=case, victim=1, step=10, delay=0.0)
+    told = event("raised", 10.4, 0, text="RuntimeError: Timed out")
+    outcome = judge([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback", injury, LIMITS)
+    assert outcome is not None
+    assert outcome.named == names
 
 
 @pytest.mark.parametrize("wrong", [{"digests": "aba"}, {"finite": False}])
@@ -100,6 +109,16 @@ def test_a_skipped_window_is_one_lost_step() -> None:
     assert outcome is not None
     assert (outcome.lost, outcome.named) == (1, True)
     assert outcome.went_on == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("case", "noticed"), [("NaN", 0.2), ("kill -9", None)])
+def test_a_rank_with_wrong_numbers_may_say_so_itself(case: str, noticed: float | None) -> None:
+    injury = Injury(case=case, victim=0, step=10, delay=0.0)
+    fault, told = event("fault", 10.0, 0, step=10), event("warned", 10.2, 0, text="rank 0 is not finite")
+    outcome = judge([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], "", injury, LIMITS)
+    assert outcome is not None
+    assert outcome.noticed == (None if noticed is None else pytest.approx(noticed))
+    assert outcome.named == (noticed is not None)
 
 
 @given(st.sampled_from(sorted(CASES)), st.integers(0, 1000))
@@ -132,7 +151,7 @@ def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
     assert theirs[3:] == ["not within 30 s", "2 not noticed", "0 of 2", "all since", "never", "2 of 2"]
     assert absent[:3] == ["torchft", "kill -9", "not installed"]
     assert len(faults.pictures(records)) == 1
-    assert "gradsync names the rank in 4 of 4 trials" in faults.reading(records)
+    assert "gradsync names the rank in 4 of 4 trials, and goes on in 4 of 4; DDP" in faults.reading(records)
 
 
 def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def test_a_rank_is_named_after_two_looks_and_again_ever_more_seldom() -> None:
     )
     times = [second for second in range(1, 600) if look(judge, *owns, window=22 + second, now=float(second))]
     assert times == [FIRST_PAUSE_SECONDS, 3 * FIRST_PAUSE_SECONDS, 7 * FIRST_PAUSE_SECONDS]
+    # Nobody trains any more, and the process goes on.
+    assert look(judge, *owns, window=22 + 600, now=1e6) is not None
+    assert look(judge, *owns, window=22 + 600, now=1e9) is None
 
 
 def test_much_slower_is_seen_in_one_look_and_over_is_said_once() -> None:

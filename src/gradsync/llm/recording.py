@@ -1,7 +1,10 @@
 """Writes down what a run does: metrics as they come, a summary and a report at the end. Rank 0 only."""
 
+import json
 import platform
 import resource
+import shlex
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +76,8 @@ class Recording(Listener):
         self._folder.write_summary(self._summary(outcome, explanation))
         self._folder.close()
         try:
-            report = str(write_report(self._folder.path))
+            # Whoever asks for an end wants it now, and all ranks wait here; charts take seconds.
+            report = _later(self._folder.path) if outcome.signal else str(write_report(self._folder.path))
         except ConfigurationError as error:
             # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.
             report = f"none: {error}"
@@ -96,6 +100,11 @@ class Recording(Listener):
             "digest": outcome.proof.digests[0],
             "peak_memory_bytes": _peak_memory(),
         }
+
+
+def _later(folder: Path) -> str:
+    call = f"from gradsync.llm.report import write_report; write_report({json.dumps(str(folder))})"
+    return f"not drawn, as the run was ended early. Go on with --resume, or draw it: python -c {shlex.quote(call)}"
 
 
 def _config(trainer: Trainer) -> dict[str, Any]:

@@ -91,8 +91,10 @@ class Stragglers:
         if current.slower < OVER or (slowest is not None and slowest.member != named.member):
             self._named = None
             return Verdict(straggler=current, is_over=True)
-        if now < self._next:
+        # Nor is it said again of windows that were spoken of: training may be over, and the process not.
+        if now < self._next or current.window <= named.window:
             return None
+        self._named = current
         self._pause *= 2
         self._next = now + self._pause
         return Verdict(straggler=current, is_over=False)

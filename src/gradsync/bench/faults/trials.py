@@ -31,6 +31,7 @@ __all__ = ["PEERS", "RANKS", "Limits", "Outcome", "Trial", "judge", "left_behind
 
 RANKS, RESTARTS = 3, 3
 PEERS = ("gradsync", "DDP", "Accelerate")
+WRONG_NUMBERS = ("NaN", "bit flip")
 PROGRAM = "gradsync.bench.faults.program"
 MARK = "FAULTS_TRIAL_MARK"
 # The launcher of `gradsync train`.
@@ -203,8 +204,10 @@ def _has_noticed(events: Sequence[dict[str, Any]], injury: Injury, at: float) ->
 
 
 def _tells(event: dict[str, Any], injury: Injury) -> bool:
-    """Whether another rank has said something."""
-    return event["what"] in ("warned", "raised") and event["rank"] != injury.victim
+    """Whether somebody has said something: another rank, or also the one with wrong numbers, which lives and speaks for
+    all if it is rank 0."""
+    speaks = event["rank"] != injury.victim or injury.case in WRONG_NUMBERS
+    return event["what"] in ("warned", "raised") and speaks
 
 
 def judge(events: Sequence[dict[str, Any]], said: str, injury: Injury, limits: Limits) -> Outcome | None:
@@ -227,16 +230,21 @@ def judge(events: Sequence[dict[str, Any]], said: str, injury: Injury, limits: L
         noticed = None
     return Outcome(
         noticed=noticed,
-        named=noticed is not None and _names(words, injury.victim, int(fault["process"])),
+        named=noticed is not None and _names(words, injury, int(fault["process"])),
         lost=_lost(after, events, injury),
         went_on=_went_on(after, at, limits),
         said=words[-20000:],
     )
 
 
-def _names(words: str, victim: int, process: int) -> bool:
+def _names(words: str, injury: Injury, process: int) -> bool:
     """Whether the rank that was hurt is told: we say ``rank 1``, torch's excepthook and torchrun in their own ways."""
-    return re.search(rf"\brank\s*:?\s*{victim}\b|\[rank{victim}\]|\bpid: {process}\b", words) is not None
+    victim = injury.victim
+    ways = [rf"\brank(?:\s+|\s*: ){victim}\b", rf"\bpid: {process}\b"]
+    if injury.case == "exception":
+        # Torch puts it before every traceback. One that was cut off has a traceback, too, as all others have.
+        ways.append(rf"\[rank{victim}\]")
+    return any(re.search(way, words) for way in ways)
 
 
 def _went_on(after: Sequence[dict[str, Any]], at: float, limits: Limits) -> float | None:

@@ -27,6 +27,8 @@ QUICK = ("kill -9", "exception", "NaN", "bit flip")
 # About what a trial takes on two cores: three processes that import torch, twice.
 TRIAL_SECONDS = 30.0
 TORCHFT = "torchft"
+# Of the axis: what is less is no time.
+SHORTEST = 0.01
 LIMITS = Limits()
 
 
@@ -97,13 +99,17 @@ class Faults(DrivenScenario):
         return [Picture(slug=self.slug, title=title, figure=figure, reading=title)]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
-        """How many of the faults of all cases were noticed, and the rank named."""
+        """In how many trials, of all cases, the rank was named, and all ranks went on with the right parameters."""
         words = []
         for peer in PEERS:
-            samples = [sample for record in records for sample in record.samples.get(peer, {}).values()]
+            samples = [sample for record in records for sample in _samples(record, peer)]
             if samples:
                 named = sum(sample.parts["named"] > 0 for sample in samples)
-                words.append(f"{peer} names the rank in {named} of {len(samples)} trials")
+                ran = [each for record in records if record.cell.name != CUT_LINK for each in _samples(record, peer)]
+                went_on = len(_known(ran, "went on"))
+                words.append(
+                    f"{peer} names the rank in {named} of {len(samples)} trials, and goes on in {went_on} of {len(ran)}"
+                )
         return "; ".join(words) + "."
 
 
@@ -142,18 +148,22 @@ def _write(rows: RowFile, peer: str, seed: int, outcome: Outcome) -> None:
 
 
 def _row(record: CellRecord, peer: str) -> list[str]:
-    samples = list(record.samples[peer].values())
+    samples = _samples(record, peer)
     noticed, lost, went_on = (_known(samples, name) for name in ("noticed", "lost", "went on"))
-    count = len(samples)
+    count, is_cut = len(samples), record.cell.name == CUT_LINK
     left = sum(sample.parts["left"] > 0 for sample in samples)
     return [
         _median(noticed, count) if noticed else f"not within {LIMITS.notice:g} s",
         f"{max(noticed):.1f}" if len(noticed) == count else f"{count - len(noticed)} not noticed",
         f"{sum(sample.parts['named'] > 0 for sample in samples)} of {count}",
-        "all since" if not lost else f"{statistics.median(lost):g}" + _but(lost, count),
-        "no restart here" if record.cell.name == CUT_LINK else _median(went_on, count) if went_on else "never",
+        MISSING if is_cut else "all since" if not lost else f"{statistics.median(lost):g}" + _but(lost, count),
+        "no restart here" if is_cut else _median(went_on, count) if went_on else "never",
         f"{left} of {count}" if left else "nothing",
     ]
+
+
+def _samples(record: CellRecord, peer: str) -> list[Sample]:
+    return list(record.samples.get(peer, {}).values())
 
 
 def _known(samples: Sequence[Sample], name: str) -> list[float]:
@@ -194,14 +204,17 @@ def _draw(axes: "Axes", records: Sequence[CellRecord], part: str) -> None:
             if part == "went on" and record.cell.name == CUT_LINK:
                 continue
             height = place + (number - (len(PEERS) - 1) / 2) * shift
-            for sample in record.samples.get(peer, {}).values():
+            for sample in _samples(record, peer):
                 value = sample.parts.get(part)
-                (crosses if value is None else dots).append((limit if value is None else max(value, 0.01), height))
+                (crosses if value is None else dots).append((limit if value is None else max(value, SHORTEST), height))
         looks: dict[str, Any] = {"color": colour_of(peer), "linestyle": "none", "alpha": 0.75}
         axes.plot([x for x, _ in dots], [y for _, y in dots], marker="o", markersize=4.5, label=peer, **looks)
         axes.plot([x for x, _ in crosses], [y for _, y in crosses], marker="x", markersize=6, **looks)
     axes.set_xscale("log")
-    axes.set_xlim(0.05, limit * 1.6)
+    axes.set_xlim(SHORTEST / 1.6, limit * 1.6)
+    ticks = [tick for tick in (0.01, 0.1, 1.0, 10.0, limit) if tick <= limit]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_yticks(range(len(records)), [record.cell.name for record in records])
     axes.set_ylim(len(records) - 0.4, -0.6)
     for place in range(1, len(records)):
