@@ -257,12 +257,14 @@ class Synchronizer:
         self.engine.require_whole()
         self.engine.synchronize()
 
-    def abstain(self, reason: str = "") -> None:
+    def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
         """Give up this rank's part of the window, and have all ranks agree on what becomes of it.
 
         Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
+        ``miss_forward`` takes part in a forward of the others where this rank has run none, and says whether it had to.
         """
         engine = self.engine
+        has_run = engine.forwards.awaits_backward
         self._require_attached("abstain")
         if engine.phases.busy:
             engine.recover()
@@ -278,6 +280,8 @@ class Synchronizer:
             # Its backward has failed, and the others have heard of that.
             self.window.is_vetoed = engine.veto.forgives
             return
+        if miss_forward is not None and not has_run and miss_forward():
+            engine.forwards.any_in_window = True
         engine.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and not self.in_block:
