@@ -426,6 +426,34 @@ def test_a_rank_may_abstain_in_a_join(on_veto: str, how: str) -> None:
     assert skipped[:3] == other == [False, on_veto == "skip-window", False]
 
 
+def step_two_optimizers() -> list[tuple[bool, bool]]:
+    """Whether steps were skipped, and parameters stayed; rank 1 abstains from the second of four windows."""
+    wire = choose_communicator()
+    model = wrap("skip-window")
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.Adam(parameters[:1]), torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)]
+    seen = []
+    for window in range(4):
+        before = [parameter.detach().clone() for parameter in parameters]
+        if window == 1 and wire.rank == 1:
+            model.abstain("a bad batch")
+        else:
+            model(wire.rank + 1.0, 0.0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        same = all(torch.equal(*each) for each in zip(before, parameters, strict=True))
+        seen.append((model.step_was_skipped, same))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return seen
+
+
+@in_threads_and_processes
+def test_a_window_is_skipped_by_all_optimizers(ranks: Ranks) -> None:
+    expected = [(False, False), (True, True), (False, False), (False, False)]
+    assert ranks.run(step_two_optimizers) == [expected] * ranks.world_size
+
+
 def two_backwards() -> tuple[bool, bool, list[str]]:
     """A step after two synchronized backwards, of which the first fails on rank 1 and is vetoed by that."""
     wire = choose_communicator()

@@ -338,7 +338,10 @@ class Synchronizer:
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         engine.expect_step()
-        self.window.step_was_skipped, self.window.is_stepped_by_closure = self.window.is_vetoed, by_closure
+        # Of several optimizers each steps: the veto that the first has found is that of the others, too.
+        is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
+        self.window.step_was_skipped = self.window.is_vetoed or (is_another and self.window.step_was_skipped)
+        self.window.is_stepped_by_closure = by_closure
         if self.window.is_vetoed:
             self.clear()
         self.window.close()
