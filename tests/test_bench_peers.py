@@ -150,6 +150,7 @@ def test_every_period_sees_the_same_data_and_learns(tmp_path: Path) -> None:
     assert losses[8, 8] != losses[8, 1]
 
 
+@pytest.mark.breadth
 def test_memory_of_a_peer_is_told(tmp_path: Path) -> None:
     cells = [cell for cell in Peers().cells(quick=True) if cell.options.get("memory") in ("no wrapper", "DDP stock")]
     small = [dataclasses.replace(cell, options={**cell.options, "layers": 2}, rounds=1) for cell in cells]

@@ -652,8 +652,16 @@ def random_course(world_size: int, steps: int, blocks: int, *, keep: float, seed
     return Course(blocks, orders, **settings)
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [1e-5, 0.001])
-@pytest.mark.parametrize("ranks_of_drop", [pool_of(2), ThreadRanks(3)], ids=["processes-2", "threads-3"])
+@pytest.mark.parametrize(
+    ("ranks_of_drop", "bucket_cap_mb"),
+    [
+        (pool_of(2), 1e-5),
+        (ThreadRanks(3), 0.001),
+        pytest.param(pool_of(2), 0.001, marks=pytest.mark.breadth),
+        pytest.param(ThreadRanks(3), 1e-5, marks=pytest.mark.breadth),
+    ],
+    ids=["processes-2-1e-05", "threads-3-0.001", "processes-2-0.001", "threads-3-1e-05"],
+)
 def test_layers_dropped_differently_on_every_rank(ranks_of_drop: Ranks, bucket_cap_mb: float) -> None:
     """Points 1, 5 and 6: 50 steps of random layer drop, exact each step, and nobody waits for a gradient in vain."""
     course = random_course(ranks_of_drop.world_size, 50, 5, keep=0.6, seed=1, bucket_cap_mb=bucket_cap_mb)

@@ -61,7 +61,12 @@ def go_on_until_one_dies(hosts: tuple[tuple[int, ...], ...], victim: int, numel:
 
 @pytest.mark.parametrize(
     ("hosts", "victim", "numel"),
-    [(((0, 1), (2, 3)), 3, 100), (((0, 1), (2, 3)), 2, 100_000), (((0, 1), (2,)), 1, 100), (((0, 1), (2,)), 2, 100)],
+    [
+        (((0, 1), (2, 3)), 3, 100),
+        pytest.param(((0, 1), (2, 3)), 2, 100_000, marks=pytest.mark.breadth),
+        pytest.param(((0, 1), (2,)), 1, 100, marks=pytest.mark.breadth),
+        (((0, 1), (2,)), 2, 100),
+    ],
 )
 def test_who_died_is_named_on_every_host(
     pools: dict[int, RankPool], hosts: tuple[tuple[int, ...], ...], victim: int, numel: int

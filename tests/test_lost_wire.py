@@ -79,7 +79,10 @@ def train_on(name: str, interrupted: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.breadth) if name in ("round-robin", "hosts-1+1") else name for name in WIRES],
+    [
+        pytest.param(name, marks=pytest.mark.breadth) if name not in ("group", "shared-memory") else name
+        for name in WIRES
+    ],
 )
 @pytest.mark.parametrize("interrupted", [False, True], ids=["late", "interrupted"])
 def test_a_loop_that_goes_on_gets_no_mean(name: str, interrupted: bool) -> None:

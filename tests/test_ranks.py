@@ -164,6 +164,7 @@ def test_ranks_left_waiting_show_where(pool: RankPool) -> None:
     assert "in fail_on_one_while_the_other_waits" in message.partition("--- rank 1")[0]
 
 
+@pytest.mark.breadth
 def test_hanging_rank_meets_the_timeout_and_the_pool_recovers(pool: RankPool) -> None:
     pool.run(sum_of_ranks)
     start = time.monotonic()

@@ -32,7 +32,7 @@ from gradsync import (
 from gradsync.communicator import choose_communicator
 from tests.fuse import Explosion, Fuse
 from tests.laws import costly
-from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -390,6 +390,68 @@ def test_a_fault_in_one_micro_batch_is_one_of_the_window(ranks: Ranks, on_veto: 
                 times * mean.expected for mean in mean_over([each for each in range(ranks.world_size) if each != 1])
             ]
             assert second[0] == pytest.approx(others, rel=1e-12)
+
+
+def abstain_in_a_join(on_veto: str, how: str) -> tuple[list[float], list[bool]]:
+    """Rank 0 has four batches and rank 1 has three; in the second one rank 0 abstains, before or after its forward."""
+    wire = choose_communicator()
+    model = gradsync.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), on_veto=on_veto)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch, skipped = torch.tensor([[1.0, 2.0], [0.0, 1.0]]) + wire.rank, []
+    with model.join():
+        for number in range(4 - wire.rank):
+            silent = model.no_sync() if how == "no_sync" else contextlib.nullcontext()
+            faulty = number == 1 and wire.rank == 0
+            with silent:
+                if faulty and how != "after":
+                    model.abstain("a bad batch")
+                elif how == "no_sync":
+                    model(batch).square().sum().backward()
+            if how == "no_sync" or not faulty:
+                model(batch).square().sum().backward()
+            elif how == "after":
+                model(batch)
+                model.abstain("a bad batch")
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(model.step_was_skipped)
+    return [parameter.detach().sum().item() for parameter in model.parameters()], skipped
+
+
+@pytest.mark.parametrize("how", ["before", "after", "no_sync"])
+@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+def test_a_rank_may_abstain_in_a_join(on_veto: str, how: str) -> None:
+    (first, skipped), (second, other) = pool_of(2).run(abstain_in_a_join, on_veto, how)
+    assert first == second
+    assert skipped[:3] == other == [False, on_veto == "skip-window", False]
+
+
+def step_two_optimizers() -> list[tuple[bool, bool]]:
+    """Whether steps were skipped, and parameters stayed; rank 1 abstains from the second of four windows."""
+    wire = choose_communicator()
+    model = wrap("skip-window")
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.Adam(parameters[:1]), torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)]
+    seen = []
+    for window in range(4):
+        before = [parameter.detach().clone() for parameter in parameters]
+        if window == 1 and wire.rank == 1:
+            model.abstain("a bad batch")
+        else:
+            model(wire.rank + 1.0, 0.0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        same = all(torch.equal(*each) for each in zip(before, parameters, strict=True))
+        seen.append((model.step_was_skipped, same))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return seen
+
+
+@in_threads_and_processes
+def test_a_window_is_skipped_by_all_optimizers(ranks: Ranks) -> None:
+    expected = [(False, False), (True, True), (False, False), (False, False)]
+    assert ranks.run(step_two_optimizers) == [expected] * ranks.world_size
 
 
 def two_backwards() -> tuple[bool, bool, list[str]]:

@@ -99,7 +99,9 @@ def train_until_one_ends(wire: str, victim: int, seconds: float, number: int) ->
         training.step()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, 0], ids=["killed", "_exit"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(0, marks=pytest.mark.breadth)], ids=["killed", "_exit"]
+)
 @pytest.mark.parametrize(
     ("size", "wire"), [(2, "auto"), (3, "group"), pytest.param(3, "peer-exchange", marks=pytest.mark.breadth)]
 )
@@ -214,7 +216,7 @@ def train_with_a_pause(wire: str, victim: int | None, seconds: float, limit: flo
     return training.digest(), heard.lines
 
 
-@pytest.mark.parametrize(("wire", "victim"), [("auto", 1), pytest.param("group", 0, marks=pytest.mark.breadth)])
+@pytest.mark.parametrize(("wire", "victim"), [("auto", 1)])
 def test_a_pause_is_warned_about_and_leaves_no_trace(pools: dict[int, RankPool], wire: str, victim: int) -> None:
     undisturbed = pools[2].run(train_with_a_pause, wire, None, 0.0)
     paused = pools[2].run(train_with_a_pause, wire, victim, 4.0)

@@ -75,8 +75,11 @@ def stay_away(name: str) -> dict[str, Any]:
     return outcome
 
 
-@wires
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.breadth), 3])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("group", "shared-memory") else pytest.param(name, marks=pytest.mark.breadth) for name in NAMES],
+)
 def test_whoever_never_comes_breaks_the_wire_for_good(name: str, world_size: int) -> None:
     outcomes = pool_of(world_size).run(stay_away, name)
     for rank, outcome in enumerate(outcomes):

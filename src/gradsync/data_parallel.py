@@ -269,6 +269,15 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             active = count_active(self.communicator, active=learning and self.synchronizer.enabled)
             set_divisor(self, active)
 
+    def _miss_forward(self) -> bool:
+        if not self._join_config.enable:
+            return False
+        self._prepare_ranks(learning=True)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.require_forward_param_sync = self.synchronizer.enabled
+        return True
+
     # -- uneven inputs -----------------------------------------------------------------------------------------------
 
     def join(

@@ -14,13 +14,15 @@ class Forwards:
 
     def __init__(self) -> None:
         self.any_in_window = False
+        # One has begun, whether or not it came to its end, and no backward has ended since.
+        self.awaits_backward = False
         # None once its backward has ended.
         self.last_synchronizes: bool | None = None
         self._absent_now: set[int] | None = None
         self._absent: set[int] | None = None
 
     def begin(self) -> None:
-        self.any_in_window = True
+        self.any_in_window = self.awaits_backward = True
         self._absent_now = set()
 
     def announce_absent(self, indices: Iterable[int]) -> None:
@@ -44,8 +46,9 @@ class Forwards:
         return self._absent or set()
 
     def close_backward(self) -> None:
+        self.awaits_backward = False
         self.last_synchronizes = None
 
     def close_window(self) -> None:
-        self.any_in_window = False
+        self.any_in_window = self.awaits_backward = False
         self._absent = None

@@ -264,12 +264,14 @@ class Synchronizer:
         self.engine.require_whole()
         self.engine.synchronize()
 
-    def abstain(self, reason: str = "") -> None:
+    def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
         """Give up this rank's part of the window, and have all ranks agree on what becomes of it.
 
         Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
+        ``miss_forward`` takes part in a forward of the others where this rank has run none, and says whether it had to.
         """
         engine = self.engine
+        has_run = engine.forwards.awaits_backward
         self._require_attached("abstain")
         if engine.phases.busy:
             engine.recover()
@@ -285,6 +287,8 @@ class Synchronizer:
             # Its backward has failed, and the others have heard of that.
             self.window.is_vetoed = engine.veto.forgives
             return
+        if miss_forward is not None and not has_run and miss_forward():
+            engine.forwards.any_in_window = True
         engine.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and not self.in_block:
@@ -341,7 +345,10 @@ class Synchronizer:
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         engine.expect_step()
-        self.window.step_was_skipped, self.window.is_stepped_by_closure = self.window.is_vetoed, by_closure
+        # Of several optimizers each steps: the veto that the first has found is that of the others, too.
+        is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
+        self.window.step_was_skipped = self.window.is_vetoed or (is_another and self.window.step_was_skipped)
+        self.window.is_stepped_by_closure = by_closure
         if self.window.is_vetoed:
             self.clear()
         self.window.close()

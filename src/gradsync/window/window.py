@@ -150,6 +150,11 @@ class Window:
         return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing has come since the last step."""
+        return self._state is WindowState.CLOSED
+
+    @property
     def finished(self) -> bool:
         """Whether gradients, if there are any, are the means of the whole window."""
         return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred

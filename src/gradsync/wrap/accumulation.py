@@ -200,7 +200,12 @@ class Accumulation:
         The other ranks hear of it in the ballot, and all do what ``on_veto`` says; without that they skip the window.
         After an error in backward they have heard already.
         """
-        self.synchronizer.abstain(reason)
+        self.synchronizer.abstain(reason, self._miss_forward)
+
+    def _miss_forward(self) -> bool:
+        """Take part in what the others do in every forward, where this rank has run none: in a join they count who has
+        data. Whether there was such a thing."""
+        return False
 
     @property
     def step_was_skipped(self) -> bool:
