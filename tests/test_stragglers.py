@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
-from gradsync.communicator.collective import waited_here
+from gradsync.communicator.collective import Fate, waited_here
 from gradsync.watch import straggling as said_so_far
 from gradsync.watch.pace import NO_PACE, WINDOWS, Pace, PaceMeter
+from gradsync.watch.standing import Sampler, Whereabouts
 from gradsync.watch.stragglers import FIRST_PAUSE_SECONDS, OVER, SLOWER, Stragglers, Verdict
 from gradsync.watch.words import Member, straggling
 from tests.ranks import RankPool
@@ -94,6 +95,28 @@ def test_whatever_a_rank_says_of_its_pace_does_no_harm(data: object) -> None:
     read = Pace.read(data)
     assert all(math.isfinite(value) and value >= 0 for value in vars(read).values())
     assert Pace.read(vars(pace(0.5))) == pace(0.5)
+
+
+def test_of_several_models_the_pace_is_always_that_of_the_first() -> None:
+    class Placed:
+        def __init__(self, own: float, windows: int) -> None:
+            self.busy, self._own, self._windows = False, own, windows
+
+        def whereabouts(self) -> Whereabouts:
+            return Whereabouts(
+                windows=self._windows, phase="idle", progress="", busy=self.busy, pace=pace(self._own, self._windows)
+            )
+
+    class Still:
+        fates: list[Fate] = []  # noqa: RUF012
+
+    sampler, models = Sampler(Still()), [Placed(0.1, 20), Placed(0.8, 90)]  # type: ignore[arg-type]
+    for model in models:
+        sampler.add(model)
+    for at_work in models:
+        at_work.busy = True
+        assert sampler.look(0.0).pace.own == 0.1
+        at_work.busy = False
 
 
 def test_waiting_is_no_work(rank_pool: RankPool) -> None:

@@ -115,6 +115,7 @@ class Sampler:
         self._seen: tuple[object, ...] = ()
         self._last = Whereabouts(windows=0, phase="idle", progress="no model is wrapped", busy=False)
         self._since = time.monotonic()
+        self._pace = NO_PACE
 
     def add(self, model: Model) -> None:
         if all(each() is not model for each in self._models):
@@ -142,17 +143,20 @@ class Sampler:
             started=started,
             waits=waits,
             stack=tuple(stack_of()[-MOST_FRAMES:]) if limit is not None and seconds >= limit else (),
-            pace=model.pace,
+            pace=self._pace,
         )
 
     def _current(self) -> Whereabouts:
         """That of the model which is at work, or else has come furthest."""
         seen = []
-        for model in self.models:
+        for place, model in enumerate(self.models):
             try:
                 seen.append(model.whereabouts())
             except Exception:  # it is changed at this very moment; the next look comes in a second
                 continue
+            if place == 0:
+                # Always of the same one: ranks look at different moments, and would compare two models else.
+                self._pace = seen[-1].pace
         # A script that ends has let go of its models before it says goodbye.
         self._last = max(seen, key=lambda each: (each.busy, each.windows), default=self._last)
         return self._last
