@@ -6,8 +6,8 @@
     python docs/pictures/benchmarks.py faults failures.md
 
 Everything between the two markers of the page is written anew, and the page's folder of pictures holds the pictures of
-that run and no others, so that the page never mixes runs. Pictures are PNG: they have a white ground, also where a reader's
-page is dark.
+that run and no others, so that the page never mixes runs. Pictures are PNG: they have a white ground, also where a
+reader's page is dark.
 """
 
 import shutil
