@@ -7,6 +7,7 @@ single process, but for the order of additions. With torchft installed its light
 
 import argparse
 import base64
+import functools
 import importlib.util
 import itertools
 import json
@@ -14,11 +15,12 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,9 @@ from gradsync import Accelerator, Elastic
 from gradsync.accelerator import DistributedDataParallelKwargs
 from gradsync.elastic import LIGHTHOUSE, Lighthouse
 from gradsync.engine import SyncPolicy
+from gradsync.lab import Lab, LabPlan, Rate
+from gradsync.lab.host import Host
+from gradsync.lab.system import enter_host, inside
 from gradsync.reduction import reduction_by_name
 from tests.roll_call import ADDRESS, RollCall, join_roll_call
 
@@ -82,9 +87,9 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 def be_rank(steps: int, log: Path, pause: float, reduction: str) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(message)s")
-    port = os.environ.get(ADDRESS)
+    host, _, port = os.environ.get(ADDRESS, "").rpartition(":")
     elastic = Elastic(
-        timeout=5.0, look_every=0.5, patience=60.0, **({"join": join_roll_call(int(port))} if port else {})
+        timeout=5.0, look_every=0.5, patience=60.0, **({"join": join_roll_call(int(port), host)} if port else {})
     )
     policy = SyncPolicy(reduction=reduction_by_name(reduction))
     accelerator = Accelerator(cpu=True, elastic=elastic, kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)])
@@ -135,6 +140,7 @@ class Plan:
     pause: float = 0.005
     reduction: str = "mean"
     limit: float = 900.0
+    hosts: int = 0
 
 
 @dataclass(kw_only=True)
@@ -144,6 +150,7 @@ class Soak:
     plan: Plan
     folder: Path
     variables: dict[str, str]
+    hosts: list[Host] = field(default_factory=list)
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     logs: dict[int, Path] = field(default_factory=dict)
     lives: int = 0
@@ -160,7 +167,20 @@ class Soak:
         command += ["--pause", str(plan.pause), "--reduction", plan.reduction]
         every = os.environ | {"OMP_NUM_THREADS": "1"} | self.variables | {k: str(v) for k, v in variables.items()}
         with log.with_suffix(".out").open("wb") as output:
-            self.running[place] = subprocess.Popen(command, env=every, stdout=output, stderr=subprocess.STDOUT)
+            self.running[place] = subprocess.Popen(
+                command, env=every, stdout=output, stderr=subprocess.STDOUT, preexec_fn=self._way_to(place)
+            )
+
+    def _way_to(self, place: int) -> Callable[[], None] | None:
+        """To the host of a rank, in its new process."""
+        if not self.hosts:
+            return None
+        host = self.host_of(place)
+        addresses = {each.name: each.address for each in self.hosts}
+        return functools.partial(enter_host, host.namespace, host.name, addresses)
+
+    def host_of(self, place: int) -> Host:
+        return self.hosts[place * len(self.hosts) // self.plan.ranks]
 
     def tend(self) -> None:
         """Replaces who was killed, until somebody has finished."""
@@ -193,23 +213,36 @@ class Soak:
 
 
 @contextmanager
-def who_takes_part(ranks: int) -> Iterator[dict[str, str]]:
-    """The variables by which ranks find torchft's lighthouse, or what stands for it here."""
-    if importlib.util.find_spec("torchft") is not None:
+def on_hosts(count: int) -> Iterator[tuple[dict[str, str], list[Host]]]:
+    """The same in a lab of so many hosts, and those. Their roll call is on the first one, and outlives its ranks."""
+    with Lab(LabPlan(name="elastic", hosts=count, rate=Rate.parse("1gbit"))) as lab:
+        first = lab.hosts[0]
+        roll_call = RollCall(inside(first.namespace, lambda: socket.create_server((first.address, 0))))
+        yield {ADDRESS: roll_call.address, "GLOO_SOCKET_IFNAME": first.interface}, list(lab.hosts)
+        roll_call.close()
+
+
+@contextmanager
+def who_takes_part(hosts: int) -> Iterator[tuple[dict[str, str], list[Host]]]:
+    """The variables by which ranks find torchft's lighthouse, or what stands for it here; and their hosts, if any."""
+    if hosts:
+        with on_hosts(hosts) as found:
+            yield found
+    elif importlib.util.find_spec("torchft") is not None:
         lighthouse = Lighthouse("127.0.0.1", min_ranks=1, join_seconds=10)
-        yield {LIGHTHOUSE: lighthouse.address}
+        yield {LIGHTHOUSE: lighthouse.address}, []
         lighthouse.close()
     else:
         roll_call = RollCall()
-        yield {ADDRESS: str(roll_call.port)}
+        yield {ADDRESS: roll_call.address}, []
         roll_call.close()
 
 
 def soak(plan: Plan, folder: Path) -> tuple[list[dict[str, Any]], int]:
     """Runs it; returns all that ranks have told, by time, and how many were killed."""
     choice = random.Random(plan.seed)
-    with who_takes_part(plan.ranks) as variables:
-        run = Soak(plan=plan, folder=folder, variables=variables)
+    with who_takes_part(plan.hosts) as (variables, hosts):
+        run = Soak(plan=plan, folder=folder, variables=variables, hosts=hosts)
         try:
             for place in range(plan.ranks):
                 run.start(place)
@@ -254,6 +287,11 @@ def _kill_some(run: Soak, choice: random.Random) -> None:
     victims = choice.sample(settled, count) if count > 0 else []
     if coming and choice.random() < 0.3:
         victims = [choice.choice(coming)]
+    if run.hosts and choice.random() < 0.5:
+        # A whole host, if somebody elsewhere has the state.
+        lost = choice.choice(run.hosts)
+        there = [place for place in run.running if run.host_of(place) == lost]
+        victims = there if set(settled) - set(there) else victims
     for place in victims:
         run.running[place].kill()
         run.killed += 1
@@ -328,6 +366,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.005)
     parser.add_argument("--limit", type=float, default=900.0)
     parser.add_argument("--reduction", default="mean")
+    parser.add_argument("--hosts", type=int, default=0, help="of a lab, which needs root; whole ones are lost, too")
     parser.add_argument("--log", type=Path, help="be a rank, and tell this file")
     parser.add_argument("--folder", type=Path, help="keep what ranks wrote here")
     options = vars(parser.parse_args())

@@ -22,9 +22,10 @@ ADDRESS = "GRADSYNC_TEST_ROLL_CALL"
 class RollCall:
     """The server, in a thread, until :meth:`close`."""
 
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+    def __init__(self, listener: socket.socket | None = None) -> None:
+        self._listener = listener or socket.create_server(("127.0.0.1", 0))
+        host, self.port = self._listener.getsockname()[:2]
+        self.address = f"{host}:{self.port}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._asking: dict[socket.socket, dict[str, Any]] = {}
@@ -94,9 +95,9 @@ class RollCall:
 class RollCallMembership:
     """A rank's line to a :class:`RollCall`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.identity = uuid.uuid4().hex
-        self._line = socket.create_connection(("127.0.0.1", port))
+        self._line = socket.create_connection((host, port))
         self._heard = b""
 
     def ask(self, standing: Standing, timeout: float) -> list[Member]:
@@ -114,16 +115,16 @@ class RollCallMembership:
         ]
 
     def own_address(self) -> str:
-        return "127.0.0.1"
+        return str(self._line.getsockname()[0])
 
     def close(self) -> None:
         self._line.close()
 
 
-def join_roll_call(port: int) -> Any:
+def join_roll_call(port: int, host: str = "127.0.0.1") -> Any:
     """For ``Elastic(join=…)``."""
 
     def join(_: Elastic) -> RollCallMembership:
-        return RollCallMembership(port)
+        return RollCallMembership(port, host)
 
     return join
