@@ -10,6 +10,7 @@ on the output says whether that forward has had its backward. gradsync's class c
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ __all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
 ASKED = 3
 
 
-class WatchedWrapper:
+class WatchedWrapper(ABC):
     """The counts of one wrapper; a subclass says how often it has synchronized, and what each time takes."""
 
     kind: str
@@ -131,13 +132,13 @@ class WatchedWrapper:
             hidden=hidden,
         )
 
+    @abstractmethod
     def _look(self) -> tuple[bool, int]:
         """Whether the model has had a backward since the last look, and how many synchronizations."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _collectives_each(self) -> int:
         """What a synchronization puts on the wire now."""
-        raise NotImplementedError
 
     def _read_facts(self) -> tuple[int, float | None, float | None]:
         """Buckets, and the seconds that they were under way in a backward and under way behind its computation, where
