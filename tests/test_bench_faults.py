@@ -1,6 +1,8 @@
 """The scoreboard of faults: what notes and output are taken for, moments from seeds, and a real fault."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ from hypothesis import strategies as st
 
 from gradsync.bench.faults.cases import CASES, Injury
 from gradsync.bench.faults.program import Settings
-from gradsync.bench.faults.trials import PEERS, RANKS, Limits, Outcome, Trial, judge
-from gradsync.bench.record import CellRecord, ResultFolder
-from gradsync.bench.runner import RunPlan
+from gradsync.bench.faults.trials import RANKS, Limits, Outcome, Trial, judge
+from gradsync.bench.measure import Progress
+from gradsync.bench.record import Cell, CellRecord, ResultFolder, RowFile
+from gradsync.bench.runner import RunPlan, run
+from gradsync.bench.scenario import DrivenScenario, Picture, Table
 from gradsync.bench.scenarios import find_scenarios
 from gradsync.bench.scenarios.faults import Faults
+from gradsync.bench.screen import Screen
 from gradsync.errors import ConfigurationError
+from gradsync.lab import Lab
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -72,7 +78,7 @@ def test_whoever_only_starts_ranks_again_has_noticed_then() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "failed (pid: 101)"],
+    ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "failed (pid: 101)", "Ranks 2, 1 failed to pass"],
 )
 def test_ways_to_name_a_rank(said: str) -> None:
     others = [each for each in RESTARTED if each["what"] != "raised"]
@@ -91,6 +97,15 @@ def test_a_traceback_names_only_who_raised_it_first(case: str, names: bool) -> N
     outcome = judge([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback", injury, LIMITS)
     assert outcome is not None
     assert outcome.named == names
+
+
+def test_a_list_of_all_ranks_names_nobody() -> None:
+    injury = Injury(case="NaN", victim=1, step=10, delay=0.0)
+    told = [event("raised", 10.4, rank, text="RuntimeError: the norm is not finite") for rank in range(RANKS)]
+    said = "[0] rank : 0 (local_rank: 0)\n[1] rank : 1 (local_rank: 1)\n[2] rank : 2 (local_rank: 2)"
+    outcome = judge([FAULT, *told], said, injury, LIMITS)
+    assert outcome is not None
+    assert not outcome.named
 
 
 @pytest.mark.parametrize("wrong", [{"digests": "aba"}, {"finite": False}])
@@ -126,7 +141,7 @@ def test_a_seed_is_a_moment(case: str, seed: int) -> None:
     injury = Injury.draw(case, seed, RANKS)
     assert injury == Injury.draw(case, seed, RANKS)
     assert 0 <= injury.victim < RANKS
-    settings = Settings(peer="DDP", folder="here", timeout=1.0, injury=injury)
+    settings = Settings(peer="DDP stock", folder="here", timeout=1.0, injury=injury)
     assert Settings.read(settings.as_json()) == settings
 
 
@@ -142,32 +157,69 @@ def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
                 parts = {"named": 1.0, "left": 0.0, "noticed": 0.3, "lost": 3.0, "went on": 7.0}
                 rows.write("sample", variant="gradsync", round=seed, seconds=0.3, ranks=[], sent=0, parts=parts)
                 parts = {"named": 0.0, "left": 1.0}
-                rows.write("sample", variant="DDP", round=seed, seconds=30.0, ranks=[], sent=0, parts=parts)
+                rows.write("sample", variant="DDP stock", round=seed, seconds=30.0, ranks=[], sent=0, parts=parts)
             rows.write("done")
     records: list[CellRecord] = folder.records("faults")
     (table,) = faults.tables(records)
     ours, theirs, absent = table.rows[:3]
     assert ours == ["gradsync", "kill -9", "2", "0.3", "0.3", "2 of 2", "3", "7.0", "nothing"]
-    assert theirs[3:] == ["not within 30 s", "2 not noticed", "0 of 2", "all since", "never", "2 of 2"]
+    assert theirs[3:] == ["not within 20 s", "2 not noticed", "0 of 2", "all since", "never", "2 of 2"]
     assert absent[:3] == ["torchft", "kill -9", "not installed"]
     assert len(faults.pictures(records)) == 1
     assert "gradsync names the rank in 4 of 4 trials, and goes on in 4 of 4; DDP" in faults.reading(records)
 
 
 def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
-    plan = RunPlan(scenarios=[Faults()], out=tmp_path, cases=["NaN", "pause"], peers=["DDP"], minutes=4.0)
+    plan = RunPlan(scenarios=[Faults()], out=tmp_path, cases=["NaN", "pause"], peers=["DDP stock"], minutes=4.0)
     cells = plan.cells(plan.scenarios[0])
     assert [cell.name for cell in cells] == ["pause", "NaN"]
-    assert cells[0].options == {"peers": ["DDP"], "seconds": 120.0}
+    assert cells[0].options == {"peers": ["DDP stock"], "seconds": 120.0}
     with pytest.raises(ConfigurationError, match=r"faults has no case 'flood'\. It has: 'kill -9', "):
         RunPlan(scenarios=[Faults()], out=tmp_path, cases=["flood"])
     with pytest.raises(ConfigurationError, match="--minutes must be above 0"):
         RunPlan(scenarios=[Faults()], out=tmp_path, minutes=0.0)
 
 
+class Halves(DrivenScenario):
+    """Measures one round a run, of those that are not known."""
+
+    name, title, source, question, slug = "halves", "Halves", "own", "What is left?", "halves"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        return [Cell(name="one", ranks=1, rounds=2), Cell(name="two", ranks=1, rounds=2)]
+
+    def drive(
+        self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress, known: CellRecord | None = None
+    ) -> None:
+        seed = 0 if known is None else len(known.samples["ours"])
+        rows.write("sample", variant="ours", round=seed, seconds=1.0 + seed, ranks=[], sent=0, parts={})
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        return []
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        return []
+
+
+def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+    plan = RunPlan(scenarios=[Halves()], out=tmp_path / "out", command="first")
+    first = run(plan, Screen())
+    second = run(replace(plan, resumes=True, command="second"), Screen())
+    assert [each["command"] for each in second.folder.config["resumed"]] == ["second"]
+    assert first.folder.config["command"] == second.folder.config["command"] == "first"
+    for record in second.folder.records("halves"):
+        assert record.outcome == "done"
+        assert record.seconds("ours") == {0: 1.0, 1: 2.0}
+    assert len(second.folder.records("halves")) == 2
+    with pytest.raises(ConfigurationError, match="has results of halves, and none of faults"):
+        run(replace(plan, resumes=True, scenarios=[Faults()]), Screen())
+    with pytest.raises(ConfigurationError, match="expected the folder of a benchmark"):
+        run(replace(plan, resumes=True, out=tmp_path / "elsewhere"), Screen())
+
+
 @pytest.mark.program
 def test_a_real_fault_is_named_gone_on_after_and_leaves_nothing() -> None:
-    outcome = Trial(peer=PEERS[0], injury=Injury.draw("kill -9", 3, RANKS), limits=Limits(start=200.0)).run()
+    outcome = Trial(peer="gradsync", injury=Injury.draw("kill -9", 3, RANKS), limits=Limits(start=200.0)).run()
     assert outcome is not None
     assert outcome.named, outcome.said
     assert outcome.noticed is not None

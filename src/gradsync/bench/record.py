@@ -10,14 +10,15 @@
 
 Every raw line is a JSON object with a ``kind``:
 
-- ``cell``: a run of ranks begins; the fields of :class:`Cell`
+- ``cell``: a run of ranks begins; the fields of :class:`Cell`. In the place of an earlier one with its name, if any
+- ``resumed``: the cell with this ``name`` goes on
 - ``sample``: one variant in one round: ``seconds`` (the slowest rank's), ``ranks`` (everyone's), ``sent`` (bytes that
   left the busiest interface; on loopback those of all ranks together), ``parts`` (seconds of parts of the step)
 - ``fact``: something known of the cell: ``name`` and ``value``
 - ``absent``: a ``variant`` that could not run, and the ``reason``
 - ``done``, ``failed``, ``skipped``: how the cell ended, and the ``reason``
 
-Everything but ``cell`` belongs to the cell before it.
+Everything else belongs to the cell before it.
 """
 
 import dataclasses
@@ -36,8 +37,10 @@ from gradsync.lab.rate import Rate
 
 __all__ = [
     "CONFIG",
+    "DONE",
     "EVERY",
     "FIGURES",
+    "INTERRUPTED",
     "LIMITS",
     "Cell",
     "CellRecord",
@@ -49,6 +52,7 @@ __all__ = [
 
 # A fact: the variant that only computes, and the seconds of wire by variant.
 LIMITS, EVERY = "limits", "*"
+DONE, INTERRUPTED = "done", "interrupted"
 CONFIG, FIGURES, RAW, RESULT = "config.json", "figures", ".jsonl", ".json"
 
 
@@ -101,7 +105,7 @@ class CellRecord:
     samples: dict[str, dict[int, Sample]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    outcome: str = "interrupted"
+    outcome: str = INTERRUPTED
     reason: str = ""
 
     @property
@@ -160,6 +164,9 @@ class RowFile:
     def cell(self, cell: Cell) -> None:
         self.write("cell", **dataclasses.asdict(cell))
 
+    def resume(self, cell: Cell) -> None:
+        self.write("resumed", name=cell.name)
+
     def fact(self, name: str, value: Any) -> None:
         self.write("fact", name=name, value=value)
 
@@ -172,14 +179,18 @@ class RowFile:
 
 def read_records(path: Path) -> list[CellRecord]:
     """The cells of a raw file. A line that was cut off by the end of the run is left out."""
-    records: list[CellRecord] = []
+    records: dict[str, CellRecord] = {}
+    current: CellRecord | None = None
     for row in _rows(path):
         kind = row.pop("kind")
         if kind == "cell":
-            records.append(CellRecord(cell=Cell(**row)))
-        elif records:
-            _add(records[-1], kind, row)
-    return records
+            current = records[row["name"]] = CellRecord(cell=Cell(**row))
+        elif kind == "resumed":
+            current = records[row["name"]]
+            current.outcome = INTERRUPTED
+        elif current is not None:
+            _add(current, kind, row)
+    return list(records.values())
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

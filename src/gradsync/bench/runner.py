@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradsync.bench import measure, statistics
 from gradsync.bench.machine import commit, describe_machine, versions
 from gradsync.bench.measure import Progress, Rounds
-from gradsync.bench.record import Cell, ResultFolder, RowFile
+from gradsync.bench.record import DONE, INTERRUPTED, Cell, CellRecord, ResultFolder, RowFile
 from gradsync.bench.report import Section, build_report
 from gradsync.bench.scenario import DrivenScenario, Scenario
 from gradsync.bench.screen import Screen
@@ -62,6 +62,8 @@ class RunPlan:
     cases: Sequence[str] = ()
     peers: Sequence[str] = ()
     minutes: float | None = None
+    # ``out`` holds results, and what is among them is not measured again.
+    resumes: bool = False
     command: str = ""
     no_lab: str = field(default_factory=missing_lab)
 
@@ -116,26 +118,56 @@ def run(plan: RunPlan, screen: Screen) -> Outcome:
     """All cells of all scenarios, one after the other, then the report."""
     # Nobody wants to hear after an hour that it cannot be shown.
     require("jinja2", "matplotlib")
-    folder = ResultFolder.create(plan.out)
-    folder.write_config(_config(plan))
+    folder = _resumed(plan) if plan.resumes else ResultFolder.create(plan.out)
+    if not plan.resumes:
+        folder.write_config(_config(plan))
     later = sum(plan.seconds(scenario) for scenario in plan.scenarios)
     interrupted = False
     try:
         for scenario in plan.scenarios:
             screen.scenario(scenario, plan.seconds(scenario))
+            earlier = {record.cell.name: record for record in folder.records(scenario.name)}
             with folder.rows(scenario.name) as rows:
                 for cell in plan.cells(scenario):
-                    rows.cell(cell)
-                    if not plan.runs(cell):
+                    known = earlier.get(cell.name)
+                    if not _begin(scenario, cell, rows, known):
+                        screen.note(f"{cell.name} is measured already")
+                    elif not plan.runs(cell):
                         rows.write("skipped", reason=plan.no_lab)
                         screen.note(f"{cell.name} is skipped: {plan.no_lab}")
-                        continue
-                    later -= cell.seconds
-                    _run_cell(scenario, cell, rows, screen, later)
+                    else:
+                        later -= cell.seconds
+                        _run_cell(scenario, cell, rows, screen, later, known)
     except KeyboardInterrupt:
         interrupted = True
         screen.note("interrupted; the report shows what was measured until now")
     return Outcome(folder=folder, sections=build_report(folder, plan.scenarios), interrupted=interrupted)
+
+
+def _resumed(plan: RunPlan) -> ResultFolder:
+    """The folder of an earlier run, which notes that another one adds to it."""
+    folder = ResultFolder.open(plan.out)
+    config = folder.config
+    strangers = [each.name for each in plan.scenarios if each.name not in config.get("scenarios", [])]
+    if strangers:
+        known = ", ".join(config.get("scenarios", []))
+        raise ConfigurationError(
+            f"{plan.out} has results of {known}, and none of {strangers[0]}: choose another folder"
+        )
+    again = {key: value for key, value in _config(plan).items() if key in ("command", "started", "commit")}
+    folder.write_config({**config, "resumed": [*config.get("resumed", []), again]})
+    return folder
+
+
+def _begin(scenario: Scenario, cell: Cell, rows: RowFile, known: CellRecord | None) -> bool:
+    """Whether there is something to measure. A driven scenario adds to what is known; other cells are whole or not."""
+    if known is not None and isinstance(scenario, DrivenScenario):
+        rows.resume(cell)
+    elif known is not None and known.outcome == DONE:
+        return False
+    else:
+        rows.cell(cell)
+    return True
 
 
 def _config(plan: RunPlan) -> dict[str, object]:
@@ -152,7 +184,9 @@ def _config(plan: RunPlan) -> dict[str, object]:
     }
 
 
-def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, later: float) -> None:
+def _run_cell(
+    scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, later: float, known: CellRecord | None = None
+) -> None:
     progress = screen.cell(scenario, cell, later)
     # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
     importlib.import_module("torch._dynamo")
@@ -162,17 +196,17 @@ def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, lat
     try:
         with hosts as lab:
             if isinstance(scenario, DrivenScenario):
-                scenario.drive(cell, lab, rows, progress)
+                scenario.drive(cell, lab, rows, progress, known)
             else:
                 fork_ranks(lab, work, ranks_per_host=cell.ranks_per_host, timeout=cell.seconds * PATIENCE + GRACE)
     except KeyboardInterrupt:
-        rows.write("interrupted")
+        rows.write(INTERRUPTED)
         raise
     except GradsyncError as error:
         rows.write("failed", reason=str(error))
         screen.note(f"{cell.name} failed: {error}")
     else:
-        rows.write("done")
+        rows.write(DONE)
     finally:
         progress.finish()
 

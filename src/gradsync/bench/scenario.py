@@ -58,7 +58,6 @@ COLOURS = {
     OURS: "blue",
     "DDP stock": "orange",
     TUNED: "vermillion",
-    "DDP": "orange",
     "Accelerate": "green",
     "Lightning Fabric": "pink",
     "FSDP2 replicate": "sky",
@@ -151,8 +150,11 @@ class DrivenScenario(Scenario):
     """One whose ranks are no ranks of the benchmark: it starts processes of its own, and watches them from outside."""
 
     @abstractmethod
-    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
-        """Run a cell, on the hosts of ``lab`` where it wants some, and write its samples."""
+    def drive(
+        self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress, known: CellRecord | None = None
+    ) -> None:
+        """Run a cell, on the hosts of ``lab`` where it wants some, and write its samples. Those that are ``known`` from
+        an earlier run are not measured again."""
 
     def measure(self, rounds: Rounds) -> None:
         raise NotImplementedError(f"{self.name} is driven from outside, and measures nothing in a rank")

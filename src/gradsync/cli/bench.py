@@ -28,6 +28,9 @@ def bench(
     folder: Annotated[Path | None, typer.Argument(help="With 'report': the folder of results.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cells and rounds: minutes instead of hours.")] = False,
     out: Annotated[Path | None, typer.Option(help="New folder for the results; bench-results/TIME without it.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on in this folder: what it has results of is not measured again.")
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option("--rounds", "--seeds", help="Measured rounds of every cell; seeds of 'faults'.")
     ] = None,
@@ -60,9 +63,12 @@ def bench(
     else:
         if folder is not None:
             raise ConfigurationError(f"expected one scenario, or 'all', but {folder} follows. For a folder say --out")
+        if resume is not None and out is not None:
+            raise ConfigurationError("expected --out for a new folder, or --resume for one with results, got both")
         plan = RunPlan(
             scenarios=find_scenarios(scenario),
-            out=Path("bench-results") / time.strftime("%Y%m%d-%H%M%S") if out is None else out,
+            out=resume or out or Path("bench-results") / time.strftime("%Y%m%d-%H%M%S"),
+            resumes=resume is not None,
             quick=quick,
             rounds=rounds,
             cases=_listed(cases),

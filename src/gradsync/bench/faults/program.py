@@ -21,16 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.bench.faults.cases import Injury, hurt
-from gradsync.bench.peers import Accelerate, Peer, TorchDDP, Wrapped
-from gradsync.data_parallel import DistributedDataParallel
-from gradsync.engine import Fingerprints
+from gradsync.bench.faults.contenders import CONTENDERS
 from gradsync.files import whole_file
 
-__all__ = ["EVENTS", "FINGERPRINTS_EVERY", "Settings", "main"]
+__all__ = ["EVENTS", "Settings", "main"]
 
 EVENTS, CHECKPOINT = "events.jsonl", "checkpoint.pt"
 CHECKPOINT_EVERY = 5
-FINGERPRINTS_EVERY = 5
 # So that a step has a middle in which something can happen.
 THINKING_SECONDS = 0.02
 WIDTH, DEPTH, BATCH = 256, 6, 8
@@ -88,7 +85,7 @@ def main(text: str) -> None:
 def _train(settings: Settings, events: Events, rank: int, life: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-    wrapped = _wrap(settings.peer, model)
+    wrapped = CONTENDERS[settings.peer].peer.wrap(model, _optimizer)
     checkpoint = Path(settings.folder) / CHECKPOINT
     step = _load(checkpoint, model, wrapped.optimizer)
     events.note("began", step=step)
@@ -113,35 +110,8 @@ def _train(settings: Settings, events: Events, rank: int, life: int) -> None:
     events.note("ended", step=step, digest=digest, finite=bool(parameters.isfinite().all()))
 
 
-def _wrap(name: str, model: nn.Module) -> Wrapped:
-    if name == "Accelerate":
-        return Accelerate().wrap(model, _optimizer)
-    return _Plain(name=name).wrap(model, _optimizer)
-
-
 def _optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plain(Peer):
-    """torch's wrapper, or gradsync's with what it has against wrong numbers switched on."""
-
-    name: str
-
-    def wrap(self, model: nn.Module, optimizer: Any, *, window: int = 1) -> Wrapped:
-        wrapper: nn.Module
-        if self.name == "gradsync":
-            fingerprints = Fingerprints(every=FINGERPRINTS_EVERY, on_difference="heal-from-majority")
-            wrapper = DistributedDataParallel(model, on_veto="skip-window", fingerprints=fingerprints)
-        else:
-            wrapper = TorchDDP(model)
-        return Wrapped(
-            model=wrapper,
-            optimizer=optimizer(wrapper.parameters()),
-            backward=lambda loss: loss.backward(),
-            no_sync=wrapper.no_sync,
-        )
 
 
 def _load(path: Path, model: nn.Module, optimizer: Any) -> int:

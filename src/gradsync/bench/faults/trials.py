@@ -22,16 +22,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradsync.bench.faults.cases import CUT_LINK, PAUSE_SECONDS, Injury
+from gradsync.bench.faults.contenders import CONTENDERS
 from gradsync.bench.faults.program import EVENTS, Settings
+from gradsync.bench.peers import OURS
 from gradsync.lab import Lab
 from gradsync.lab.host import places_on
 from gradsync.launch import RankProcesses, become
 
-__all__ = ["PEERS", "RANKS", "Limits", "Outcome", "Trial", "judge", "left_behind"]
+__all__ = ["RANKS", "Limits", "Outcome", "Trial", "judge", "left_behind"]
 
 RANKS, RESTARTS = 3, 3
-PEERS = ("gradsync", "DDP", "Accelerate")
 WRONG_NUMBERS = ("NaN", "bit flip")
+ALL_LIVE = (*WRONG_NUMBERS, CUT_LINK)
 PROGRAM = "gradsync.bench.faults.program"
 MARK = "FAULTS_TRIAL_MARK"
 # The launcher of `gradsync train`.
@@ -50,8 +52,8 @@ class Limits:
     """Seconds: of a group's collective, until a fault counts as not noticed, until nobody goes on any more, and until
     ranks that do not even begin are given up."""
 
-    timeout: float = 20.0
-    notice: float = 30.0
+    timeout: float = 10.0
+    notice: float = 20.0
     going_on: float = 60.0
     start: float = 120.0
 
@@ -87,6 +89,7 @@ class Trial:
             temporary.mkdir()
             settings = Settings(peer=self.peer, folder=name, timeout=self.limits.timeout, injury=self.injury).as_json()
             variables = {MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+            variables |= CONTENDERS[self.peer].variables
             with (folder / "output").open("wb") as output:
                 start = partial(self._launch, settings, variables, output)
                 if self.injury.case == CUT_LINK:
@@ -113,7 +116,7 @@ class Trial:
             f"--max-restarts={RESTARTS}",
         ]
         ours = ["-c", OUR_LAUNCHER]
-        command = [sys.executable, *(ours if self.peer == "gradsync" else [*torchrun, "-m", PROGRAM]), settings]
+        command = [sys.executable, *(ours if self.peer == OURS else [*torchrun, "-m", PROGRAM]), settings]
         environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
@@ -223,7 +226,8 @@ def judge(events: Sequence[dict[str, Any]], said: str, injury: Injury, limits: L
     # The ranks may be ended before they say a word; the launcher is quicker then, by less than it takes to start.
     first = min((float(each["at"]) for each in told), default=None)
     noticed = None if first is None else first - at
-    words = "\n".join([*(str(each["text"]) for each in told), said])
+    # Where all ranks live they all fail together, and a launcher lists them all, in any order.
+    words = "\n".join([*(str(each["text"]) for each in told), "" if injury.case in ALL_LIVE else said])
     if noticed is None and restarted:
         noticed = min(float(each["at"]) for each in restarted) - at
     if noticed is not None and noticed > limits.notice:
@@ -238,9 +242,10 @@ def judge(events: Sequence[dict[str, Any]], said: str, injury: Injury, limits: L
 
 
 def _names(words: str, injury: Injury, process: int) -> bool:
-    """Whether the rank that was hurt is told: we say ``rank 1``, torch's excepthook and torchrun in their own ways."""
+    """Whether the rank that was hurt is told: we say ``rank 1``; torch's excepthook, its monitored barrier and torchrun
+    have ways of their own."""
     victim = injury.victim
-    ways = [rf"\brank(?:\s+|\s*: ){victim}\b", rf"\bpid: {process}\b"]
+    ways = [rf"\brank(?:\s+|\s*: ){victim}\b", rf"\bpid: {process}\b", rf"\bRanks (?:\d+, )*{victim}\b"]
     if injury.case == "exception":
         # Torch puts it before every traceback. One that was cut off has a traceback, too, as all others have.
         ways.append(rf"\[rank{victim}\]")

@@ -3,13 +3,15 @@
 import importlib.util
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradsync.bench.faults.cases import AFTERWARDS, CASES, CUT_LINK, Injury
-from gradsync.bench.faults.program import CHECKPOINT_EVERY, FINGERPRINTS_EVERY
-from gradsync.bench.faults.trials import PEERS, RANKS, RESTARTS, Limits, Outcome, Trial
+from gradsync.bench.faults.contenders import AGAINST_FAULTS, CONTENDERS, FINGERPRINTS_EVERY, MONITORED
+from gradsync.bench.faults.program import CHECKPOINT_EVERY
+from gradsync.bench.faults.trials import RANKS, RESTARTS, Limits, Outcome, Trial
 from gradsync.bench.measure import Progress
+from gradsync.bench.peers import TUNED
 from gradsync.bench.record import Cell, CellRecord, RowFile, Sample
 from gradsync.bench.scenario import MISSING, DrivenScenario, Picture, Table, colour_of
 from gradsync.charts.canvas import SOFT, canvas, legend
@@ -27,6 +29,7 @@ QUICK = ("kill -9", "exception", "NaN", "bit flip")
 # About what a trial takes on two cores: three processes that import torch, twice.
 TRIAL_SECONDS = 30.0
 TORCHFT = "torchft"
+PEERS = tuple(CONTENDERS)
 # Of the axis: what is less is no time.
 SHORTEST = 0.01
 LIMITS = Limits()
@@ -55,7 +58,9 @@ class Faults(DrivenScenario):
             for name in (QUICK if quick else CASES)
         ]
 
-    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
+    def drive(
+        self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress, known: CellRecord | None = None
+    ) -> None:
         wanted = cell.options.get("peers", list(PEERS))
         unknown = [name for name in wanted if name not in (*PEERS, TORCHFT)]
         if unknown:
@@ -67,6 +72,8 @@ class Faults(DrivenScenario):
         for seed in range(cell.rounds):
             injury = Injury.draw(cell.name, seed, cell.ranks)
             for number, peer in enumerate(peers):
+                if known is not None and seed in known.samples.get(peer, {}):
+                    continue
                 # At least one of each: else there is nothing to show.
                 if seed and time.monotonic() > deadline:
                     return
@@ -115,11 +122,10 @@ class Faults(DrivenScenario):
 
 def _reason(peer: str) -> str | None:
     """Why it cannot take part."""
-    if peer == TORCHFT:
-        is_there = importlib.util.find_spec(TORCHFT) is not None
-        return "not measured: it goes on without a launcher's restart" if is_there else "not installed"
-    missing = peer == "Accelerate" and importlib.util.find_spec("accelerate") is None
-    return "not installed" if missing else None
+    if peer != TORCHFT:
+        return CONTENDERS[peer].peer.absent()
+    is_there = importlib.util.find_spec(TORCHFT) is not None
+    return "not measured: it goes on without a launcher's restart" if is_there else "not installed"
 
 
 def _note_absent(rows: RowFile, wanted: Sequence[str]) -> None:
@@ -182,7 +188,9 @@ def _note() -> str:
     return (
         f"{RANKS} ranks; medians over seeds, which draw the rank, the step and the moment in it. Groups of all have "
         f"{LIMITS.timeout:g} s for a collective. gradsync runs under the launcher of gradsync train, with "
-        f"on_veto='skip-window' and fingerprints every {FINGERPRINTS_EVERY} steps; the others under torchrun; "
+        f"on_veto='skip-window' and fingerprints every {FINGERPRINTS_EVERY} steps; the others under torchrun, "
+        f"{TUNED} with {_listed(AGAINST_FAULTS)}, a monitored barrier of {MONITORED.seconds} s before every backward, "
+        "and an error for gradients that are not finite; "
         f"{RESTARTS} restarts each, from a checkpoint every {CHECKPOINT_EVERY} steps. Noticed: by the first rank that "
         "warns or raises, other than the one that was hurt, or else by the launcher's restart. Steps are lost where "
         "their work is done again, or skipped; all since the fault, where the parameters are wrong in the end, or "
@@ -191,6 +199,10 @@ def _note() -> str:
         "The ranks with a link that is cut have no launcher, and are not started again. Left behind: processes, "
         "temporary files or shared memory, in so many trials."
     )
+
+
+def _listed(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def _draw(axes: "Axes", records: Sequence[CellRecord], part: str) -> None:
