@@ -91,7 +91,9 @@ class Faults(DrivenScenario):
         rows = []
         for record in records:
             rows += [
-                [peer, record.cell.name, str(len(record.samples[peer])), *_row(record, peer)] for peer in record.samples
+                [peer, record.cell.name, str(len(record.samples[peer])), *_row(record, peer)]
+                for peer in PEERS
+                if peer in record.samples
             ]
             rows += [[peer, record.cell.name, reason, *[MISSING] * 6] for peer, reason in record.absent.items()]
         return [Table(title=self.title, columns=["peer", "case", "seeds", *columns], rows=rows, note=_note())]
