@@ -76,7 +76,7 @@ class Recording(Listener):
         self._folder.write_summary(self._summary(outcome, explanation))
         self._folder.close()
         try:
-            # Whoever asks for an end wants it now, and all ranks wait here; charts take seconds.
+            # Whoever asks for an end wants it now; charts take seconds.
             report = _later(self._folder.path) if outcome.signal else str(write_report(self._folder.path))
         except ConfigurationError as error:
             # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.

@@ -47,10 +47,12 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> Outcome:
         outcome = trainer.run(recording)
         recorder.close()
         _bring_together(accelerator, recorder, settings.run_folder / RECORDING)
-        _on_main(accelerator, lambda: None if recording is None else recording.close(outcome))
-        return outcome
     finally:
         accelerator.world.close()
+    # Charts take seconds, for which nobody has to wait, or to wonder what rank 0 is doing.
+    if recording is not None:
+        recording.close(outcome)
+    return outcome
 
 
 def _bring_together(accelerator: Accelerator, recorder: Recorder, folder: Path) -> None:
@@ -81,7 +83,7 @@ def _on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
     """What ``function`` returns, on rank 0; None elsewhere. If it raises there, every rank raises. Collective."""
     result, _ = together(
         accelerator.world.communicator,
-        "prepare or end the run",
+        "prepare the run",
         lambda: (function() if accelerator.is_main_process else None, None),
     )
     return result
