@@ -310,6 +310,13 @@ def test_the_command_shows_steps_advice_and_the_link() -> None:
         assert words in result.output
 
 
+def test_ranks_of_one_host_need_no_link_and_windows_may_be_long() -> None:
+    # Windows of a million micro-batches take no longer to simulate.
+    result = RUNNER.invoke(app, [*KNOWN, "--ranks", "1", "--bucket-mb", "25", "--accumulate", "1000000"])
+    assert result.exit_code == 0, result.output
+    assert "Any link between hosts is fast enough to lose less than 5% at 1 rank." in result.output
+
+
 def test_the_command_as_data() -> None:
     result = RUNNER.invoke(app, [*KNOWN, "--ranks", "10000", "--bucket-mb", "25", "--json", "--mode", "next-forward"])
     assert result.exit_code == 0, result.output
@@ -346,6 +353,13 @@ def test_the_list_names_what_is_known() -> None:
         ([*KNOWN, "--mode", "sideways"], "--mode is one of"),
         ([*KNOWN, "--reduction", "int3"], "one of mean"),
         ([*KNOWN, "--loss", "0"], "above 0"),
+        ([*KNOWN, "--bucket-mb", "0"], "a size above 0 MB, got 0"),
+        ([*KNOWN, "--bucket-mb", "nan"], "a size above 0 MB, got nan"),
+        ([*KNOWN, "--price", "-1"], "0 or more, got -1"),
+        ([*KNOWN, "--batch", "0"], "at least one sample, got 0"),
+        ([*KNOWN, "--mode", "next-forward", "--reduction", "int8"], "sends exact means"),
+        ([*KNOWN, "--picture", "nowhere/plan.svg"], "a folder that does not exist"),
+        (["plan", "--measure", "nowhere/plan.json"], "a folder that does not exist"),
         (["plan", "missing.json"], "no calibration that can be read"),
         (["plan", "missing.json", "--model", "gpt2"], "not both"),
         ([*KNOWN, "--ranks", "2", "--bucket-mb", "25", "--picture", "plan.gif"], ".svg or a .png"),
