@@ -140,7 +140,7 @@ def test_a_plan_says_how_far_it_extrapolates() -> None:
     here = Setting(ranks=1, rate=1.25e9)
     assert extrapolation(calibration, here) == ""
     words = extrapolation(calibration, replace(here, ranks=100, rate=1.25e8, bucket_mb=1e-4))
-    assert "100 times the 1 ranks" in words
+    assert "100 times the 1 rank it" in words
     assert "10 times as slow" in words
     assert "smaller than the smallest" in words
     near, far = (predict(calibration, replace(here, ranks=ranks)) for ranks in (2, 2000))

@@ -11,14 +11,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.charts.words import count
+from gradsync.charts.words import count, duration
 from gradsync.errors import ConfigurationError
 from gradsync.lab.rate import Rate
 from gradsync.plan.calibration import Calibration
 from gradsync.plan.library import known_machines, known_models, published
 from gradsync.plan.planner import Setting
 from gradsync.plan.recorded import recorded
-from gradsync.plan.report import PlanReport, make_report, rate_words, seconds_words
+from gradsync.plan.report import PlanReport, make_report, rate_words
 
 __all__ = ["plan"]
 
@@ -136,10 +136,10 @@ def _measure(path: Path, hosts: str | None) -> None:
     workload = RealWorkload(layers=6, width=256, batch=2, length=128)
     made = rehearse(Rehearsal(workload=workload, rate=None if hosts is None else Rate.parse(hosts)))
     made.save(path)
-    step, link = seconds_words(made.profile.compute), made.wire.cost("all_reduce", 1 << 20).seconds
+    step, link = duration(made.profile.compute), made.wire.cost("all_reduce", 1 << 20).seconds
     print(
         f"{path}: a step of {step} with {made.profile.nbytes / 1e6:.1f} MB of gradients, and an all-reduce of 1 MiB in "
-        f"{seconds_words(link)}, over {made.facts['wire']}"
+        f"{duration(link)}, over {made.facts['wire']}"
     )
 
 
@@ -154,8 +154,8 @@ def _show(report: PlanReport, price: float | None) -> None:
         parts, size = each.simulated.slowest, each.setting.bucket_mb
         row = [
             f"{each.setting.ranks:,}",
-            seconds_words(each.step),
-            f"{seconds_words(each.low)} – {seconds_words(each.high)}",
+            duration(each.step),
+            f"{duration(each.low)} – {duration(each.high)}",
             f"{parts.exposed / each.step:.0%}",
             f"{report.efficiency(each):.0%}",
             "one" if size is None else f"{size:g} MB",
@@ -167,7 +167,7 @@ def _show(report: PlanReport, price: float | None) -> None:
 
 def _sentences(report: PlanReport) -> list[str]:
     last = report.predictions[-1]
-    lines = [f"One rank alone: {seconds_words(report.alone)} a step, {report.calibration.profile.nbytes / 1e6:.1f} MB."]
+    lines = [f"One rank alone: {duration(report.alone)} a step, {report.calibration.profile.nbytes / 1e6:.1f} MB."]
     lines += [f"  {name}: {words}" for name, words in report.calibration.facts.items()]
     if last.extrapolates:
         lines.append(f"The last line extrapolates: {last.extrapolates}.")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradsync.bucket.layout import BucketCaps
+from gradsync.charts.words import compact, count
 from gradsync.errors import ConfigurationError
 from gradsync.plan.calibration import Calibration
 from gradsync.plan.schedule import Overlap
@@ -109,10 +110,10 @@ def extrapolation(calibration: Calibration, setting: Setting) -> str:
     words = []
     measured = calibration.wire.ranks
     if setting.ranks > measured:
-        words.append(f"{setting.ranks / measured:,.3g} times the {measured} ranks it is calibrated on")
+        words.append(f"{compact(setting.ranks / measured)} times the {count(measured, 'rank')} it is calibrated on")
     if setting.rate and calibration.link and not math.isclose(setting.rate, calibration.link, rel_tol=0.01):
         times = setting.rate / calibration.link
-        words.append(f"a link {times:.3g} times as fast" if times > 1 else f"a link {1 / times:.3g} times as slow")
+        words.append(f"a link {compact(max(times, 1 / times))} times as {'fast' if times > 1 else 'slow'}")
     smallest = min((bucket.nbytes for bucket in calibration.profile.buckets), default=0)
     if setting.bucket_mb is not None and 0 < setting.bucket_mb * MIB < smallest:
         words.append(f"buckets smaller than the smallest that was measured ({smallest / MIB:.3g} MB)")
