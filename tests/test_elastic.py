@@ -191,6 +191,13 @@ def test_a_disk_that_is_full_when_ranks_have_met_is_no_lost_rank(roll_call: Roll
     accelerator.elastic.close()
 
 
+def test_ranks_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("gradsync.cli.elastic_launching.MOST_REPLACED", 1)
+    monkeypatch.setenv(LIGHTHOUSE, "http://127.0.0.1:1")
+    assert run_elastic_ranks_of("no_such_module", [], nproc=1, ranks=1, min_ranks=1) == 1
+    assert "1 ranks have been replaced in this run, so it ends" in capsys.readouterr().err
+
+
 def test_what_an_elastic_accelerator_cannot_do_is_said(roll_call: RollCall) -> None:
     elastic = Elastic(ranks=1, join=join_roll_call(roll_call.port))
     accelerator = Accelerator(cpu=True, elastic=elastic)
