@@ -138,6 +138,66 @@ def test_a_rank_alone_counts_its_windows_and_refuses_two_steps_in_one(roll_call:
     accelerator.elastic.close()
 
 
+def test_attempts_that_are_used_wrongly_say_so(roll_call: RollCall) -> None:
+    accelerator = Accelerator(cpu=True, elastic=Elastic(ranks=1, join=join_roll_call(roll_call.port)))
+    elastic = accelerator.elastic
+    assert list(elastic.attempts(0)) == []
+    with pytest.raises(MisuseError, match="was not entered"):
+        for _ in elastic.attempts(3):
+            pass
+    with pytest.raises(MisuseError, match="inside an attempt"), next(elastic.attempts(3)):
+        next(elastic.attempts(3))
+    with pytest.raises(MisuseError, match="inside another one"), next(elastic.attempts(3)), elastic._attempt():
+        pass
+    assert elastic.step == 0
+    elastic.close()
+    elastic.close()
+    with pytest.raises(MisuseError, match="takes part no longer"):
+        next(elastic.attempts(3))
+
+
+def test_a_window_that_an_error_has_ended_is_done_again_from_its_beginning(roll_call: RollCall) -> None:
+    accelerator = Accelerator(cpu=True, elastic=Elastic(ranks=1, join=join_roll_call(roll_call.port)))
+    plain = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1, affine=False)).double()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    before, seen = [each.clone() for each in plain.buffers()], []
+    for attempt in accelerator.elastic.attempts(2):
+        try:
+            with attempt as step:
+                seen.append(step)
+                assert all(each.grad is None for each in plain.parameters())
+                assert len(seen) > 2 or all(map(torch.equal, plain.buffers(), before))
+                for batch in accelerator.window([torch.randn(4, 2, dtype=torch.float64)], model):
+                    accelerator.backward(model(batch).square().sum())
+                if len(seen) == 1:
+                    raise ValueError("of this rank alone")
+                optimizer.step()
+                optimizer.zero_grad()
+        except ValueError:
+            continue
+    assert seen == [0, 0, 1]
+    accelerator.elastic.close()
+
+
+def test_a_disk_that_is_full_when_ranks_have_met_is_no_lost_rank(roll_call: RollCall) -> None:
+    accelerator = Accelerator(cpu=True, elastic=Elastic(ranks=1, join=join_roll_call(roll_call.port)))
+
+    def listener(_: object) -> None:
+        raise OSError("No space left on device")
+
+    accelerator.elastic.on_meeting(listener)
+    with pytest.raises(GradsyncError, match="generation 1 has met, and then: No space left"):
+        next(accelerator.elastic.attempts(1))
+    accelerator.elastic.close()
+
+
+def test_ranks_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("gradsync.cli.elastic_launching.MOST_REPLACED", 1)
+    monkeypatch.setenv(LIGHTHOUSE, "http://127.0.0.1:1")
+    assert run_elastic_ranks_of("no_such_module", [], nproc=1, ranks=1, min_ranks=1) == 1
+    assert "1 ranks have been replaced in this run, so it ends" in capsys.readouterr().err
+
+
 def test_what_an_elastic_accelerator_cannot_do_is_said(roll_call: RollCall) -> None:
     elastic = Elastic(ranks=1, join=join_roll_call(roll_call.port))
     accelerator = Accelerator(cpu=True, elastic=elastic)

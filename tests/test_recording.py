@@ -20,7 +20,7 @@ from gradsync import DistributedDataParallel, ShardedOptimizer, synchronize_grad
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.explain import explain_recordings
-from gradsync.recording import Recorder, Step, read_recordings
+from gradsync.recording import Recorder, Step, close_recorders, read_models, read_recordings
 from gradsync.recording.clocks import align_clocks, measure_offset
 from gradsync.testing import run_ranks
 from tests.ranks import RankFailure, RankPool, pool_of
@@ -365,6 +365,20 @@ def test_every_rank_writes_a_file_that_explains(pair: RankPool, tmp_path: Path) 
     explanation = explain_recordings(recordings)
     assert explanation.split.collectives == 2
     assert explanation.split.mean.step > 0
+
+
+def test_all_models_of_a_process_are_written_at_its_end_each_to_a_file_of_its_own(tmp_path: Path) -> None:
+    def train() -> None:
+        recorders = [Recorder(tmp_path) for _ in range(3)]
+        for number, recorder in enumerate(recorders):
+            plainly(wrapped(recorder))
+            if number == 0:
+                # Its end takes nothing from those that come later.
+                recorder.close()
+
+    run_ranks(train, 1)
+    close_recorders()
+    assert [[each.ended for each in recordings] for recordings in read_models(tmp_path)] == [[True]] * 3
 
 
 def test_rank_0_gets_the_recordings_of_ranks_whose_disk_it_does_not_see(tmp_path: Path) -> None:

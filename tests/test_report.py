@@ -195,6 +195,7 @@ def test_numbers_are_short(value: float, expected: str) -> None:
 
 
 def test_units() -> None:
+    assert [duration(s) for s in (0.0, 0.99949, 0.9999, 0.0009999)] == ["0 s", "999 ms", "1 s", "1 ms"]
     assert [duration(s) for s in (4e-5, 0.0123, 7.0, 119.9, 7384)] == [
         "40 µs",
         "12.3 ms",

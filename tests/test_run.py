@@ -334,6 +334,39 @@ def test_a_script_that_fails_has_the_last_word(tmp_path: Path) -> None:
     # Nothing of ours in between, neither above the script nor where collectives are counted.
     assert "gradsync/running" not in told.stderr
     assert "never wrapped" not in told.stderr
+    # The rank that failed first, and a line for the other one.
+    assert told.stderr.count("Traceback") == 1, told.stderr
+    assert "gradsync: rank 1 failed first:" in told.stderr
+
+
+TRAINED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+if "hook" in sys.argv:
+    sys.excepthook = lambda kind, error, trace: print("hooked:", error)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if step == 5 and dist.get_rank() == 1:
+        raise ValueError("its own words")
+"""
+
+
+def test_other_ranks_know_why_a_rank_has_failed_and_nothing_is_explained(tmp_path: Path) -> None:
+    write(tmp_path, TRAINED)
+    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path)
+    assert told.returncode == 1
+    assert told.stderr.count("Traceback") == 1, told.stderr
+    assert re.search(r"rank 0 then raised WireLostError: rank 1 .* raised ValueError: its own words", told.stderr)
+    assert "a step takes" not in told.stderr
+    hooked = gradsync_run("--nproc", "2", "script.py", "hook", folder=tmp_path)
+    assert hooked.stdout.count("hooked: ") == 2, hooked.stderr
 
 
 def test_a_script_that_is_no_python_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.abc
 import itertools
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradsync import DistributedDataParallel, ShardedOptimizer
+from gradsync.cli.main import main
 from gradsync.errors import ConfigurationError
 from gradsync.recording import Recorder, Recording, find_recordings, read_recording, read_recordings
+from gradsync.recording.files import file_name, lines_of, write_lines
 from gradsync.trace.perfetto import write_trace
 from gradsync.trace.tracks import Slice, _lanes
 from tests.ranks import pool_of
+from tests.recordings import Loop, World
 from tests.zygote import run_python
 
 pytest.importorskip("perfetto", reason="traces need the extra gradsync[trace]")
@@ -224,3 +228,16 @@ def test_lanes_hold_every_slice_once_and_none_at_the_same_time(drawn: list[tuple
     assert sorted(each.name for lane in lanes for each in lane) == sorted(each.name for each in given_slices)
     for lane in lanes:
         assert all(one.end <= other.begin for one, other in itertools.pairwise(lane))
+
+
+def test_a_trace_that_cannot_be_written_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for recording in World(ranks=[Loop()], steps=3).record():
+        write_lines(tmp_path / file_name(recording.header.rank, 0), lines_of(recording))
+    target = tmp_path / file_name(0, 0) / "run.pftrace"
+    monkeypatch.setattr("sys.argv", ["gradsync", "explain", str(tmp_path), "--perfetto", str(target)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert re.fullmatch(r"gradsync: .*rank-00000.*\n", capsys.readouterr().err)

@@ -15,14 +15,13 @@ FLOORS = [
     ("what users import", FORWARD_FILL, ["data_parallel", "attach", "averaging", "clipping"]),
     ("", FORWARD_FILL, ["sharded", "local_steps", "elastic", "layer_drop", "timeline", "testing"]),
     ("a module as one replica among several", STEP_FILL, ["wrap"]),
-    ("what every rank did when; what to change", STEP_FILL, ["explain", "recording"]),
+    ("where time goes, and would go; what each rank did when", STEP_FILL, ["explain", "plan", "recording"]),
     ("autograd's hooks, the pipeline of buckets", BACKWARD_FILL, ["engine"]),
     ("what lies between two steps, and what it weighs", BACKWARD_FILL, ["window"]),
-    ("what a step will take", PANEL, ["plan"]),
     ("what is put on the wire", BACKWARD_FILL, ["reduction"]),
     ("where gradients lie; where ranks stand", BACKWARD_FILL, ["bucket", "watch"]),
     ("what moves bytes", WIRE_FILL, ["communicator"]),
-    ("", PANEL, ["errors", "files", "version", "charts"]),
+    ("", PANEL, ["errors", "files", "json_data", "version", "charts"]),
 ]
 # The stops of a gradient, by the room in which it makes them.
 STOPS = {"engine": [1, 3, 5], "bucket": [2], "reduction": [3], "communicator": [4]}

@@ -73,8 +73,10 @@ class Elasticity:
         self._latest = self._since = 0
         self._asked: float | None = None
         self._looked = time.monotonic()
-        self._running = False
-        self._stepped = 0
+        self._running = self._closed = False
+        self._stepped = self._begun = 0
+        # Of a window that an error of this rank's own has ended: what its buffers were before.
+        self._unfinished: list[torch.Tensor] | None = None
         self._hooked: set[int] = set()
         self._before: list[Callable[[], None]] = []
         self._listeners: list[Callable[[Generation], None]] = []
@@ -95,10 +97,18 @@ class Elasticity:
         An attempt is a context that gives the number of the window: it is done by all who take part, or by none.
         """
         while True:
+            if self._running:
+                raise MisuseError("attempts were asked for inside an attempt. Leave its block first")
             self._meet_if_due()
             if self.step >= steps:
                 return
+            begun = self._begun
             yield self._attempt()
+            if self._begun == begun:
+                raise MisuseError(
+                    "an attempt was not entered, so its window was not done and would come again for ever. Write: "
+                    "for attempt in accelerator.elastic.attempts(steps): with attempt as step: …"
+                )
 
     def before_meeting(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` before the ranks of now part because others have come: what they have started they can
@@ -112,12 +122,16 @@ class Elasticity:
         self._watch_optimizers()
         buffers = [buffer.clone() for buffer in self._buffers()]
         self._stepped, self._running = 0, True
+        self._begun += 1
         try:
             yield self.step
         except PeerFailedError as error:
             if isinstance(error, VetoError):
                 raise
             self._lose(error, buffers)
+        except Exception:
+            self._unfinished = buffers
+            raise
         else:
             self.step += 1
         finally:
@@ -134,6 +148,7 @@ class Elasticity:
 
     def close(self) -> None:
         """Take part no longer."""
+        self._closed = True
         self._membership.close()
         self._leave()
 
@@ -165,10 +180,14 @@ class Elasticity:
                 "window. Step once, at the end of the attempt"
             )
 
-    @torch.no_grad()
     def _lose(self, error: PeerFailedError, buffers: Sequence[torch.Tensor]) -> None:
         """The wire is gone. Keeps no traceback: that would keep the generators of the window alive, in its middle."""
         LOGGER.info("step %d: %s", self.step, error)
+        self._drop_window(buffers)
+
+    @torch.no_grad()
+    def _drop_window(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Nothing of it is kept, unless it was complete; and this rank is in no generation any more."""
         if self._stepped:
             self.step += 1
         elif buffers:
@@ -189,6 +208,12 @@ class Elasticity:
     # -- meetings ------------------------------------------------------------------------------------------------------
 
     def _meet_if_due(self) -> None:
+        if self._closed:
+            raise MisuseError("this rank takes part no longer: close() was called. Make another accelerator")
+        if self._unfinished is not None:
+            # Somebody has caught the error and goes on, while others are in the middle of that window.
+            buffers, self._unfinished = self._unfinished, None
+            self._drop_window(buffers)
         if self.generation is None:
             self._meet()
         elif self._is_time_to_look(self.generation):
@@ -307,8 +332,12 @@ class Elasticity:
         self.step = generation.newest_step
         self._since = self._since or generation.number
         self._looked = time.monotonic()
-        for listener in self._listeners:
-            listener(generation)
+        try:
+            for listener in self._listeners:
+                listener(generation)
+        except OSError as error:
+            # A file, and no wire: another meeting would not help.
+            raise GradsyncError(f"generation {generation.number} has met, and then: {error}") from error
 
     def _tell(self, generation: Generation, seconds: float) -> None:
         if generation.communicator.rank == 0:

@@ -29,7 +29,9 @@ def duration(seconds: float) -> str:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
     if seconds >= 60:
         return f"{seconds // 60:.0f} min {math.floor(seconds % 60):02d} s"
-    factor, unit = (1.0, "s") if seconds >= 1 or not seconds else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    # What would be rounded to 1000 of a unit is 1 of the next.
+    units = ((0.9995, 1.0, "s"), (0.9995e-3, 1e3, "ms"), (-math.inf, 1e6, "µs"))
+    factor, unit = next((factor, unit) for least, factor, unit in units if seconds >= least or not seconds)
     return f"{seconds * factor:.3g} {unit}"
 
 

@@ -97,8 +97,11 @@ class _Crew:
         if failure.code == WRONG_USE:
             return False
         self.hopeless = self.hopeless + 1 if failure.code > 0 and lived < HOPELESS_SECONDS else 0
-        if self.hopeless >= HOPELESS or self.replaced >= MOST_REPLACED:
+        if self.hopeless >= HOPELESS:
             _say(f"{failure}; {self.hopeless} ranks in a row have failed soon after their start, so the run ends")
+            return False
+        if self.replaced >= MOST_REPLACED:
+            _say(f"{failure}; {self.replaced} ranks have been replaced in this run, so it ends")
             return False
         self.replaced += 1
         _say(f"{failure}; the others go on, and it is started again")

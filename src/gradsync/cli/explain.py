@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gradsync.errors import ConfigurationError
-from gradsync.recording.files import find_recordings, read_recording, read_recordings
+from gradsync.recording import find_recordings, read_models, read_recordings
 from gradsync.watch.explain import explain_dumps, find_dumps, read_dump
 
 __all__ = ["explain"]
@@ -36,8 +36,8 @@ KINDS: tuple[tuple[Callable[[Path], object], Callable[[Path, int], Any]], ...] =
 def _trace(folder: Path, path: Path) -> int:
     from gradsync.trace.perfetto import write_trace
 
-    models = sorted({read_recording(each).header.model for each in find_recordings(folder)}) or [0]
-    return write_trace([each for model in models for each in read_recordings(folder, model)], path)
+    models = read_models(folder) or [read_recordings(folder)]
+    return write_trace([each for recordings in models for each in recordings], path)
 
 
 def explain(

@@ -31,6 +31,7 @@ __all__ = [
     "is_heard",
     "leave_last_words",
     "one_line",
+    "write_last_words",
 ]
 
 DEBUG = "GRADSYNC_DEBUG"
@@ -73,22 +74,28 @@ def leave_last_words(error: Exception, *, at: float) -> None:
 
     Returns if nobody listens: then it is for this process to print it.
     """
+    is_plain = isinstance(error, GradsyncError) and os.environ.get(DEBUG, "") in ("", "0")
+    # What gradsync says is written to be understood without one.
+    if write_last_words(error, at=at, trace="" if is_plain else _trace_of(error)):
+        os._exit(exit_code_of(error))
+
+
+def write_last_words(error: Exception, *, at: float, trace: str) -> bool:
+    """Tell the launcher of ``error``, with the traceback that it is to show; returns whether there is one."""
     descriptor = _descriptor()
     if descriptor is None:
-        return
-    is_plain = isinstance(error, GradsyncError) and os.environ.get(DEBUG, "") in ("", "0")
+        return False
     words = LastWords(
         at=at,
         kind=type(error).__name__,
         message=one_line(error),
-        # What gradsync says is written to be understood without one.
-        trace="" if is_plain else _trace_of(error),
+        trace=trace[-MOST_LETTERS:],
         is_consequence=isinstance(error, PeerFailedError),
     )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.pwrite(descriptor, json.dumps(vars(words)).encode(), 0)
-    os._exit(exit_code_of(error))
+    return True
 
 
 def _trace_of(error: Exception) -> str:
@@ -97,7 +104,7 @@ def _trace_of(error: Exception) -> str:
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[2].startswith("cli."):
         trace = trace.tb_next
     # Never nothing: it may have been raised right there.
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))[-MOST_LETTERS:]
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
 # -- in the launcher --------------------------------------------------------------------------------------------------

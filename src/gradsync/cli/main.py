@@ -27,8 +27,10 @@ def main() -> None:
     """The command ``gradsync``. Exits with 0, with 1 after an error, with 2 if what was asked for cannot be."""
     try:
         app(prog_name="gradsync")
-    except GradsyncError as error:
-        if os.environ.get(DEBUG, "") not in ("", "0"):
+    except (GradsyncError, OSError) as error:
+        # A file or folder that cannot be read or written says enough by its name.
+        is_plain = isinstance(error, GradsyncError) or error.filename is not None
+        if not is_plain or os.environ.get(DEBUG, "") not in ("", "0"):
             raise
         print(f"gradsync: {one_line(error)}", file=sys.stderr)
         sys.exit(exit_code_of(error))

@@ -1,6 +1,7 @@
 """``gradsync plan``: what a step takes at so many ranks, what would be faster, how fast a link must be."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +11,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from gradsync.charts.words import count, duration
 from gradsync.errors import ConfigurationError
 from gradsync.lab.rate import Rate
 from gradsync.plan.calibration import Calibration
 from gradsync.plan.library import known_machines, known_models, published
 from gradsync.plan.planner import Setting
 from gradsync.plan.recorded import recorded
-from gradsync.plan.report import PlanReport, make_report, rate_words, seconds_words
+from gradsync.plan.report import PlanReport, make_report, rate_words
 
 __all__ = ["plan"]
 
@@ -62,6 +64,10 @@ def plan(
     if listing:
         _list()
         return
+    for option, path in (("--picture", picture), ("--measure", measure)):
+        # Before the work: it would be lost.
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigurationError(f"{option} {path} would lie in a folder that does not exist")
     if measure is not None:
         _measure(measure, hosts)
         return
@@ -70,6 +76,8 @@ def plan(
         raise ConfigurationError(f"--mode is one of {', '.join(MODES)}, got {mode!r}")
     if not 0 < loss < 100:
         raise ConfigurationError(f"--loss is a percentage above 0 and below 100, got {loss:g}")
+    if price is not None and not 0 <= price < math.inf:
+        raise ConfigurationError(f"--price is what a rank costs an hour, 0 or more, got {price:g}")
     setting = Setting(
         ranks=1,
         bucket_mb=bucket_mb,
@@ -102,7 +110,7 @@ def _ranks(text: str) -> list[int]:
 
 def _calibration(path: Path | None, profile: str | None, model: str | None, batch: int | None) -> Calibration:
     if path is not None:
-        if profile or model or batch:
+        if profile or model or batch is not None:
             raise ConfigurationError("give a calibration, or --profile and --model, not both")
         return recorded(path) if path.is_dir() else Calibration.load(path)
     if not profile or not model:
@@ -128,10 +136,10 @@ def _measure(path: Path, hosts: str | None) -> None:
     workload = RealWorkload(layers=6, width=256, batch=2, length=128)
     made = rehearse(Rehearsal(workload=workload, rate=None if hosts is None else Rate.parse(hosts)))
     made.save(path)
-    step, link = seconds_words(made.profile.compute), made.wire.cost("all_reduce", 1 << 20).seconds
+    step, link = duration(made.profile.compute), made.wire.cost("all_reduce", 1 << 20).seconds
     print(
         f"{path}: a step of {step} with {made.profile.nbytes / 1e6:.1f} MB of gradients, and an all-reduce of 1 MiB in "
-        f"{seconds_words(link)}, over {made.facts['wire']}"
+        f"{duration(link)}, over {made.facts['wire']}"
     )
 
 
@@ -146,8 +154,8 @@ def _show(report: PlanReport, price: float | None) -> None:
         parts, size = each.simulated.slowest, each.setting.bucket_mb
         row = [
             f"{each.setting.ranks:,}",
-            seconds_words(each.step),
-            f"{seconds_words(each.low)} – {seconds_words(each.high)}",
+            duration(each.step),
+            f"{duration(each.low)} – {duration(each.high)}",
             f"{parts.exposed / each.step:.0%}",
             f"{report.efficiency(each):.0%}",
             "one" if size is None else f"{size:g} MB",
@@ -159,15 +167,17 @@ def _show(report: PlanReport, price: float | None) -> None:
 
 def _sentences(report: PlanReport) -> list[str]:
     last = report.predictions[-1]
-    lines = [f"One rank alone: {seconds_words(report.alone)} a step, {report.calibration.profile.nbytes / 1e6:.1f} MB."]
+    lines = [f"One rank alone: {duration(report.alone)} a step, {report.calibration.profile.nbytes / 1e6:.1f} MB."]
     lines += [f"  {name}: {words}" for name, words in report.calibration.facts.items()]
     if last.extrapolates:
         lines.append(f"The last line extrapolates: {last.extrapolates}.")
     if not report.calibration.measured:
         lines.append("Nothing here was measured: numbers are those of datasheets and papers.")
-    at = f"at {last.setting.ranks:,} ranks"
+    at = f"at {count(last.setting.ranks, 'rank')}"
     if report.needed is None:
         lines.append(f"No link is fast enough to lose less than {report.loss:.0%} {at}: latencies alone take more.")
+    elif not report.needed:
+        lines.append(f"Any link between hosts is fast enough to lose less than {report.loss:.0%} {at}.")
     else:
         lines.append(f"To lose less than {report.loss:.0%} {at}, the link of a host needs {rate_words(report.needed)}.")
     for advice in report.advice:

@@ -3,6 +3,8 @@
 import shutil
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +14,14 @@ import torch
 import typer
 
 from gradsync.accelerator.environment import read_environment
+from gradsync.cli.last_words import FAILED, write_last_words
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
-from gradsync.errors import ConfigurationError
+from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.explain import explain_recordings
-from gradsync.recording import find_recordings, read_recording, read_recordings
+from gradsync.recording import find_recordings, read_models
 from gradsync.running.account import Account, find_accounts, read_account
 from gradsync.running.rank import all_accounts, common_folder, end_rank, run_rank
-from gradsync.running.script import Script
+from gradsync.running.script import Script, traceback_of
 from gradsync.running.words import tell
 
 __all__ = ["SETTINGS", "run"]
@@ -26,6 +29,8 @@ __all__ = ["SETTINGS", "run"]
 # What follows the script is the script's, whatever it looks like.
 SETTINGS = {"allow_interspersed_args": False}
 MOST_CPU_RANKS = 4
+# Of errors that nobody catches: torch's, which names the rank, and that of our own command line.
+USUAL_HOOKS = ("torch.", "typer.")
 
 
 def run(
@@ -53,7 +58,10 @@ def run(
     script.require()
     if accounts is not None:
         # Who started this rank speaks at the end.
-        end_rank(run_rank(script, keep=keep, folder=accounts)[1])
+        ended = run_rank(script, keep=keep, folder=accounts)[1]
+        if isinstance(ended, Exception) and _leave_to_the_launcher(ended):
+            raise typer.Exit(FAILED)
+        end_rank(ended)
     if inside_a_launch():
         if nproc is not None:
             raise ConfigurationError(
@@ -71,6 +79,21 @@ def run(
         code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks)
         _say(script, folder, [read_account(path) for path in find_accounts(folder)])
     raise typer.Exit(code)
+
+
+def _leave_to_the_launcher(error: Exception) -> bool:
+    """To show the error of the rank that failed first, and a line of each other one. A script that has a hook for its
+    errors has it called instead."""
+    has_own_hook = sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith(USUAL_HOOKS)
+    if has_own_hook or read_environment().world_size == 1:
+        return False
+    # Where a script was when another rank failed says nothing of why.
+    trace = (
+        []
+        if isinstance(error, PeerFailedError)
+        else traceback.format_exception(error.with_traceback(traceback_of(error)))
+    )
+    return write_last_words(error, at=time.time(), trace="".join(trace))
 
 
 def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
@@ -106,8 +129,11 @@ def _folder(record: Path | None) -> Iterator[Path]:
 
 def _say(script: Script, folder: Path, accounts: list[Account]) -> None:
     """Beside what the script writes, which may be read by another program."""
+    if not accounts:
+        # It failed, and has said why.
+        return
     explained = _explained(folder)
-    for line in tell(accounts, str(script), times=not explained) if accounts else ():
+    for line in tell(accounts, str(script), times=not explained):
         print(f"gradsync: {line}", file=sys.stderr)
     for line in explained:
         print(line, file=sys.stderr)
@@ -119,8 +145,8 @@ def _explained(folder: Path) -> list[str]:
     ranks that write elsewhere."""
     lines: list[str] = []
     try:
-        for model in sorted({read_recording(path).header.model for path in find_recordings(folder)}):
-            lines += ["", *explain_recordings(read_recordings(folder, model)).lines()]
+        for recordings in read_models(folder):
+            lines += ["", *explain_recordings(recordings).lines()]
     except ConfigurationError:
         return []
     return lines

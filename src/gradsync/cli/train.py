@@ -130,7 +130,11 @@ def _run_elastic(
         raise ConfigurationError("--max-restarts starts all ranks again; --elastic replaces those that are lost")
     require_torchft()
     return run_elastic_ranks_of(
-        "gradsync", arguments, nproc=ranks, ranks=all_ranks or ranks, min_ranks=settings.min_ranks
+        "gradsync",
+        arguments,
+        nproc=ranks,
+        ranks=ranks if all_ranks is None else all_ranks,
+        min_ranks=settings.min_ranks,
     )
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from gradsync.elastic.lighthouse import require_torchft
 from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.json_data import from_json
 
 __all__ = ["LighthouseMembership", "Member", "Membership", "Standing", "in_order"]
 
@@ -56,12 +57,11 @@ class Standing:
     def read(cls, told: Mapping[str, Any]) -> "Standing":
         """What :func:`dataclasses.asdict` and JSON have made of one."""
         try:
-            host, port = told["meeting_place"]
-            return cls(**{**told, "meeting_place": (str(host), int(port))})
-        except (KeyError, TypeError, ValueError) as error:
+            return from_json(cls, dict(told))
+        except ValueError as error:
             raise GradsyncError(
                 f"a rank that asks to take part says {dict(told)!r}, which is not what this version of gradsync "
-                "says. Use the same version on all machines"
+                f"says ({error}). Use the same version on all machines"
             ) from error
 
 

@@ -83,9 +83,10 @@ class Explanation:
                 yield f"  rank {rank}: " + ", ".join(f"{name} {duration(getattr(parts, name))}" for name in phases)
         wasted = max(0.0, split.synchronizations - 1)
         yield (
-            f"a step has {split.micro_batches:.3g} micro-batches, {split.synchronizations:.3g} synchronizations"
+            f"a step has {_plural(split.micro_batches, 'micro-batch', 'es')}, "
+            + _plural(split.synchronizations, "synchronization")
             + (f" ({wasted:.3g} for nothing)" if wasted >= 0.5 else "")
-            + f" and {split.collectives:.3g} collectives"
+            + f" and {_plural(split.collectives, 'collective')}"
         )
         if not timeline.is_whole:
             yield "what other ranks did is not in here: waiting for one of them counts as wire"
@@ -128,6 +129,12 @@ class Explanation:
 def gained(advice: Advice) -> str:
     """In percent, and as a factor where that is large."""
     return f"{advice.gain:.0%}" if advice.factor < 1.8 else f"{advice.factor:.1f}×"
+
+
+def _plural(number: float, noun: str, ending: str = "s") -> str:
+    """Of a mean."""
+    words = f"{number:.3g}"
+    return f"{words} {noun}{'' if words == '1' else ending}"
 
 
 def shown_buckets(buckets: tuple[BucketSplit, ...]) -> list[BucketSplit]:

@@ -8,16 +8,16 @@ against it.
 """
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from gradsync.errors import ConfigurationError
 from gradsync.files import whole_file
-from gradsync.plan.profile import BucketProfile, StepProfile
+from gradsync.json_data import from_json
+from gradsync.plan.profile import StepProfile
 from gradsync.plan.schedule import REDUCTIONS, ReductionCost, Schedule
 from gradsync.plan.stragglers import Jitter
 from gradsync.plan.topology import Link, Topology
@@ -191,32 +191,6 @@ class Calibration:
                 f"{path} is no calibration of format {FORMAT}. Measure again with: gradsync plan --measure {path}"
             )
         try:
-            return _calibration(data)
-        except (KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path} is a calibration with a part missing or too many: {error}") from None
-
-
-def _calibration(data: dict[str, Any]) -> Calibration:
-    profile = data.pop("profile")
-    buckets = tuple(BucketProfile(**each) for each in profile.pop("buckets"))
-    reductions = {
-        name: ReductionCost(**{**each, "operations": tuple(each["operations"])})
-        for name, each in data.pop("reductions").items()
-    }
-    return Calibration(
-        profile=StepProfile(**profile, buckets=buckets),
-        wire=_wire(data.pop("wire")),
-        jitter=Jitter(**data.pop("jitter")),
-        reductions=reductions,
-        **data,
-    )
-
-
-def _wire(data: dict[str, Any]) -> Wire:
-    topology = data.pop("topology")
-    between, inside = topology.pop("between"), topology.pop("inside")
-    others = {name: _wire(each) for name, each in data.pop("others").items() if name in get_args(Operation)}
-    made = Topology(**topology, between=Link(**between), inside=None if inside is None else Link(**inside))
-    if not math.isfinite(made.between.bandwidth):
-        raise TypeError("a bandwidth is not finite")
-    return Wire(**data, topology=made, others=others)
+            return from_json(cls, data)
+        except ValueError as error:
+            raise ConfigurationError(f"{path} is a calibration with something wrong in it: {error}") from None

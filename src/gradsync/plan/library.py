@@ -45,7 +45,7 @@ def known_models() -> dict[str, str]:
 def published(machine: str, model: str, *, batch: int | None = None) -> Calibration:
     """What a ``machine`` would do with a ``model``, with micro-batches of ``batch`` samples or the usual."""
     host, net = _entry("machines.json", "machine", machine), _entry("models.json", "model", model)
-    samples = batch or int(net["batch"])
+    samples = int(net["batch"]) if batch is None else batch
     if samples < 1:
         raise ConfigurationError(f"a micro-batch has at least one sample, got {samples}")
     seconds = float(net["flops"]) * samples / (float(host["flops"]) * float(host["utilization"]))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from gradsync.charts.canvas import INK, PARTS, SOFT, canvas, colour, legend, require, style
 from gradsync.charts.page import svg_file
+from gradsync.charts.words import compact
 from gradsync.errors import ConfigurationError
 from gradsync.plan.planner import Prediction
 from gradsync.plan.report import PlanReport
@@ -96,7 +97,9 @@ def _draw_advice(axes: "Axes", report: PlanReport) -> None:
     colours = [colour("grey"), *[colour("blue")] * (len(rows) - 1)]
     axes.barh(range(len(rows)), values, 0.62, color=colours)
     for place, value in enumerate(values):
-        axes.annotate(f"{value:.3g}", (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(
+            compact(float(f"{value:.3g}")), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9
+        )
     axes.set_yticks(
         range(len(rows)), [words.replace("send new parameters behind the", "parameters in the") for words, _ in rows]
     )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradsync.bucket.layout import BucketCaps
+from gradsync.charts.words import compact, count
+from gradsync.errors import ConfigurationError
 from gradsync.plan.calibration import Calibration
 from gradsync.plan.schedule import Overlap
 from gradsync.plan.simulator import SimulatedStep, simulate
@@ -32,6 +34,14 @@ class Setting:
     reduction: str = "mean"
     micro_batches: int = 1
     rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb is not None and not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
+            raise ConfigurationError(f"a bucket has a size above 0 MB, got {self.bucket_mb:g}")
+        if self.overlap == "next-forward" and self.reduction != "mean":
+            raise ConfigurationError(
+                f"next-forward is what a sharded optimizer does, and that sends exact means; got {self.reduction!r}"
+            )
 
     def __str__(self) -> str:
         words = ["one bucket" if self.bucket_mb is None else f"buckets of {self.bucket_mb:g} MB"]
@@ -100,10 +110,10 @@ def extrapolation(calibration: Calibration, setting: Setting) -> str:
     words = []
     measured = calibration.wire.ranks
     if setting.ranks > measured:
-        words.append(f"{setting.ranks / measured:,.3g} times the {measured} ranks it is calibrated on")
+        words.append(f"{compact(setting.ranks / measured)} times the {count(measured, 'rank')} it is calibrated on")
     if setting.rate and calibration.link and not math.isclose(setting.rate, calibration.link, rel_tol=0.01):
         times = setting.rate / calibration.link
-        words.append(f"a link {times:.3g} times as fast" if times > 1 else f"a link {1 / times:.3g} times as slow")
+        words.append(f"a link {compact(max(times, 1 / times))} times as {'fast' if times > 1 else 'slow'}")
     smallest = min((bucket.nbytes for bucket in calibration.profile.buckets), default=0)
     if setting.bucket_mb is not None and 0 < setting.bucket_mb * MIB < smallest:
         words.append(f"buckets smaller than the smallest that was measured ({smallest / MIB:.3g} MB)")
@@ -159,7 +169,7 @@ def settle(calibration: Calibration, measured: Sequence[tuple[Setting, float]]) 
 
 def rate_for(calibration: Calibration, setting: Setting, loss: float) -> float | None:
     """Bytes a second a link must have so that a step takes at most ``loss`` (0.05 for 5 %) longer than without a wire;
-    None if no link is fast enough, since latency alone takes more."""
+    None if no link is fast enough, since latency alone takes more, and 0 if any is: ranks of one host use none."""
     profile = calibration.profile.accumulating(setting.micro_batches)
     jitter = calibration.jitter.quantile(CHANCES[1], setting.ranks)
     bound = profile.slowed(jitter).compute * (1 + loss)
@@ -173,6 +183,8 @@ def rate_for(calibration: Calibration, setting: Setting, loss: float) -> float |
 def _smallest(fits: Callable[[float], bool], *, low: float, high: float) -> float | None:
     if not fits(high):
         return None
+    if fits(low):
+        return 0.0
     while high / low > 1.01:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from gradsync.plan.calibration import Calibration
 from gradsync.plan.planner import Prediction, Setting, best_setting, predict, rate_for
 
-__all__ = ["Advice", "PlanReport", "make_report", "rate_words", "seconds_words"]
+__all__ = ["Advice", "PlanReport", "make_report", "rate_words"]
 
 # What is tried, beside what was asked for.
 ACCUMULATIONS = (2, 4, 8)
@@ -103,11 +103,6 @@ def _advice(
         for words, line, better in found
     ]
     return sorted((each for each in advice if each.gain >= WORTH_SAYING), key=lambda each: -each.gain)
-
-
-def seconds_words(seconds: float) -> str:
-    """``1.24 s``, ``87.3 ms``."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def rate_words(rate: float) -> str:

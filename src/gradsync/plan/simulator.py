@@ -177,10 +177,7 @@ class _Run:
         profile = rank.profile
         for number in range(self._warm_up + self._counted):
             rank.begin()
-            for _ in range(profile.micro_batches - 1):
-                yield "data", profile.data
-                yield "forward", profile.forward
-                yield "backward", profile.backward
+            yield from self._accumulate(profile)
             yield "data", profile.data
             yield "forward", profile.forward
             yield from self._backward(rank, number)
@@ -195,15 +192,21 @@ class _Run:
             rank.begin()
             yield "data", profile.data
             yield from self._awaiting_forward(rank, number - 1)
-            for _ in range(profile.micro_batches - 1):
-                yield "backward", profile.backward
-                yield "data", profile.data
-                yield "forward", profile.forward
+            # All that was gathered has arrived in the first forward.
+            yield from self._accumulate(profile)
             yield from self._backward(rank, number)
             for bucket in profile.buckets:
                 yield "wire", self._reductions[number, bucket.index]
             yield from self._scattered_step(rank, number)
         rank.begin()
+
+    def _accumulate(self, profile: StepProfile) -> Generator[tuple[str, Wait], None, None]:
+        """All micro-batches but the one that synchronizes. The wire rests, so that their order does not matter."""
+        more = profile.micro_batches - 1
+        if more:
+            yield "data", more * profile.data
+            yield "forward", more * profile.forward
+            yield "backward", more * profile.backward
 
     def _backward(self, rank: _Rank, number: int) -> Generator[tuple[str, Wait], None, None]:
         """The backward that synchronizes: what is ready is started, the last bucket at the end."""

@@ -73,7 +73,7 @@ class Jitter:
 
     def _usual(self, chance: float) -> float:
         chance = min(max(chance, 1e-300), 1 - 1e-16)
-        return math.exp(self.sigma * NORMAL.inv_cdf(chance)) if self.sigma else 1.0
+        return math.exp(min(self.sigma * NORMAL.inv_cdf(chance), math.log(MOST))) if self.sigma else 1.0
 
     def _below(self, factor: float) -> float:
         return NORMAL.cdf(math.log(factor) / self.sigma) if self.sigma else float(factor >= 1.0)

@@ -9,7 +9,7 @@
     clocks     how far each rank's clock is from rank 0's
 """
 
-from gradsync.recording.files import find_recordings, read_recording, read_recordings
+from gradsync.recording.files import find_recordings, read_models, read_recording, read_recordings
 from gradsync.recording.recorder import Recorder, close_recorders
 from gradsync.recording.steps import (
     BucketPart,
@@ -36,6 +36,7 @@ __all__ = [
     "Synchronization",
     "close_recorders",
     "find_recordings",
+    "read_models",
     "read_recording",
     "read_recordings",
 ]

@@ -21,20 +21,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.communicator.naming import listed
+from gradsync.communicator.naming import absent, listed
 from gradsync.errors import ConfigurationError
 from gradsync.files import whole_file
-from gradsync.recording.steps import (
-    BucketPart,
-    BucketTimes,
-    Clock,
-    GatherTimes,
-    Header,
-    Recording,
-    Span,
-    Step,
-    Synchronization,
-)
+from gradsync.json_data import from_json
+from gradsync.recording.steps import BucketPart, BucketTimes, GatherTimes, Header, Recording, Span, Step
 
 __all__ = [
     "FOLDER",
@@ -42,6 +33,7 @@ __all__ = [
     "find_recordings",
     "lines_of",
     "parse_recording",
+    "read_models",
     "read_recording",
     "read_recordings",
     "write_lines",
@@ -73,33 +65,7 @@ def end_line(total: int, *, ended: bool) -> str:
 
 
 def step_line(step: Step) -> str:
-    return _line(
-        {
-            "kind": "step",
-            "number": step.number,
-            "layout": step.layout,
-            "begin": _short(step.begin),
-            "end": _short(step.end),
-            "micro_batches": step.micro_batches,
-            "spans": [[span.name, _short(span.begin), _short(span.end)] for span in step.spans],
-            "synchronizations": [
-                {
-                    "begin": _short(each.begin),
-                    "backward_end": _short(each.backward_end),
-                    "finished": _short(each.finished),
-                    "buckets": [
-                        [bucket.index, *map(_short, (bucket.ready, bucket.start, bucket.reduced, bucket.finish))]
-                        for bucket in each.buckets
-                    ],
-                }
-                for each in step.synchronizations
-            ],
-            "gathers": [
-                [gather.index, gather.nbytes, *map(_short, (gather.start, gather.end, gather.needed, gather.arrived))]
-                for gather in step.gathers
-            ],
-        }
-    )
+    return _line({"kind": "step", **_told(step)})
 
 
 def lines_of(recording: Recording) -> Iterator[str]:
@@ -120,9 +86,18 @@ def _line(content: dict[str, Any]) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _short(moment: float | None) -> float | None:
-    """To the tenth of a microsecond, which is more than a clock is worth."""
-    return None if moment is None else round(moment, 7)
+def _told(value: Any) -> Any:
+    """Objects, and arrays for what there is much of. Times to the tenth of a microsecond, which is more than a clock is
+    worth."""
+    if isinstance(value, float):
+        return round(value, 7)
+    if isinstance(value, tuple):
+        return [_told(each) for each in value]
+    if isinstance(value, Span | BucketTimes | GatherTimes):
+        return [_told(each) for each in vars(value).values()]
+    if dataclasses.is_dataclass(value):
+        return {name: _told(each) for name, each in vars(value).items()}
+    return value
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -145,89 +120,99 @@ def read_recording(path: Path) -> Recording:
 def parse_recording(text: str, path: str) -> Recording:
     """What a rank has written, or sent; ``path`` is where it came from."""
     try:
-        first, *lines = [json.loads(line) for line in text.splitlines() if line]
-        if first.get("kind") != "recording":
-            raise ValueError(f"its first line is of kind {first.get('kind')!r}")
-        if first["format"] != FORMAT:
+        first, *lines = [json.loads(line) for line in text.splitlines() if line] or [None]
+        if not isinstance(first, dict) or first.get("kind") != "recording":
+            raise ValueError("it does not begin as one")
+        if first.get("format") != FORMAT:
             raise ConfigurationError(
-                f"{path} has format {first['format']}, and {FORMAT} is read here: read it with the gradsync that has "
-                f"written it ({first.get('versions', {}).get('gradsync', 'unknown')}), or record anew"
+                f"{path} has format {first.get('format')}, and {FORMAT} is read here: read it with the gradsync that "
+                f"has written it{_version(first)}, or record anew"
             )
-        end = next((line for line in lines if line["kind"] == "end"), {"total": 0, "ended": False})
-        return Recording(
-            header=_header(first),
-            layouts=tuple(
-                tuple(
-                    BucketPart(nbytes=each["nbytes"], parameters=tuple(each["parameters"])) for each in line["buckets"]
-                )
-                for line in lines
-                if line["kind"] == "layout"
-            ),
-            steps=tuple(_step(line) for line in lines if line["kind"] == "step"),
-            total=int(end["total"]),
-            ended=bool(end["ended"]),
+        kinds: dict[str, list[Any]] = {"layout": [], "step": [], "end": []}
+        for line in lines:
+            kinds[line["kind"]].append(line)
+        return _checked(
+            Recording(
+                header=from_json(Header, first),
+                layouts=tuple(from_json(_Layout, line).buckets for line in kinds["layout"]),
+                steps=tuple(from_json(Step, line) for line in kinds["step"]),
+                **vars(from_json(_End, kinds["end"][0]) if kinds["end"] else _End()),
+            )
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigurationError):
             raise
-        raise ConfigurationError(f"{path} is no recording of a rank: {error!r}") from error
+        words = str(error) if type(error) is not KeyError else f"there is a line without a kind that is known: {error}"
+        raise ConfigurationError(f"{path} is no recording of a rank: {words}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layout:
+    buckets: tuple[BucketPart, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _End:
+    total: int = 0
+    ended: bool = False
+
+
+def _version(first: dict[str, Any]) -> str:
+    versions = first.get("versions")
+    return f" ({versions.get('gradsync')})" if isinstance(versions, dict) else ""
+
+
+def _checked(recording: Recording) -> Recording:
+    """What types alone do not say."""
+    header = recording.header
+    if not 0 <= header.rank < header.world_size:
+        raise ValueError(f"it is of rank {header.rank} of {header.world_size}")
+    for step in recording.steps:
+        if step.layout >= len(recording.layouts):
+            raise ValueError(f"step {step.number} has buckets of layout {step.layout}, which is not there")
+    return recording
 
 
 def read_recordings(folder: Path, model: int = 0) -> list[Recording]:
     """Those of all ranks, in order. ConfigurationError unless they belong together, and something was recorded."""
-    recordings = [read_recording(path) for path in find_recordings(folder)]
-    found = {each.header.rank: each for each in recordings if each.header.model == model}
-    if not found:
+    models = _models(folder)
+    if not models:
         raise ConfigurationError(
             f"there is no recording in {folder}: run the training with GRADSYNC_RECORD={folder}, or with gradsync "
             "train, which always records"
         )
-    sizes = {each.header.world_size for each in found.values()}
-    if len(sizes) > 1:
+    if model not in models:
+        known = listed([str(number) for number in sorted(models)])
+        raise ConfigurationError(f"{folder} has no recording of model {model}, only of {known}")
+    return _whole(models[model], folder)
+
+
+def read_models(folder: Path) -> list[list[Recording]]:
+    """For each model that was recorded what :func:`read_recordings` has of it."""
+    return [_whole(recordings, folder) for _, recordings in sorted(_models(folder).items())]
+
+
+def _models(folder: Path) -> dict[int, list[Recording]]:
+    models: dict[int, list[Recording]] = {}
+    for path in find_recordings(folder):
+        recording = read_recording(path)
+        models.setdefault(recording.header.model, []).append(recording)
+    return models
+
+
+def _whole(recordings: Sequence[Recording], folder: Path) -> list[Recording]:
+    """All ranks of one run."""
+    found = {each.header.rank: each for each in recordings}
+    size, *others = sorted({each.header.world_size for each in recordings})
+    if others:
         raise ConfigurationError(
-            f"{folder} has recordings of runs with {listed([str(size) for size in sorted(sizes)])} ranks: record every "
-            "run into a folder of its own"
+            f"{folder} has recordings of runs with {listed([str(each) for each in (size, *others)])} ranks: record "
+            "every run into a folder of its own"
         )
-    missing = sorted(set(range(max(sizes))) - set(found))
+    missing = absent(found, size)
     if missing:
         raise ConfigurationError(
-            f"{folder} has no recording of {listed([f'rank {rank}' for rank in missing])}: ranks on other hosts write "
-            "theirs there. Bring all files together in one folder"
+            f"{folder} has no recording of {missing}: ranks on other hosts write theirs there. Bring all files "
+            "together in one folder"
         )
-    return [found[rank] for rank in sorted(found)]
-
-
-def _header(line: dict[str, Any]) -> Header:
-    known = {field.name for field in dataclasses.fields(Header)}
-    values = {name: value for name, value in line.items() if name in known}
-    values["caps"] = tuple(values.get("caps") or ())
-    values["link"] = None if values.get("link") is None else tuple(values["link"])
-    values["clock"] = Clock(**values["clock"])
-    return Header(**values)
-
-
-def _step(line: dict[str, Any]) -> Step:
-    return Step(
-        number=line["number"],
-        layout=line["layout"],
-        begin=line["begin"],
-        end=line["end"],
-        micro_batches=line["micro_batches"],
-        spans=tuple(Span(name=name, begin=begin, end=end) for name, begin, end in line["spans"]),
-        synchronizations=tuple(
-            Synchronization(
-                begin=each["begin"],
-                backward_end=each["backward_end"],
-                finished=each["finished"],
-                buckets=tuple(
-                    BucketTimes(index=index, ready=ready, start=start, reduced=reduced, finish=finish)
-                    for index, ready, start, reduced, finish in each["buckets"]
-                ),
-            )
-            for each in line["synchronizations"]
-        ),
-        gathers=tuple(
-            GatherTimes(index=index, nbytes=nbytes, start=start, end=end, needed=needed, arrived=arrived)
-            for index, nbytes, start, end, needed, arrived in line["gathers"]
-        ),
-    )
+    return [found[rank] for rank in range(size)]

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +60,8 @@ WRITTEN_AFTER = (5.0, 15.0, 60.0)
 
 # Those with a folder that were not closed yet. They hold no model, and outlive it.
 _unwritten: "list[Recorder]" = []
+# How many models of each rank were recorded to each folder.
+_models: Counter[tuple[Path, int]] = Counter()
 
 
 class Recorder:
@@ -104,17 +106,19 @@ class Recorder:
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
             self._now = _event
-        number = self._count_before(synchronizer) if self._header is None else self._header.model
+        number = self._next_number(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
         if self.folder is not None and self not in _unwritten:
             _unwritten.append(self)
             self._due = time.monotonic() + self._waits[0]
 
-    def _count_before(self, synchronizer: Synchronizer) -> int:
-        """How many models of this rank are being recorded to the same folder."""
-        rank = synchronizer.options.communicator.rank
-        others = [each for each in _unwritten if each.folder == self.folder and each._header is not None]
-        return 0 if self.folder is None else sum(each._header.rank == rank for each in others if each._header)
+    def _next_number(self, synchronizer: Synchronizer) -> int:
+        """One that no other model of this rank has in the folder, ended or not: it would lose its file."""
+        if self.folder is None:
+            return 0
+        key = self.folder, synchronizer.options.communicator.rank
+        _models[key] += 1
+        return _models[key] - 1
 
     def align(self, clock: Clock) -> None:
         """Ranks have measured their clocks."""
@@ -326,7 +330,8 @@ class Recorder:
 @atexit.register
 def close_recorders() -> None:
     """At the end of the process, or before one that ends by ``os._exit``."""
-    for recorder in _unwritten:
+    # Each takes itself off the list.
+    for recorder in _unwritten.copy():
         recorder.close()
 
 

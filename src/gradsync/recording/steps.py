@@ -1,7 +1,7 @@
 """What a recording is made of. All times are seconds on the clock of the rank that wrote them (``time.perf_counter``);
 with :class:`Clock` they become rank 0's."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 __all__ = [
@@ -49,8 +49,8 @@ class BucketTimes:
     None is what nobody told of."""
 
     index: int
-    start: float
     ready: float | None = None
+    start: float
     reduced: float | None = None
     finish: float | None = None
 
@@ -110,44 +110,19 @@ class Step:
 
     def shifted(self, seconds: float) -> "Step":
         """The same step, on a clock that is so many seconds ahead."""
+        moved: Step = _moved(self, seconds)
+        return moved
 
-        def moved(value: float | None) -> Any:
-            return None if value is None else value + seconds
 
-        return replace(
-            self,
-            begin=self.begin + seconds,
-            end=self.end + seconds,
-            spans=tuple(replace(span, begin=span.begin + seconds, end=span.end + seconds) for span in self.spans),
-            synchronizations=tuple(
-                Synchronization(
-                    begin=each.begin + seconds,
-                    backward_end=each.backward_end + seconds,
-                    finished=each.finished + seconds,
-                    buckets=tuple(
-                        replace(
-                            bucket,
-                            start=moved(bucket.start),
-                            ready=moved(bucket.ready),
-                            reduced=moved(bucket.reduced),
-                            finish=moved(bucket.finish),
-                        )
-                        for bucket in each.buckets
-                    ),
-                )
-                for each in self.synchronizations
-            ),
-            gathers=tuple(
-                replace(
-                    gather,
-                    start=moved(gather.start),
-                    end=moved(gather.end),
-                    needed=moved(gather.needed),
-                    arrived=moved(gather.arrived),
-                )
-                for gather in self.gathers
-            ),
-        )
+def _moved(value: Any, seconds: float) -> Any:
+    """All that is a float here is a moment."""
+    if isinstance(value, float):
+        return value + seconds
+    if isinstance(value, tuple):
+        return tuple([_moved(each, seconds) for each in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{name: _moved(each, seconds) for name, each in vars(value).items()})
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

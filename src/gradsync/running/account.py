@@ -5,14 +5,17 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from gradsync.errors import ConfigurationError
 from gradsync.files import whole_file
+from gradsync.json_data import from_json
 
-__all__ = ["Account", "WrapperAccount", "account_path", "find_accounts", "read_account", "write_account"]
+__all__ = ["Account", "Kind", "WrapperAccount", "account_path", "find_accounts", "read_account", "write_account"]
 
 VERSION = 1
+# Whose class wraps a model.
+Kind = Literal["torch", "gradsync"]
 NAME = re.compile(r"run-rank-(\d+)\.json")
 
 
@@ -25,7 +28,7 @@ class WrapperAccount:
     ``wire`` and ``hidden`` those that torch's class has measured of its own collectives. None is what was not seen.
     """
 
-    kind: str
+    kind: Kind
     model: str
     parameters: int
     nbytes: int
@@ -93,16 +96,15 @@ def find_accounts(folder: Path) -> list[Path]:
 def read_account(path: Path) -> Account:
     """Raises if the file is of another version, or not whole."""
     try:
-        told: dict[str, Any] = json.loads(path.read_bytes())
-        version = told.pop("version")
+        told = json.loads(path.read_bytes())
+        version = told.get("version") if isinstance(told, dict) else None
         if version != VERSION:
             raise ConfigurationError(
                 f"{path} was written by another version of gradsync (format {version}, this one reads {VERSION}). Read "
                 "it with that one, or run the script again"
             )
-        told["wrappers"] = tuple(WrapperAccount(**each) for each in told["wrappers"])
-        return Account(**told)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return from_json(Account, told)
+    except (OSError, ValueError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"{path} cannot be read as the account of a rank: {error}") from error

@@ -17,6 +17,7 @@ from gradsync.recording.setting import VARIABLE
 from gradsync.running.account import Account, account_path, find_accounts, read_account, write_account
 from gradsync.running.children import Settings, begin_with_children, say_if_ranks_are_started
 from gradsync.running.script import Script, leave_as_python_would
+from gradsync.watch import say_goodbye
 
 __all__ = ["all_accounts", "common_folder", "end_rank", "run_rank"]
 
@@ -50,6 +51,8 @@ def run_rank(script: Script, *, keep: bool, folder: Path) -> tuple[Account | Non
     except (SystemExit, KeyboardInterrupt) as error:
         ended = error
     except BaseException as error:
+        # Others wait for this rank: they are to hear of the error, and not only that it has ended.
+        say_goodbye(error)
         # Now, and not at the end of the process, when the folder may be gone.
         close_recorders()
         return None, error

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Script"]
+__all__ = ["Script", "leave_as_python_would", "traceback_of"]
 
 FAILED, INTERRUPTED = 1, 130
 OURS = __name__.rpartition(".")[0] + "."
@@ -101,13 +101,17 @@ def leave_as_python_would(error: BaseException) -> NoReturn:
     if isinstance(error, SystemExit):
         raise error
     sys.stdout.flush()
-    own = without_our_frames(error.__traceback__)
-    if isinstance(error, SyntaxError) and own is error.__traceback__:
-        # Of the script itself, which has not begun: the error says where.
-        own = None
+    own = traceback_of(error)
     sys.excepthook(type(error), error.with_traceback(own), own)
     sys.stderr.flush()
     raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+
+
+def traceback_of(error: BaseException) -> TracebackType | None:
+    """The script's own part of it."""
+    own = without_our_frames(error.__traceback__)
+    # Of a script that could not be compiled, and has not begun, the error says where.
+    return None if isinstance(error, SyntaxError) and own is error.__traceback__ else own
 
 
 def without_our_frames(trace: TracebackType | None) -> TracebackType | None:

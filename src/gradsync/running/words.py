@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from gradsync.charts.words import duration, size
-from gradsync.communicator.naming import listed
-from gradsync.running.account import Account, WrapperAccount
+from gradsync.charts.words import count, duration, size
+from gradsync.communicator.naming import absent
+from gradsync.running.account import Account, Kind, WrapperAccount
 from gradsync.running.clock import PHASES, REST
 
 __all__ = ["tell"]
 
-NAMES = {"torch": "torch's DistributedDataParallel", "gradsync": "gradsync's DistributedDataParallel"}
+NAMES: dict[Kind, str] = {"torch": "torch's DistributedDataParallel", "gradsync": "gradsync's DistributedDataParallel"}
 MORE_THAN_NOTHING = 0.001
 
 
@@ -20,10 +20,9 @@ def tell(accounts: Sequence[Account], script: str, *, times: bool = True) -> lis
         return [_never_wrapped(accounts, script)]
     lines = []
     first = next(account for account in accounts if account.wrappers)
-    missing = sorted(set(range(first.world_size)) - {account.rank for account in accounts})
+    missing = absent({account.rank for account in accounts}, first.world_size)
     if missing:
-        ranks = listed([f"rank {rank}" for rank in missing])
-        lines.append(f"there is no account of {ranks}: what follows is of the others")
+        lines.append(f"there is no account of {missing}: what follows is of the others")
     if not first.steps:
         return [*lines, f"{script} wrapped a model, but no optimizer stepped on its parameters after a backward"]
     lines += _where_time_went(first, accounts, times=times)
@@ -35,7 +34,7 @@ def tell(accounts: Sequence[Account], script: str, *, times: bool = True) -> lis
 
 def _never_wrapped(accounts: Sequence[Account], script: str) -> str:
     called = sum(sum(account.called.values()) for account in accounts)
-    others = f"; it started {called} collectives itself" if called else ""
+    others = f"; it started {count(called, 'collective')} itself" if called else ""
     if max((account.world_size for account in accounts), default=1) == 1:
         others += ". It ran on one rank, where there is nothing to synchronize: see --nproc"
     return (
@@ -46,15 +45,16 @@ def _never_wrapped(accounts: Sequence[Account], script: str) -> str:
 
 def _where_time_went(first: Account, accounts: Sequence[Account], *, times: bool) -> list[str]:
     each = first.total / first.steps
-    ranks = "1 rank" if first.world_size == 1 else f"{first.world_size} ranks"
-    lines = [f"{first.steps} optimizer steps on {ranks}, {duration(each)} a step" + (f"; rank {first.rank}:" * times)]
+    steps, ranks = count(first.steps, "optimizer step"), count(first.world_size, "rank")
+    lines = [f"{steps} on {ranks}, {duration(each)} a step" + (f"; rank {first.rank}:" * times)]
     for phase in PHASES if times else ():
-        share = first.seconds[phase] / first.total if first.total else 0.0
+        own = first.seconds.get(phase, 0.0)
+        share = own / first.total if first.total else 0.0
         if share < MORE_THAN_NOTHING and phase != REST:
             continue
-        spread = _spread([account.seconds[phase] / account.steps for account in accounts if account.steps])
+        spread = _spread([account.seconds.get(phase, 0.0) / account.steps for account in accounts if account.steps])
         name = "all else" if phase == REST else phase
-        lines.append(f"  {name:10}{share:6.1%}  {duration(first.seconds[phase] / first.steps):>9}{spread}")
+        lines.append(f"  {name:10}{share:6.1%}  {duration(own / first.steps):>9}{spread}")
     return lines
 
 
@@ -68,13 +68,13 @@ def _of_wrapper(wrapper: WrapperAccount, account: Account) -> list[str]:
         return [f"{what} was wrapped by {NAMES[wrapper.kind]} and never trained"]
     per_step = wrapper.collectives / wrapper.steps
     lines = [
-        f"{what} in {NAMES[wrapper.kind]}: {_number(per_step)} collectives a step "
+        f"{what} in {NAMES[wrapper.kind]}: {_plural(per_step, 'collective')} a step "
         f"({_plural(wrapper.buckets, 'bucket')}), {_number(wrapper.synchronized / wrapper.steps)} of "
         f"{_plural(wrapper.backwards / wrapper.steps, 'backward')} synchronized"
     ]
     if wrapper.broadcasts:
-        lines.append(f"  and {_number(wrapper.broadcasts / wrapper.steps)} broadcasts of buffers a step")
-    lines += _wasted(wrapper, account) if wrapper.wasted else ["  none of them was wasted"]
+        lines.append(f"  and {_plural(wrapper.broadcasts / wrapper.steps, 'broadcast')} of buffers a step")
+    lines += _wasted(wrapper, account) if wrapper.wasted and wrapper.synchronized else ["  none of them was wasted"]
     if wrapper.wire is not None and wrapper.hidden is not None and wrapper.exposed is not None:
         lines.append(
             f"  by its own measure they are under way for {duration(wrapper.wire)} of a backward, "
@@ -100,7 +100,7 @@ def _wasted(wrapper: WrapperAccount, account: Account) -> list[str]:
 def _of_calls(account: Account) -> list[str]:
     if not account.called:
         return []
-    told = ", ".join(f"{count} {name}" for name, count in sorted(account.called.items(), key=lambda each: -each[1]))
+    told = ", ".join(f"{number} {name}" for name, number in sorted(account.called.items(), key=lambda each: -each[1]))
     return [f"started through torch.distributed beside these: {told}"]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine.backward_watch import tensors_in
-from gradsync.running.account import WrapperAccount
+from gradsync.running.account import Kind, WrapperAccount
 from gradsync.wrap.torch_names import TorchDDP
 
 __all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
@@ -31,7 +31,7 @@ ASKED = 3
 class WatchedWrapper(ABC):
     """The counts of one wrapper; a subclass says how often it has synchronized, and what each time takes."""
 
-    kind: str
+    kind: Kind
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)

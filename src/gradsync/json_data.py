@@ -1,0 +1,138 @@
+"""Dataclasses from JSON: what a file or another process says is held against the types that the class has.
+
+Files are copied, cut off and edited, and other versions write them. So no value gets further than here that is not of
+the kind its class expects, and what is wrong is said with its place: ``profile.buckets[3].nbytes: …``. Numbers are
+finite. Names that the class does not have are passed over, those it has a default for may be missing.
+"""
+
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+__all__ = ["from_json"]
+
+T = TypeVar("T")
+Reader = Callable[[Any], Any]
+
+
+def from_json(kind: type[T], told: object) -> T:
+    """An object of ``kind``. A dataclass is told as an object, or as an array in the order of its fields.
+
+    ValueError if it cannot be.
+    """
+    read: Callable[[object], T] = _reader(typing.cast(Any, kind))
+    return read(told)
+
+
+class _ValueError(ValueError):
+    """What is wrong, and where."""
+
+    def __init__(self, words: str, path: str = "") -> None:
+        super().__init__(f"{path.removeprefix('.')}: {words}" if path else words)
+        self.words, self.path = words, path
+
+    @classmethod
+    def inside(cls, place: str, error: ValueError) -> "_ValueError":
+        known = error if isinstance(error, cls) else cls(str(error))
+        return cls(known.words, place + known.path)
+
+
+@cache
+def _reader(kind: Any) -> Reader:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        return lambda told: _object(kind, told)
+    if origin is tuple and inner[-1] is Ellipsis:
+        return lambda told: _tuple(told, (inner[0],) * len(_wanted(list, told, "an array")))
+    if origin is tuple:
+        return lambda told: _tuple(told, inner)
+    if origin in (dict, Mapping):
+        return lambda told: _mapping(told, *inner)
+    if origin is typing.Literal:
+        return lambda told: _one_of(told, inner)
+    if origin is types.UnionType and types.NoneType in inner:
+        (other,) = (each for each in inner if each is not types.NoneType)
+        return lambda told: None if told is None else _reader(other)(told)
+    simple: dict[Any, Reader] = {
+        float: _number,
+        int: lambda told: _wanted(int, told, "a whole number"),
+        bool: lambda told: _wanted(bool, told, "true or false"),
+        str: lambda told: _wanted(str, told, "words"),
+    }
+    return simple[kind]
+
+
+def _wanted(kind: type[T], told: Any, words: str) -> T:
+    # Not isinstance: True is a number to Python, and to nobody who writes one.
+    if type(told) is not kind:
+        raise _ValueError(f"expected {words}, got {_short(told)}")
+    return told
+
+
+def _number(told: Any) -> float:
+    if type(told) not in (float, int) or not math.isfinite(told):
+        raise _ValueError(f"expected a finite number, got {_short(told)}")
+    return float(told)
+
+
+def _one_of(told: Any, names: tuple[Any, ...]) -> Any:
+    if told not in names:
+        raise _ValueError(f"expected one of {', '.join(map(str, names))}, got {_short(told)}")
+    return told
+
+
+def _tuple(told: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(_wanted(list, told, "an array")) != len(kinds):
+        raise _ValueError(f"expected {len(kinds)} values, got {len(told)}")
+    made = []
+    for place, (kind, each) in enumerate(zip(kinds, told, strict=True)):
+        try:
+            made.append(_reader(kind)(each))
+        except ValueError as error:
+            raise _ValueError.inside(f"[{place}]", error) from None
+    return tuple(made)
+
+
+def _mapping(told: Any, name_kind: Any, kind: Any) -> dict[Any, Any]:
+    made = {}
+    for name, value in _wanted(dict, told, "an object").items():
+        try:
+            made[_reader(name_kind)(name)] = _reader(kind)(value)
+        except ValueError as error:
+            raise _ValueError.inside(f".{name}", error) from None
+    return made
+
+
+def _object(kind: Any, told: Any) -> Any:
+    readers = _readers(kind)
+    if type(told) is list and len(told) == len(readers):
+        told = dict(zip(readers, told, strict=True))
+    values = {}
+    for name, (read, is_needed) in readers.items():
+        if name in _wanted(dict, told, "an object"):
+            try:
+                values[name] = read(told[name])
+            except ValueError as error:
+                raise _ValueError.inside(f".{name}", error) from None
+        elif is_needed:
+            raise _ValueError(f"{name} is missing")
+    return kind(**values)
+
+
+@cache
+def _readers(kind: Any) -> dict[str, tuple[Reader, bool]]:
+    """By name, with whether it must be told. Looked up late: a class may have others of its own kind inside."""
+    types_of = typing.get_type_hints(kind)
+    return {
+        each.name: (_reader(types_of[each.name]), each.default is MISSING and each.default_factory is MISSING)
+        for each in fields(kind)
+    }
+
+
+def _short(told: Any) -> str:
+    words = repr(told)
+    return words if len(words) < 60 else f"{words[:57]}…"
