@@ -87,6 +87,7 @@ def step_line(step: Step) -> str:
                     "begin": _short(each.begin),
                     "backward_end": _short(each.backward_end),
                     "finished": _short(each.finished),
+                    "busy": _short(each.busy),
                     "buckets": [
                         [bucket.index, *map(_short, (bucket.ready, bucket.start, bucket.reduced, bucket.finish))]
                         for bucket in each.buckets
@@ -223,6 +224,8 @@ def _step(line: dict[str, Any]) -> Step:
                     BucketTimes(index=index, ready=ready, start=start, reduced=reduced, finish=finish)
                     for index, ready, start, reduced, finish in each["buckets"]
                 ),
+                # Those that were written before it was counted have none.
+                busy=each.get("busy"),
             )
             for each in line["synchronizations"]
         ),

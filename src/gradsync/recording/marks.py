@@ -33,7 +33,8 @@ class Kind(enum.IntEnum):
     ARRIVED = enum.auto()
 
 
-# What, of what (a bucket's index, or what becomes of it on the wire: index, start, and when it was reduced), when.
+# What, of what (a bucket's index, or what becomes of it on the wire: index, start, and when it was reduced; of a
+# backward how long its thread had been on a core), when.
 Marks = list[tuple[Kind, Any, Any]]
 
 # A moment, as marks have it, in seconds.
@@ -60,6 +61,8 @@ class _Walk:
 
     def _forget(self) -> None:
         self._began: float | None = None
+        self._on_core: float | None = None
+        self._busy: float | None = None
         self._ended: float | None = None
         self._ready: dict[int, float] = {}
         self._started: dict[int, Any] = {}
@@ -91,9 +94,12 @@ class _Walk:
             self.micro_batches += 1
             self._ready.clear()
             self._began, self._ended = now, None
+            self._on_core, self._busy = what, None
         elif kind is Kind.BACKWARD_END:
             self._until(now)
             self._doing, self._ended = _ENDING, now
+            if what is not None and self._on_core is not None:
+                self._busy = what - self._on_core
         elif kind is Kind.STEP:
             self._until(now)
             self._doing, self._in_step = "optimizer", True
@@ -143,7 +149,11 @@ class _Walk:
             for index, (start, reduced) in sorted(self._started.items())
         )
         end = now if self._ended is None else self._ended
-        self.synchronizations.append(Synchronization(begin=begin, backward_end=end, finished=now, buckets=buckets))
+        # Less than nothing: it has ended on another thread than it began on. Two clocks are read one after the other.
+        busy = None if self._busy is None or self._busy < 0 else min(self._busy, end - begin)
+        self.synchronizations.append(
+            Synchronization(begin=begin, backward_end=end, finished=now, buckets=buckets, busy=busy)
+        )
         self._forget()
         self._doing = self._idle
 

@@ -70,12 +70,17 @@ class GatherTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronization:
-    """One synchronized backward, or a synchronization without one: then it begins and ends at once."""
+    """One synchronized backward, or a synchronization without one: then it begins and ends at once.
+
+    ``busy`` is how many seconds of the backward its thread was on a core; None where nobody knows. One that sleeps
+    waits for whatever computes instead: what it does for buckets meanwhile costs nothing.
+    """
 
     begin: float
     backward_end: float
     finished: float
     buckets: tuple[BucketTimes, ...]
+    busy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +125,8 @@ class Step:
             end=self.end + seconds,
             spans=tuple(replace(span, begin=span.begin + seconds, end=span.end + seconds) for span in self.spans),
             synchronizations=tuple(
-                Synchronization(
+                replace(
+                    each,
                     begin=each.begin + seconds,
                     backward_end=each.backward_end + seconds,
                     finished=each.finished + seconds,
