@@ -29,7 +29,7 @@ class Loop:
 @dataclass(kw_only=True)
 class World:
     """Ranks on one wire. ``buckets`` are bytes, of ``parameters`` of one size each; each keeps the wire busy for
-    ``latency + bytes · per_byte``. ``host`` are seconds between ready and started, and ``busy`` the share of a backward
+    ``latency + bytes · per_byte``. ``host`` are seconds between full and started, and ``busy`` the share of a backward
     in which its thread was on a core."""
 
     ranks: Sequence[Loop]
@@ -134,8 +134,16 @@ class World:
             ]
             free = max(free, *starts) + self.latency + nbytes * self.per_byte
             for rank, start in enumerate(starts):
-                ready = start - self.host
-                times[rank].append(BucketTimes(index=index, ready=ready, start=start, reduced=free, finish=free))
+                times[rank].append(
+                    BucketTimes(
+                        index=index,
+                        full=start - self.host,
+                        ready=start - self.host / 2,
+                        start=start,
+                        reduced=free,
+                        finish=free,
+                    )
+                )
         return [
             Synchronization(
                 begin=backwards[rank],

@@ -64,6 +64,9 @@ def require_whole(steps: list[Step]) -> None:
                 assert bucket.reduced is not None
                 assert bucket.finish is not None
                 assert part.begin <= bucket.start <= bucket.finish <= part.finished
+                if bucket.ready is not None:
+                    assert bucket.full is not None
+                    assert part.begin <= bucket.full <= bucket.ready <= bucket.start
     for before, after in itertools.pairwise(steps):
         assert before.end == after.begin
         assert before.number + 1 == after.number

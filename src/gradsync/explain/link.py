@@ -86,7 +86,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _host(timeline: Timeline) -> tuple[float, float]:
-    """What a rank does for a bucket besides, however small it is: from ready to started, where its turn had come, and
+    """What a rank does for a bucket besides, however small it is: from full to started, where its turn had come, and
     from the end of one to the end of the next, where both were there."""
     starting: dict[int, list[float]] = {}
     finishing: dict[int, list[float]] = {}
@@ -118,7 +118,8 @@ def _note_host(part: Synchronization, starting: dict[int, list[float]], finishin
     for bucket in part.buckets:
         # The last one is ready when backward has ended, and starts after everything that is left.
         if bucket.ready is not None and bucket is not part.buckets[-1]:
-            starting.setdefault(bucket.index, []).append(bucket.start - max(bucket.ready, started))
+            landing = bucket.ready if bucket.full is None else bucket.full
+            starting.setdefault(bucket.index, []).append(bucket.start - max(landing, started))
         finish, reduced = bucket.finish, bucket.reduced
         if finish is not None and reduced is not None and finished is not None and reduced <= finished:
             finishing.setdefault(bucket.index, []).append(finish - finished)

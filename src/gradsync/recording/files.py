@@ -7,7 +7,8 @@
     {"kind": "step", "number": 7, "layout": 0, "begin": 12.5, "end": 12.6, "micro_batches": 1,
      "spans": [["data", 12.5, 12.51], …],
      "synchronizations": [{"begin": …, "backward_end": …, "finished": …,
-                           "buckets": [[index, ready, start, reduced, finish], …]}],
+                           "buckets": [[index, ready, start, reduced, finish], …],
+                           "full": [when each bucket's last chunk was, …], "busy": seconds}],
      "gathers": [[index, nbytes, start, end, needed, arrived], …]}
     {"kind": "end", "total": 1200, "ended": true}
 
@@ -16,6 +17,7 @@ it is written anew now and then, and gets its name when it is complete.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -88,6 +90,7 @@ def step_line(step: Step) -> str:
                     "backward_end": _short(each.backward_end),
                     "finished": _short(each.finished),
                     "busy": _short(each.busy),
+                    "full": [_short(bucket.full) for bucket in each.buckets],
                     "buckets": [
                         [bucket.index, *map(_short, (bucket.ready, bucket.start, bucket.reduced, bucket.finish))]
                         for bucket in each.buckets
@@ -208,6 +211,7 @@ def _header(line: dict[str, Any]) -> Header:
 
 
 def _step(line: dict[str, Any]) -> Step:
+    # Recordings from before these were noted have neither "full" nor "busy".
     return Step(
         number=line["number"],
         layout=line["layout"],
@@ -221,10 +225,11 @@ def _step(line: dict[str, Any]) -> Step:
                 backward_end=each["backward_end"],
                 finished=each["finished"],
                 buckets=tuple(
-                    BucketTimes(index=index, ready=ready, start=start, reduced=reduced, finish=finish)
-                    for index, ready, start, reduced, finish in each["buckets"]
+                    BucketTimes(index=index, full=full, ready=ready, start=start, reduced=reduced, finish=finish)
+                    for (index, ready, start, reduced, finish), full in itertools.zip_longest(
+                        each["buckets"], each.get("full", ())
+                    )
                 ),
-                # Those that were written before it was counted have none.
                 busy=each.get("busy"),
             )
             for each in line["synchronizations"]

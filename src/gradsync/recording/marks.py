@@ -22,6 +22,7 @@ class Kind(enum.IntEnum):
     FORWARD = enum.auto()
     FORWARD_END = enum.auto()
     BACKWARD = enum.auto()
+    FULL = enum.auto()
     READY = enum.auto()
     START = enum.auto()
     BACKWARD_END = enum.auto()
@@ -64,6 +65,7 @@ class _Walk:
         self._on_core: float | None = None
         self._busy: float | None = None
         self._ended: float | None = None
+        self._full: dict[int, float] = {}
         self._ready: dict[int, float] = {}
         self._started: dict[int, Any] = {}
         self._finished: dict[int, float] = {}
@@ -92,6 +94,7 @@ class _Walk:
             self._until(now)
             self._doing = "backward"
             self.micro_batches += 1
+            self._full.clear()
             self._ready.clear()
             self._began, self._ended = now, None
             self._on_core, self._busy = what, None
@@ -112,6 +115,8 @@ class _Walk:
         elif kind is Kind.ARRIVED:
             self._until(now)
             self._doing = self._before_gather
+        elif kind is Kind.FULL:
+            self._full[what] = now
         elif kind is Kind.READY:
             self._ready[what] = now
         elif kind is Kind.FINISH:
@@ -141,6 +146,7 @@ class _Walk:
         buckets = tuple(
             BucketTimes(
                 index=index,
+                full=self._full.get(index),
                 ready=self._ready.get(index),
                 start=start,
                 reduced=reduced,

@@ -43,6 +43,7 @@ _EVALUATION = Kind.EVALUATION
 _FINISH = Kind.FINISH
 _FORWARD = Kind.FORWARD
 _FORWARD_END = Kind.FORWARD_END
+_FULL = Kind.FULL
 _NEEDED = Kind.NEEDED
 _READY = Kind.READY
 _START = Kind.START
@@ -148,6 +149,9 @@ class Recorder:
         # A forward that raised, or whose output went elsewhere, is over too.
         self._in_forward = False
         self._marks.append((_BACKWARD, self._on_core(), self._now()))
+
+    def chunk_full(self, bucket: Bucket) -> None:
+        self._marks.append((_FULL, bucket.index, self._now()))
 
     def bucket_ready(self, bucket: Bucket) -> None:
         self._marks.append((_READY, bucket.index, self._now()))

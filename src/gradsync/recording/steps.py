@@ -45,11 +45,13 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTimes:
-    """One bucket's walk. ``reduced`` is when the wire was done with it, ``finish`` when the engine had waited for it;
-    None is what nobody told of."""
+    """One bucket's walk. ``full`` is when its last chunk was, and began to land, ``ready`` when that was done,
+    ``reduced`` when the wire was done with it, ``finish`` when the engine had waited for it; None is what nobody told
+    of."""
 
     index: int
     start: float
+    full: float | None = None
     ready: float | None = None
     reduced: float | None = None
     finish: float | None = None
@@ -134,6 +136,7 @@ class Step:
                         replace(
                             bucket,
                             start=moved(bucket.start),
+                            full=moved(bucket.full),
                             ready=moved(bucket.ready),
                             reduced=moved(bucket.reduced),
                             finish=moved(bucket.finish),
