@@ -17,6 +17,8 @@ APART = 2.0
 TOGETHER = 8
 # A backward whose thread is on a core for less than this share of it waits for something else that computes.
 COMPUTES = 0.5
+# Seconds a byte. What buckets of nearly one size seem to take for their bytes may be anything.
+SLOWEST_COPY = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def _fit(points: list[tuple[int, float]], measured: tuple[float, float] | None) 
     return latency, (seconds - latency) / nbytes
 
 
-def _mean_point(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.fmean(nbytes for nbytes, _ in points), statistics.fmean(seconds for _, seconds in points)
 
 
@@ -131,4 +133,5 @@ def _without_bytes(seen: dict[int, list[float]], sizes: Sequence[int]) -> float:
     points = [(float(sizes[index]), statistics.fmean(times)) for index, times in seen.items() if index < len(sizes)]
     if not points:
         return 0.0
-    return max(0.0, min(_line(points)[0], statistics.fmean(taken for _, taken in points)))
+    nbytes, seconds = _mean_point(points)
+    return max(0.0, seconds - nbytes * min(_line(points)[1], SLOWEST_COPY))
