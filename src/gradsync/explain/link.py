@@ -17,8 +17,8 @@ APART = 2.0
 TOGETHER = 8
 # A backward whose thread is on a core for less than this share of it waits for something else that computes.
 COMPUTES = 0.5
-# Seconds a byte. What buckets of nearly one size seem to take for their bytes may be anything.
-SLOWEST_COPY = 1e-9
+# Seconds a byte that landing and starting take at most. Of buckets of nearly one size a line may make anything.
+SLOWEST_COPY = 4e-10
 
 
 @dataclass(frozen=True, kw_only=True)
