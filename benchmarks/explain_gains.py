@@ -1,12 +1,13 @@
-"""Five trainings with something wrong: does `explain` name it first, and gain what it predicts when it is put right?
+"""Trainings with something wrong: does `explain` name it first, and gain what it predicts when it is put right?
 
     python benchmarks/explain_gains.py                  # needs root, for a lab of two hosts
     python benchmarks/explain_gains.py --case sleep --rounds 6
+    python benchmarks/explain_gains.py --case buckets   # all that begin so: other sizes, rates, models
 
 In every case the faulty training and those that follow its advice run in turns, in the same processes, a few steps at a
 time, and the gain is predicted from the faulty one's steps among them. Models are emulated: they take time, and no
 cores, so that a busy machine disturbs them less. The gain is the share of a step (of a micro-batch, where there are
-several in a step) that is saved.
+several in a step) that is saved. Where buckets cost little enough that nothing is said, others are tried all the same.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from gradsync.explain import Advice, Explanation
 from gradsync.lab import EmulatedModel, Lab, LabPlan, Rate, fork_ranks, transformer
 
 STEPS = 11
+NOTHING_SAID = "nothing is said; tried all the same"
 
 
 class Inputs(Dataset[torch.Tensor]):
@@ -39,6 +41,24 @@ class Inputs(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self._seconds)
         return torch.tensor([1.0 + index % 7])
+
+
+class Spread(torch.nn.Module):
+    """One number as a batch."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self._shape = shape
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.expand(self._shape)
+
+
+class Mean(torch.nn.Module):
+    """A loss."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mean()
 
 
 @dataclass(kw_only=True)
@@ -56,10 +76,12 @@ class Training:
     micro_batches: int = 1
     accumulates: bool = True
     shards: bool = False
+    # Layers that are computed on these cores, instead of an emulated model.
+    computed: int = 0
 
     def start(self) -> None:
         torch.manual_seed(0)
-        inner = EmulatedModel(transformer(parameters=self.parameters, layers=self.layers, seconds=self.seconds))
+        inner = self._model()
         if dist.get_rank() == 1 and self.sleeps:
             layer = inner.get_submodule("blocks.1.mlp.up")
             layer.register_forward_pre_hook(lambda *_: time.sleep(self.sleeps))
@@ -74,6 +96,13 @@ class Training:
         loader = DataLoader(Inputs(self.data_seconds), num_workers=self.workers, **keep)
         self._batches: Iterator[torch.Tensor] = iter(loader)
 
+    def _model(self) -> torch.nn.Module:
+        if not self.computed:
+            return EmulatedModel(transformer(parameters=self.parameters, layers=self.layers, seconds=self.seconds))
+        width = round((self.parameters / self.computed) ** 0.5)
+        layers = [torch.nn.Linear(width, width) for _ in range(self.computed)]
+        return torch.nn.Sequential(Spread(64, width), *layers, Mean())
+
     def step(self) -> None:
         batches = itertools.islice(self._batches, self.micro_batches)
         for batch in self.model.accumulate(batches) if self.accumulates else batches:
@@ -84,12 +113,14 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is wrong, and what would be right: ``remedies`` by a word of the advice that asks for it."""
+    """What is wrong, and what would be right: ``remedies`` by a word of the advice that asks for it; ``otherwise`` is
+    tried where nothing is said, which is right where it gains little."""
 
     kind: str
     rate: str
     faulty: Training
     remedies: Callable[[Advice], Training | None]
+    otherwise: Training | None = None
 
 
 def replaced(case: Training, **changes: object) -> Training:
@@ -99,7 +130,6 @@ def replaced(case: Training, **changes: object) -> Training:
 
 SLEEPY = Training(sleeps=0.1)
 STARVED = Training(data_seconds=0.1)
-TINY = Training(layers=12, parameters=400_000, bucket_cap_mb=0.001)
 FORGETFUL = Training(micro_batches=3, accumulates=False)
 SLOW = Training()
 
@@ -117,14 +147,21 @@ def with_workers(advice: Advice) -> Training:
     return replaced(STARVED, workers=workers)
 
 
-def with_cap(advice: Advice) -> Training:
-    return replaced(TINY, bucket_cap_mb=float(advice.change.partition("=")[2].split()[0]))
+def buckets(rate: str = "1gbit", **training: object) -> Case:
+    """Buckets that are too small, and what makes them so: one a parameter by default."""
+    faulty = replaced(Training(layers=48, parameters=400_000, seconds=0.1, bucket_cap_mb=0.001), **training)
+
+    def with_cap(advice: Advice) -> Training:
+        return replaced(faulty, bucket_cap_mb=float(advice.change.partition("=")[2].split()[0]))
+
+    otherwise = replaced(faulty, bucket_cap_mb=0.2)
+    return Case(kind="bucket size", rate=rate, faulty=faulty, remedies=with_cap, otherwise=otherwise)
 
 
 CASES = {
     "sleep": Case(kind="slow rank", rate="1gbit", faulty=SLEEPY, remedies=lambda _: replaced(SLEEPY, sleeps=0.0)),
     "link": Case(kind="slow link", rate="100mbit", faulty=SLOW, remedies=on_a_slow_link),
-    "buckets": Case(kind="bucket size", rate="1gbit", faulty=TINY, remedies=with_cap),
+    "buckets": buckets(),
     "no_sync": Case(
         kind="forgotten no_sync",
         rate="100mbit",
@@ -132,6 +169,16 @@ CASES = {
         remedies=lambda _: replaced(FORGETFUL, accumulates=True),
     ),
     "data": Case(kind="slow data", rate="1gbit", faulty=STARVED, remedies=with_workers),
+}
+VARIANTS = {
+    "buckets-few": buckets(layers=12, seconds=0.2),
+    "buckets-0.01": buckets(bucket_cap_mb=0.01, seconds=0.05),
+    "buckets-0.05": buckets(bucket_cap_mb=0.05, seconds=0.05, parameters=4_000_000),
+    "buckets-slow-link": buckets("100mbit"),
+    "buckets-slow-few": buckets("100mbit", layers=12, seconds=0.2),
+    "buckets-fast-link": buckets("10gbit"),
+    "buckets-computed": buckets(computed=60, parameters=1_000_000),
+    "buckets-computed-0.05": buckets("10gbit", computed=200, parameters=1_000_000, bucket_cap_mb=0.05),
 }
 
 
@@ -157,6 +204,8 @@ def measure(case: Case, rounds: int) -> None:
         for advice in explanation.advice
         if advice.kind == case.kind and (remedy := case.remedies(advice)) is not None
     ]
+    if not remedies and case.otherwise is not None:
+        remedies = [(Advice(kind=case.kind, cause="", change=NOTHING_SAID, before=1.0, after=1.0), case.otherwise)]
     for _, remedy in remedies:
         remedy.start()
         # The sizes of buckets are tried out in the first 36.
@@ -167,7 +216,8 @@ def measure(case: Case, rounds: int) -> None:
     again = case.faulty.model.explain(all_ranks=True).advice
     if dist.get_rank() == 0:
         first = explanation.advice[0].kind if explanation.advice else "nothing"
-        print(f"  first advice: {first} ({'as it should be' if first == case.kind else f'expected {case.kind}'})")
+        expected = "as it should be" if first == case.kind else f"planted was {case.kind}"
+        print(f"  first advice: {first} ({expected}); a step takes {1e3 * samples[-1][0]:.0f} ms")
         for place, (advice, _) in enumerate(remedies, 1):
             gains = [1 - row[place] / row[0] for row in samples]
             gain = statistics.median(gains)
@@ -188,11 +238,15 @@ def _same(one: Advice, other: Advice) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given several times")
+    every = {**CASES, **VARIANTS}
+    parser.add_argument(
+        "--case", action="append", help=f"only this one, or all that begin so; may be given several times: {[*every]}"
+    )
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
-    for name in options.case or CASES:
-        case = CASES[name]
+    chosen = [name for name in every if any(name.startswith(each) for each in options.case or ())]
+    for name in chosen or CASES:
+        case = every[name]
         print(f"{name}: two hosts, {case.rate}", flush=True)
         with Lab(LabPlan(name="explain", hosts=2, rate=Rate.parse(case.rate))) as lab:
             fork_ranks(lab, lambda case=case: measure(case, options.rounds))

@@ -28,12 +28,17 @@ class Loop:
 
 @dataclass(kw_only=True)
 class World:
-    """Ranks on one wire. ``buckets`` are bytes; each keeps the wire busy for ``latency + bytes · per_byte``."""
+    """Ranks on one wire. ``buckets`` are bytes, of ``parameters`` of one size each; each keeps the wire busy for
+    ``latency + bytes · per_byte``. ``host`` are seconds between full and started, and ``busy`` the share of a backward
+    in which its thread was on a core."""
 
     ranks: Sequence[Loop]
     buckets: Sequence[int] = (1 << 20,) * 4
     latency: float = 0.0002
     per_byte: float = 1e-9
+    parameters: int = 1
+    host: float = 0.0
+    busy: float | None = None
     micro_batches: int = 1
     synchronizations: int = 1
     steps: int = 20
@@ -49,8 +54,7 @@ class World:
             for rank, step in enumerate(self._step(number)):
                 steps[rank].append(step)
         layout = tuple(
-            BucketPart(nbytes=nbytes, parameters=(f"layer{number}.weight",))
-            for number, nbytes in enumerate(self.buckets)
+            BucketPart(nbytes=nbytes, parameters=self._names(number)) for number, nbytes in enumerate(self.buckets)
         )
         return [
             Recording(
@@ -58,6 +62,11 @@ class World:
                     rank=rank,
                     world_size=size,
                     optimizer="AdamW",
+                    parameters={
+                        name: nbytes // self.parameters
+                        for number, nbytes in enumerate(self.buckets)
+                        for name in self._names(number)
+                    },
                     caps=(max(self.buckets, default=0),),
                     caps_chosen=True,
                     clock=Clock(
@@ -72,6 +81,11 @@ class World:
             )
             for rank in range(size)
         ]
+
+    def _names(self, number: int) -> tuple[str, ...]:
+        if self.parameters == 1:
+            return (f"layer{number}.weight",)
+        return tuple(f"layer{number}.{place}.weight" for place in range(self.parameters))
 
     def _step(self, number: int) -> list[Step]:
         size = len(self.ranks)
@@ -120,13 +134,23 @@ class World:
             ]
             free = max(free, *starts) + self.latency + nbytes * self.per_byte
             for rank, start in enumerate(starts):
-                times[rank].append(BucketTimes(index=index, ready=start, start=start, reduced=free, finish=free))
+                times[rank].append(
+                    BucketTimes(
+                        index=index,
+                        full=start - self.host,
+                        ready=start - self.host / 2,
+                        start=start,
+                        reduced=free,
+                        finish=free,
+                    )
+                )
         return [
             Synchronization(
                 begin=backwards[rank],
                 backward_end=backwards[rank] + loop.backward,
                 finished=max(free, backwards[rank] + loop.backward),
                 buckets=tuple(times[rank]),
+                busy=None if self.busy is None else self.busy * loop.backward,
             )
             for rank, loop in enumerate(self.ranks)
         ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 import time
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from torch import nn
 from gradsync import DistributedDataParallel
 from gradsync.errors import ConfigurationError
 from gradsync.explain import explain_recordings
+from gradsync.explain.link import Link, fit_link
 from gradsync.explain.merging import merge
+from gradsync.explain.other_buckets import regroup
 from gradsync.explain.replay import duration
 from gradsync.recording.files import lines_of, parse_recording, read_recordings, write_lines
 from tests.ranks import RankPool, pool_of
@@ -108,6 +111,13 @@ def first(world: World) -> tuple[str, float, str]:
     return advice.kind, advice.gain, f"{advice.cause} → {advice.change}"
 
 
+def buckets_in(words: str) -> int:
+    """How many an advice speaks of."""
+    found = re.search(r"\((\d+) buckets?\)", words)
+    assert found is not None, words
+    return int(found[1])
+
+
 def taken(world: World) -> float:
     return explain_recordings(world.record()).split.mean.step
 
@@ -150,9 +160,69 @@ def test_tiny_buckets_are_the_first_advice() -> None:
 
 
 def test_one_huge_bucket_is_too_large() -> None:
-    kind, _, words = first(World(ranks=[Loop(), Loop()], buckets=[1 << 24], per_byte=1e-9, latency=1e-4))
+    shape = {"ranks": [Loop(), Loop()], "per_byte": 1e-9, "latency": 1e-4}
+    kind, gain, words = first(World(buckets=[1 << 24], parameters=32, **shape))
     assert kind == "bucket size"
     assert "too large" in words
+    number = buckets_in(words)
+    after = taken(World(buckets=[(1 << 24) // number] * number, **shape))
+    assert gain == pytest.approx(1 - after / taken(World(buckets=[1 << 24], **shape)), rel=0.1)
+
+
+def kinds(world: World) -> set[str]:
+    return {advice.kind for advice in explain_recordings(world.record()).advice}
+
+
+def test_one_parameter_is_not_cut() -> None:
+    shape = {"ranks": [Loop(), Loop()], "per_byte": 1e-9, "latency": 1e-4}
+    assert "bucket size" in kinds(World(buckets=[1 << 24], parameters=32, **shape))
+    assert "bucket size" not in kinds(World(buckets=[1 << 24], parameters=1, **shape))
+
+
+def test_what_starting_buckets_takes_is_saved_where_the_thread_computes() -> None:
+    # Nothing else is wrong with them: the wire is fast.
+    shape = {"ranks": [Loop(), Loop()], "buckets": [20_000, 40_000] * 50, "latency": 1e-6, "per_byte": 1e-12}
+    computes = World(host=1e-4, busy=0.95, **shape)
+    kind, gain, words = first(computes)
+    assert kind == "bucket size"
+    assert gain == pytest.approx((100 - buckets_in(words)) * 1e-4 / taken(computes), rel=0.1)
+    # One that waits for an accelerator has the time.
+    assert kinds(World(host=1e-4, busy=0.2, **shape)) == set()
+
+
+def test_other_buckets_are_those_that_the_engine_would_lay_out() -> None:
+    timeline = merge(World(ranks=[Loop(), Loop()], buckets=[1000, 3000, 9000, 1000, 1000], parameters=2).record())
+    assert [(each.nbytes, each.source, each.share) for each in regroup(timeline, 3500)] == [
+        (2500, 1, 0.5),
+        (1500, 1, 1.0),
+        (4500, 2, 0.5),
+        (4500, 2, 1.0),
+        (2000, 4, 1.0),
+    ]
+    # Sizes that nobody has recorded leave a bucket whole.
+    header = dataclasses.replace(timeline.recordings[0].header, parameters={})
+    unknown = dataclasses.replace(
+        timeline, recordings=tuple(dataclasses.replace(each, header=header) for each in timeline.recordings)
+    )
+    assert [each.nbytes for each in regroup(unknown, 3500)] == [1000, 3000, 9000, 2000]
+
+
+def test_what_bytes_cost_is_taken_from_a_measurement_where_buckets_do_not_tell() -> None:
+    recordings = World(ranks=[Loop(), Loop()], buckets=[40_000] * 100, latency=2e-4, per_byte=1e-8).record()
+
+    def predicted(link: tuple[float, float] | None) -> Link:
+        known = [dataclasses.replace(each, header=dataclasses.replace(each.header, link=link)) for each in recordings]
+        explanation = explain_recordings(known)
+        fitted = fit_link(explanation.timeline, explanation.split)
+        assert fitted is not None
+        return fitted
+
+    # They all take as long. An idle wire had a smaller latency than this one, and the same bandwidth.
+    assert predicted((5e-5, 1e-8)).latency == pytest.approx(2e-4)
+    assert predicted((5e-5, 1e-8)).seconds_per_byte == pytest.approx(1e-8)
+    assert predicted(None).seconds(40_000) == pytest.approx(6e-4)
+    # It cannot be slower than what was seen.
+    assert predicted((5e-5, 1e-6)).seconds_per_byte == pytest.approx(6e-4 / 40_000)
 
 
 def test_a_slow_link_is_the_first_advice() -> None:

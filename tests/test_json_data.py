@@ -114,7 +114,10 @@ def test_what_is_wrong_is_said_with_its_place() -> None:
 
 def test_an_object_may_be_an_array_in_the_order_of_its_fields() -> None:
     assert from_json(BucketTimes, [1, None, 2, 3.5, None]) == BucketTimes(index=1, start=2.0, reduced=3.5)
-    with pytest.raises(ValueError, match="expected an object"):
+    assert from_json(BucketTimes, [1, None, 2]) == BucketTimes(index=1, start=2.0)
+    with pytest.raises(ValueError, match="start is missing"):
         from_json(BucketTimes, [1, 2])
+    with pytest.raises(ValueError, match="expected an object"):
+        from_json(BucketTimes, [1, None, 2, 3, 4, 5, 6])
     with pytest.raises(ValueError, match="start is missing"):
         from_json(BucketTimes, {"index": 1, "colour": "red"})

@@ -22,6 +22,7 @@ from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.explain import explain_recordings
 from gradsync.recording import Recorder, Step, close_recorders, read_models, read_recordings
 from gradsync.recording.clocks import align_clocks, measure_offset
+from gradsync.recording.files import step_line
 from gradsync.testing import run_ranks
 from tests.ranks import RankFailure, RankPool, pool_of
 
@@ -58,10 +59,14 @@ def require_whole(steps: list[Step]) -> None:
         assert all(span.seconds > 0 for span in step.spans)
         for part in step.synchronizations:
             assert part.begin <= part.backward_end <= part.finished <= step.end
+            assert part.busy is None or 0.0 <= part.busy <= part.backward_end - part.begin
             for bucket in part.buckets:
                 assert bucket.reduced is not None
                 assert bucket.finish is not None
                 assert part.begin <= bucket.start <= bucket.finish <= part.finished
+                if bucket.ready is not None:
+                    assert bucket.full is not None
+                    assert part.begin <= bucket.full <= bucket.ready <= bucket.start
     for before, after in itertools.pairwise(steps):
         assert before.end == after.begin
         assert before.number + 1 == after.number
@@ -96,6 +101,33 @@ def test_an_unchanged_loop_is_cut_into_steps() -> None:
             assert names(step)[:4] == ["data", "forward", "backward", "synchronization"]
             assert names(step)[-1] == "optimizer"
             assert (step.micro_batches, len(step.synchronizations), step.collectives) == (1, 1, 2)
+
+
+class SleepsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return gradient
+
+
+def test_a_backward_that_sleeps_is_told_from_one_that_computes() -> None:
+    def loop(model: DistributedDataParallel) -> None:
+        inner = model.module
+        assert isinstance(inner, nn.Sequential)
+        inner[0].register_forward_hook(lambda module, inputs, output: SleepsInBackward.apply(output))
+        plainly(model)
+
+    for steps in record(loop):
+        for step in steps:
+            (part,) = step.synchronizations
+            assert part.busy is not None
+            assert part.busy <= part.backward_end - part.begin - 0.045
+        written = step_line(step)
+        assert json.loads(written)["synchronizations"][0]["busy"] == pytest.approx(part.busy, abs=1e-6)
 
 
 def test_a_step_of_several_micro_batches_has_one_synchronization() -> None:

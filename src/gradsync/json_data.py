@@ -20,7 +20,8 @@ Reader = Callable[[Any], Any]
 
 
 def from_json(kind: type[T], told: object) -> T:
-    """An object of ``kind``. A dataclass is told as an object, or as an array in the order of its fields.
+    """An object of ``kind``. A dataclass is told as an object, or as an array in the order of its fields, of which
+    the last may be missing, too.
 
     ValueError if it cannot be.
     """
@@ -109,8 +110,9 @@ def _mapping(told: Any, name_kind: Any, kind: Any) -> dict[Any, Any]:
 
 def _object(kind: Any, told: Any) -> Any:
     readers = _readers(kind)
-    if type(told) is list and len(told) == len(readers):
-        told = dict(zip(readers, told, strict=True))
+    if type(told) is list and len(told) <= len(readers):
+        # Of one that was written before the class had its last fields.
+        told = dict(zip(readers, told, strict=False))
     values = {}
     for name, (read, is_needed) in readers.items():
         if name in _wanted(dict, told, "an object"):

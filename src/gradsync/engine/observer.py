@@ -53,6 +53,9 @@ class LoopObserver(Protocol):
     def forward_ended(self) -> None:
         """It has run."""
 
+    def chunk_full(self, bucket: Bucket) -> None:
+        """All gradients of a chunk of the bucket are there, and are about to land."""
+
     def step_began(self) -> None:
         """An optimizer is about to update parameters of the model; their gradients are means."""
 
@@ -115,6 +118,9 @@ class Observers:
 
     def forward_ended(self) -> None:
         self._tell("forward_ended")
+
+    def chunk_full(self, bucket: Bucket) -> None:
+        self._tell("chunk_full", bucket)
 
     def step_began(self) -> None:
         self._tell("step_began")

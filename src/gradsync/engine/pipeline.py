@@ -186,6 +186,8 @@ class Pipeline:
         Not the last bucket, which holds the ballot.
         """
         number = bucket.index
+        if self.observer is not None:
+            self.observer.chunk_full(bucket)
         if self._overlapping:
             if self._by_sight and self._versions[number] not in (UNSETTLED, bucket.buffer._version):
                 self._refuse_late(bucket)

@@ -9,6 +9,7 @@ from gradsync.charts.words import count, duration, size
 from gradsync.explain import changes
 from gradsync.explain.link import Link, fit_link
 from gradsync.explain.merging import Timeline
+from gradsync.explain.other_buckets import other_buckets, regroup
 from gradsync.explain.replay import Script
 from gradsync.explain.replay import duration as played
 from gradsync.explain.split import Split
@@ -23,6 +24,12 @@ SLOW_WIRE = 0.05
 # Changes that leave the training what it is come first, unless others gain more than twice as much.
 FREE = 2.0
 ACCUMULATED = 4
+# The least cap in bytes that is tried; how many times as many buckets make another layout; how much worse is as good.
+SMALLEST = 64 * 1024
+ANOTHER = 1.2
+AS_GOOD = 1.01
+# What other buckets gain is off by about a hundredth of a step: less than this is not known to a fifth.
+SURE = 0.05
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
@@ -160,34 +167,39 @@ def _buckets(
     timeline: Timeline, split: Split, link: Link, after: Callable[[Callable[[Script], Script]], float]
 ) -> Iterator[Advice]:
     sizes = [bucket.nbytes for bucket in timeline.layout]
-    total, largest = sum(sizes), max(sizes)
-    tried: dict[int, float] = {}
-    cap = total
-    while cap >= max(total // 256, changes.SMALLEST):
-        if not 0.67 < cap / largest < 1.5:
-            tried[cap] = after(changes.other_buckets(cap, link))
-        cap //= 2
+    tried: dict[int, tuple[str, float]] = {}
+    for cap in _caps(sum(sizes)):
+        layout = regroup(timeline, int(float(cap) * 2**20))
+        if len(layout) not in tried and not 1 / ANOTHER < len(layout) / len(sizes) < ANOTHER:
+            tried[len(layout)] = cap, after(other_buckets(layout, link))
     if not tried:
         return
-    # Of sizes that are as good as each other the middle one: it is the least sensitive.
-    least = min(tried.values())
-    good = sorted(cap for cap, seconds in tried.items() if seconds <= least * 1.01)
-    best = good[len(good) // 2]
-    number = changes.count_buckets(sizes, best)
-    too = "small" if best > largest else "large"
+    # Of sizes that are as good as each other the one nearest to what was recorded: the further, the less is known.
+    least = min(seconds for _, seconds in tried.values())
+    good = [number for number, (_, seconds) in tried.items() if seconds <= least * AS_GOOD]
+    number = min(good, key=lambda number: abs(math.log(number / len(sizes))))
+    cap, seconds = tried[number]
+    if seconds > (1 - SURE) * split.mean.step:
+        return
     yield Advice(
         kind="bucket size",
-        cause=f"buckets are too {too}: {count(len(sizes), 'bucket')} of {size(total / len(sizes))}, and each costs "
-        f"{duration(link.latency + link.host)} by itself",
-        change=f"bucket_cap_mb={_round(best / 2**20)} ({count(number, 'bucket')})"
+        cause=f"buckets are too {'small' if number < len(sizes) else 'large'}: {count(len(sizes), 'bucket')} of "
+        f"{size(sum(sizes) / len(sizes))}, and each costs {duration(link.latency + link.starting + link.finishing)} "
+        "by itself",
+        change=f"bucket_cap_mb={cap} ({count(number, 'bucket')})"
         + (", or leave bucket_cap_mb out" if timeline.recordings[0].header.caps_chosen else ""),
         before=split.mean.step,
-        after=tried[best],
+        after=seconds,
     )
 
 
-def _round(value: float) -> str:
-    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+def _caps(total: int) -> Iterator[str]:
+    """In MiB, as they would be written: from one bucket for all down to many small ones."""
+    cap = total
+    while cap >= max(total // 256, SMALLEST):
+        mebibytes = cap / 2**20
+        yield f"{mebibytes:.2g}" if mebibytes < 10 else f"{mebibytes:.0f}"
+        cap //= 2
 
 
 def _slow_link(

@@ -1,24 +1,20 @@
 """Changes to a script: what a step would be if something were done about it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from gradsync.explain.link import Link
 from gradsync.explain.replay import Bucket, Piece, Script
 
 __all__ = [
-    "SMALLEST",
     "accumulated",
     "as_fast_as_others",
-    "count_buckets",
     "in_eight_bits",
     "next_forward",
-    "other_buckets",
     "synchronized_once",
     "without_data",
 ]
 
-SMALLEST = 64 * 1024
 # Bytes of int8 to those of float32, scales included, and seconds a byte of coding: before it goes, and on the way.
 INT8_SHARE, ENCODE, DECODE = 0.254, 4e-10, 6e-10
 
@@ -158,57 +154,3 @@ def _awaited(spent: Spent, piece: Piece) -> Spent:
         arrived += bucket.wire / 2
         now = max(now, arrived) + forward * bucket.nbytes / total
     return {**spent, "forward": max(forward, now - before)}
-
-
-def other_buckets(cap: int, link: Link) -> Change:
-    """Buckets of at most ``cap`` bytes: neighbours joined, or large ones cut."""
-
-    def change(script: Script) -> Script:
-        pieces = []
-        for piece in script.pieces:
-            buckets = _laid(piece.buckets, piece.backward, cap, link)
-            saved = (len(piece.buckets) - len(buckets)) * link.host
-            backward = tuple(max(seconds - saved, seconds * 0.1) for seconds in piece.backward)
-            ratios = [new / old if old else 1.0 for new, old in zip(backward, piece.backward, strict=True)]
-            moved = tuple(
-                bucket
-                if bucket.at_end
-                else replace(
-                    bucket, starts=tuple(start * ratio for start, ratio in zip(bucket.starts, ratios, strict=True))
-                )
-                for bucket in buckets
-            )
-            pieces.append(replace(piece, backward=backward, buckets=moved))
-        return replace(script, pieces=tuple(pieces))
-
-    return change
-
-
-def _laid(buckets: Sequence[Bucket], backward: Sequence[float], cap: int, link: Link) -> list[Bucket]:
-    """They start in the same order; a joined one when its last part does, cut ones one after the other."""
-    pieces: list[Bucket] = []
-    before = tuple(0.0 for _ in buckets[0].starts) if buckets else ()
-    for bucket in buckets:
-        parts = max(1, round(bucket.nbytes / cap))
-        for number in range(1, parts + 1):
-            share = number / parts
-            ends = backward if bucket.at_end else bucket.starts
-            starts = tuple(old + (new - old) * share for old, new in zip(before, ends, strict=True))
-            pieces.append(replace(bucket, nbytes=bucket.nbytes // parts, starts=starts, at_end=False))
-        before = tuple(backward) if bucket.at_end else bucket.starts
-    joined: list[Bucket] = []
-    for piece in pieces:
-        if joined and joined[-1].nbytes + piece.nbytes <= cap:
-            joined[-1] = replace(piece, nbytes=joined[-1].nbytes + piece.nbytes)
-        else:
-            joined.append(piece)
-    if joined and buckets:
-        joined[-1] = replace(joined[-1], at_end=buckets[-1].at_end, starts=buckets[-1].starts)
-    return [replace(bucket, wire=link.seconds(bucket.nbytes)) for bucket in joined]
-
-
-def count_buckets(sizes: Sequence[int], cap: int) -> int:
-    """How many there would be."""
-    empty = Link(latency=0.0, seconds_per_byte=0.0, host=0.0)
-    buckets = [Bucket(nbytes=each, starts=(0.0,), at_end=False, wire=0.0) for each in sizes]
-    return len(_laid(buckets, (0.0,), cap, empty))

@@ -12,36 +12,72 @@ __all__ = ["Link", "fit_link"]
 
 # Sizes that are less than this apart do not tell latency and bandwidth apart.
 APART = 2.0
+# Two collectives may be under way at a time, and the end of one says little of its own bytes: so many neighbours are
+# looked at together, where there are enough of them.
+TOGETHER = 8
+# A backward whose thread is on a core for less than this share of it waits for something else that computes.
+COMPUTES = 0.5
+# Seconds a byte that landing and starting take at most. Of buckets of nearly one size a line may make anything.
+SLOWEST_COPY = 4e-10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A bucket of n bytes keeps the wire busy for ``latency + n · seconds_per_byte``, and its rank for ``host``: what
-    it takes to start and finish it."""
+    """A bucket of n bytes keeps the wire busy for ``latency + n · seconds_per_byte``. ``starting`` are seconds by which
+    it makes the backward of its rank longer, however small it is, and ``finishing`` what it takes after that."""
 
     latency: float
     seconds_per_byte: float
-    host: float
+    starting: float
+    finishing: float
 
     def seconds(self, nbytes: float) -> float:
         return self.latency + nbytes * self.seconds_per_byte
 
 
 def fit_link(timeline: Timeline, split: Split) -> Link | None:
-    """By what the buckets took, large ones and small ones; None where nothing travels."""
+    """By what the buckets took, large ones and small ones, and by what was measured; None where nothing travels."""
     buckets = [bucket for bucket in split.buckets if bucket.nbytes > 0]
     if len(timeline.members) < 2 or not buckets:
         return None
-    points = [(bucket.nbytes, bucket.wire) for bucket in buckets]
-    latency, per_byte = _line(points)
-    if max(nbytes for nbytes, _ in points) < APART * min(nbytes for nbytes, _ in points):
-        latency, per_byte = _one_size(timeline, points)
-    return Link(latency=latency, seconds_per_byte=per_byte, host=_host(timeline))
+    latency, per_byte = _fit([(bucket.nbytes, bucket.wire) for bucket in buckets], _measured(timeline))
+    starting, finishing = _host(timeline)
+    return Link(latency=latency, seconds_per_byte=per_byte, starting=starting, finishing=finishing)
 
 
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+def _measured(timeline: Timeline) -> tuple[float, float] | None:
+    """What a plain all-reduce was measured to cost, where that is what gradients travel in."""
+    header = timeline.recordings[0].header
+    gathers = any(step.gathers for merged in timeline.steps for step in merged.ranks)
+    return header.link if header.reduction == "Mean()" and not gathers else None
+
+
+def _fit(points: list[tuple[int, float]], measured: tuple[float, float] | None) -> tuple[float, float]:
+    nbytes, seconds = (statistics.fmean(column) for column in zip(*points, strict=True))
+    if measured is not None:
+        # Bytes cost what they were measured to cost. All the rest of what buckets took is theirs, one like the other.
+        per_byte = min(measured[1], seconds / nbytes)
+        return seconds - nbytes * per_byte, per_byte
+    number = max(1, min(TOGETHER, len(points) // 4))
+    groups = [_mean_point(points[place : place + number]) for place in range(len(points) - number + 1)]
+    if max(size for size, _ in groups) >= APART * min(size for size, _ in groups):
+        latency, per_byte = _line(groups)
+        if per_byte > 0:
+            # Through the mean of all, so that they take together what they took.
+            per_byte = min(per_byte, seconds / nbytes)
+            return seconds - nbytes * per_byte, per_byte
+    # Nothing is known. What goes fast is mostly latency, what takes long mostly bytes.
+    latency = min(seconds, statistics.median(taken for _, taken in points), 500e-6)
+    return latency, (seconds - latency) / nbytes
+
+
+def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.fmean(nbytes for nbytes, _ in points), statistics.fmean(seconds for _, seconds in points)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The straight line through the points, by least squares; neither a negative latency nor a negative slope."""
-    sizes, times = [float(nbytes) for nbytes, _ in points], [seconds for _, seconds in points]
+    sizes, times = [nbytes for nbytes, _ in points], [seconds for _, seconds in points]
     middle, mean = statistics.fmean(sizes), statistics.fmean(times)
     spread = sum((each - middle) ** 2 for each in sizes)
     slope = sum((x - middle) * (y - mean) for x, y in zip(sizes, times, strict=True)) / spread if spread else 0.0
@@ -51,22 +87,8 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     return mean - slope * middle, slope
 
 
-def _one_size(timeline: Timeline, points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Buckets are alike: then what was measured when the model was wrapped says how much of it is latency."""
-    nbytes = statistics.fmean(size for size, _ in points)
-    seconds = statistics.fmean(taken for _, taken in points)
-    known = timeline.recordings[0].header.link
-    if known is None:
-        # Nothing is known. What goes fast is mostly latency, what takes long mostly bytes.
-        latency = min(seconds, statistics.median(taken for _, taken in points), 500e-6)
-    else:
-        share = known[0] / (known[0] + nbytes * known[1])
-        latency = seconds * share
-    return latency, max(seconds - latency, 0.0) / nbytes
-
-
-def _host(timeline: Timeline) -> float:
-    """What a rank does for a bucket besides, however small it is: from ready to started, where its turn had come, and
+def _host(timeline: Timeline) -> tuple[float, float]:
+    """What a rank does for a bucket besides, however small it is: from full to started, where its turn had come, and
     from the end of one to the end of the next, where both were there."""
     starting: dict[int, list[float]] = {}
     finishing: dict[int, list[float]] = {}
@@ -75,7 +97,22 @@ def _host(timeline: Timeline) -> float:
             for part in step.synchronizations[-1:]:
                 _note_host(part, starting, finishing)
     sizes = [bucket.nbytes for bucket in timeline.layout]
-    return sum(_without_bytes(each, sizes) for each in (starting, finishing))
+    counts = _computes(timeline)
+    return _without_bytes(starting, sizes) if counts else 0.0, _without_bytes(finishing, sizes)
+
+
+def _computes(timeline: Timeline) -> bool:
+    """Whether backwards run on the threads that start buckets, and not on something that those wait for."""
+    shares = [
+        part.busy / (part.backward_end - part.begin)
+        for merged in timeline.steps
+        for step in merged.ranks
+        for part in step.synchronizations[-1:]
+        if part.busy is not None and part.backward_end > part.begin
+    ]
+    if not shares:
+        return timeline.recordings[0].header.device.startswith("cpu")
+    return statistics.median(shares) >= COMPUTES
 
 
 def _note_host(part: Synchronization, starting: dict[int, list[float]], finishing: dict[int, list[float]]) -> None:
@@ -83,7 +120,8 @@ def _note_host(part: Synchronization, starting: dict[int, list[float]], finishin
     for bucket in part.buckets:
         # The last one is ready when backward has ended, and starts after everything that is left.
         if bucket.ready is not None and bucket is not part.buckets[-1]:
-            starting.setdefault(bucket.index, []).append(bucket.start - max(bucket.ready, started))
+            landing = bucket.ready if bucket.full is None else bucket.full
+            starting.setdefault(bucket.index, []).append(bucket.start - max(landing, started))
         finish, reduced = bucket.finish, bucket.reduced
         if finish is not None and reduced is not None and finished is not None and reduced <= finished:
             finishing.setdefault(bucket.index, []).append(finish - finished)
@@ -92,7 +130,8 @@ def _note_host(part: Synchronization, starting: dict[int, list[float]], finishin
 
 def _without_bytes(seen: dict[int, list[float]], sizes: Sequence[int]) -> float:
     """What would be left of it for a bucket without bytes: copies and codings take as long in one bucket as in two."""
-    points = [(sizes[index], statistics.fmean(times)) for index, times in seen.items() if index < len(sizes)]
+    points = [(float(sizes[index]), statistics.fmean(times)) for index, times in seen.items() if index < len(sizes)]
     if not points:
         return 0.0
-    return max(0.0, min(_line(points)[0], statistics.fmean(taken for _, taken in points)))
+    nbytes, seconds = _mean_point(points)
+    return max(0.0, seconds - nbytes * min(_line(points)[1], SLOWEST_COPY))

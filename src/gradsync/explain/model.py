@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import torch
+
+from gradsync.bucket.cost_model import measure_link
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError, MisuseError
@@ -19,14 +22,20 @@ REMEDY = (
 )
 
 
-def explain_model(recorder: Recorder | None, communicator: Communicator, *, all_ranks: bool) -> Explanation:
-    """What the recorder of a model knows; with ``all_ranks`` what all of them know, on all of them. Collective then."""
+def explain_model(
+    recorder: Recorder | None, communicator: Communicator, device: torch.device, *, all_ranks: bool
+) -> Explanation:
+    """What the recorder of a model on ``device`` knows; with ``all_ranks`` what all of them know, on all of them.
+    Collective then."""
     recording = None if recorder is None else recorder.recording
     if not all_ranks:
         if recording is None:
             raise MisuseError(f"this model is not recorded. {REMEDY}")
         return explain_recordings([replace(recording, ended=True)])
     clock = align_clocks(communicator)
+    if communicator.world_size > 1:
+        # Where sizes of buckets were chosen nobody has measured it, and what bytes cost cannot be told from buckets.
+        measure_link(communicator, device)
     if recorder is not None and recording is not None:
         recorder.align(clock)
         recording = recorder.recording

@@ -4,6 +4,11 @@ Every recorded step is replayed with the durations it had, on every rank: comput
 start when they did after their backward began, and the wire takes for each what it took. Only waiting is computed anew:
 a bucket begins on the wire when the last rank has started it and the wire is free. So a replay without a change gives
 the recorded time, nearly, and the ratio of two replays is the gain.
+
+:mod:`gradsync.plan` has a simulator of its own, since it answers another question: it scales one synthetic step, of a
+profile and a wire of known costs, to ranks and links that nobody has recorded. Here every recorded step of every rank
+is played with its own durations, so that what differs between ranks and steps stays in it; a profile would average
+just that away, and of a wire that was only watched nobody knows what the simulator asks for.
 """
 
 import statistics

@@ -6,8 +6,8 @@
     {"kind": "layout", "number": 0, "buckets": [{"nbytes": 1048, "parameters": ["1.bias", …]}, …]}
     {"kind": "step", "number": 7, "layout": 0, "begin": 12.5, "end": 12.6, "micro_batches": 1,
      "spans": [["data", 12.5, 12.51], …],
-     "synchronizations": [{"begin": …, "backward_end": …, "finished": …,
-                           "buckets": [[index, ready, start, reduced, finish], …]}],
+     "synchronizations": [{"begin": …, "backward_end": …, "finished": …, "busy": …,
+                           "buckets": [[index, ready, start, reduced, finish, full], …]}],
      "gathers": [[index, nbytes, start, end, needed, arrived], …]}
     {"kind": "end", "total": 1200, "ended": true}
 

@@ -22,6 +22,7 @@ class Kind(enum.IntEnum):
     FORWARD = enum.auto()
     FORWARD_END = enum.auto()
     BACKWARD = enum.auto()
+    FULL = enum.auto()
     READY = enum.auto()
     START = enum.auto()
     BACKWARD_END = enum.auto()
@@ -33,7 +34,8 @@ class Kind(enum.IntEnum):
     ARRIVED = enum.auto()
 
 
-# What, of what (a bucket's index, or what becomes of it on the wire: index, start, and when it was reduced), when.
+# What, of what (a bucket's index, or what becomes of it on the wire: index, start, and when it was reduced; of a
+# backward how long its thread had been on a core), when.
 Marks = list[tuple[Kind, Any, Any]]
 
 # A moment, as marks have it, in seconds.
@@ -60,7 +62,10 @@ class _Walk:
 
     def _forget(self) -> None:
         self._began: float | None = None
+        self._on_core: float | None = None
+        self._busy: float | None = None
         self._ended: float | None = None
+        self._full: dict[int, float] = {}
         self._ready: dict[int, float] = {}
         self._started: dict[int, Any] = {}
         self._finished: dict[int, float] = {}
@@ -89,11 +94,15 @@ class _Walk:
             self._until(now)
             self._doing = "backward"
             self.micro_batches += 1
+            self._full.clear()
             self._ready.clear()
             self._began, self._ended = now, None
+            self._on_core, self._busy = what, None
         elif kind is Kind.BACKWARD_END:
             self._until(now)
             self._doing, self._ended = _ENDING, now
+            if what is not None and self._on_core is not None:
+                self._busy = what - self._on_core
         elif kind is Kind.STEP:
             self._until(now)
             self._doing, self._in_step = "optimizer", True
@@ -106,6 +115,8 @@ class _Walk:
         elif kind is Kind.ARRIVED:
             self._until(now)
             self._doing = self._before_gather
+        elif kind is Kind.FULL:
+            self._full[what] = now
         elif kind is Kind.READY:
             self._ready[what] = now
         elif kind is Kind.FINISH:
@@ -135,6 +146,7 @@ class _Walk:
         buckets = tuple(
             BucketTimes(
                 index=index,
+                full=self._full.get(index),
                 ready=self._ready.get(index),
                 start=start,
                 reduced=reduced,
@@ -143,7 +155,11 @@ class _Walk:
             for index, (start, reduced) in sorted(self._started.items())
         )
         end = now if self._ended is None else self._ended
-        self.synchronizations.append(Synchronization(begin=begin, backward_end=end, finished=now, buckets=buckets))
+        # Less than nothing: it has ended on another thread than it began on. Two clocks are read one after the other.
+        busy = None if self._busy is None or self._busy < 0 else min(self._busy, end - begin)
+        self.synchronizations.append(
+            Synchronization(begin=begin, backward_end=end, finished=now, buckets=buckets, busy=busy)
+        )
         self._forget()
         self._doing = self._idle
 

@@ -43,6 +43,7 @@ _EVALUATION = Kind.EVALUATION
 _FINISH = Kind.FINISH
 _FORWARD = Kind.FORWARD
 _FORWARD_END = Kind.FORWARD_END
+_FULL = Kind.FULL
 _NEEDED = Kind.NEEDED
 _READY = Kind.READY
 _START = Kind.START
@@ -78,6 +79,7 @@ class Recorder:
         self._header: Header | None = None
         self._synchronizer: weakref.ref[Synchronizer] | None = None
         self._now: Callable[[], Any] = time.perf_counter
+        self._on_core: Callable[[], float | None] = time.thread_time
         self._layout: BucketLayout | None = None
         self._layouts: list[tuple[BucketPart, ...]] = []
         self._marks: Marks = []
@@ -105,7 +107,7 @@ class Recorder:
         """It is about to hear of this model. A model that goes on over another wire is attached again."""
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
-            self._now = _event
+            self._now, self._on_core = _event, _unknown
         number = self._next_number(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
         if self.folder is not None and self not in _unwritten:
@@ -150,7 +152,10 @@ class Recorder:
     def backward_began(self, *, synchronizes: bool) -> None:
         # A forward that raised, or whose output went elsewhere, is over too.
         self._in_forward = False
-        self._marks.append((_BACKWARD, None, self._now()))
+        self._marks.append((_BACKWARD, self._on_core(), self._now()))
+
+    def chunk_full(self, bucket: Bucket) -> None:
+        self._marks.append((_FULL, bucket.index, self._now()))
 
     def bucket_ready(self, bucket: Bucket) -> None:
         self._marks.append((_READY, bucket.index, self._now()))
@@ -163,7 +168,7 @@ class Recorder:
         handle.when_done(functools.partial(self._note_end, entry, 2))
 
     def backward_ended(self) -> None:
-        self._marks.append((_BACKWARD_END, None, self._now()))
+        self._marks.append((_BACKWARD_END, self._on_core(), self._now()))
 
     def bucket_finished(self, bucket: Bucket) -> None:
         self._marks.append((_FINISH, bucket.index, self._now()))
@@ -336,6 +341,10 @@ def close_recorders() -> None:
 
 
 os.register_at_fork(after_in_child=_unwritten.clear)
+
+
+def _unknown() -> None:
+    """Backwards of a GPU run on threads of their own, and the host is ahead of them."""
 
 
 def _event() -> Any:

@@ -22,6 +22,10 @@ __all__ = [
 ACTIVITIES = ("data", "forward", "backward", "synchronization", "gather", "optimizer", "other")
 
 
+# Of a synchronization: the one number of seconds that no clock has shown.
+DURATION = "busy"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Clock:
     """``time + offset`` is the time on rank 0's clock, give or take ``error``; None if nobody has measured that."""
@@ -45,14 +49,16 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTimes:
-    """One bucket's walk. ``reduced`` is when the wire was done with it, ``finish`` when the engine had waited for it;
-    None is what nobody told of."""
+    """One bucket's walk. ``full`` is when its last chunk was, and began to land, ``ready`` when that was done,
+    ``reduced`` when the wire was done with it, ``finish`` when the engine had waited for it; None is what nobody told
+    of."""
 
     index: int
     ready: float | None = None
     start: float
     reduced: float | None = None
     finish: float | None = None
+    full: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +76,17 @@ class GatherTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronization:
-    """One synchronized backward, or a synchronization without one: then it begins and ends at once."""
+    """One synchronized backward, or a synchronization without one: then it begins and ends at once.
+
+    ``busy`` is how many seconds of the backward its thread was on a core; None where nobody knows. One that sleeps
+    waits for whatever computes instead: what it does for buckets meanwhile costs nothing.
+    """
 
     begin: float
     backward_end: float
     finished: float
     buckets: tuple[BucketTimes, ...]
+    busy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +126,14 @@ class Step:
 
 
 def _moved(value: Any, seconds: float) -> Any:
-    """All that is a float here is a moment."""
+    """All that is a float here is a moment, but for :data:`DURATION`."""
     if isinstance(value, float):
         return value + seconds
     if isinstance(value, tuple):
         return tuple([_moved(each, seconds) for each in value])
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{name: _moved(each, seconds) for name, each in vars(value).items()})
+        parts = vars(value).items()
+        return type(value)(**{name: each if name == DURATION else _moved(each, seconds) for name, each in parts})
     return value
 
 

@@ -9,6 +9,7 @@ torch's class does not tell how often it synchronized. It decides in the forward
 on the output says whether that forward has had its backward. gradsync's class counts by itself.
 """
 
+import statistics
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any
@@ -24,8 +25,11 @@ from gradsync.wrap.torch_names import TorchDDP
 __all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
 
 
-# Synchronizations after which torch's class has the buckets that it keeps.
-ASKED = 3
+# Backwards after which torch's class is asked. It makes its buckets anew once, after the first synchronization, and
+# measures the first ten and every hundredth.
+ASKED = 12
+# Of those that it has measured, the first ones are not like the others.
+WARM_UP = 2
 
 
 class WatchedWrapper(ABC):
@@ -180,6 +184,8 @@ class TorchsWatched(WatchedWrapper):
         super().__init__(wrapper)
         self._synchronizes = False
         self._asked = 0
+        # By when it began: seconds that collectives of a backward were under way, and those behind its computation.
+        self._measured: dict[int, tuple[float, float]] = {}
 
     def before_forward(self) -> None:
         super().before_forward()
@@ -195,7 +201,7 @@ class TorchsWatched(WatchedWrapper):
         return bool(reached), int(any(reached))
 
     def _collectives_each(self) -> int:
-        # Buckets are made anew once, after the first synchronization; to ask takes longer than all else here.
+        # To ask takes longer than all else here.
         if self._asked < ASKED:
             self._asked += 1
             self._read_facts()
@@ -207,12 +213,23 @@ class TorchsWatched(WatchedWrapper):
             told = wrapper._get_ddp_logging_data()
             sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", "")
             buckets = len(sizes.split(",")) if sizes else 0
-            wire, hidden = (
-                told.get(name, 0) * 1e-9 or None
-                for name in ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")
-            )
-            self._facts = buckets, wire, None if wire is None else hidden or 0.0
+            began = told.get("backward_comm_time_start", 0)
+            if began:
+                names = ("backward_comm_time", "backward_compute_comm_overlap_time")
+                wire, hidden = (told.get(name, 0) * 1e-9 for name in names)
+                self._measured[began] = wire, hidden
+            self._facts = buckets, *self._usual()
         return self._facts
+
+    def _usual(self) -> tuple[float | None, float | None]:
+        """Medians: in torch's own means one backward that waited for another rank's start outweighs all others."""
+        found = list(self._measured.values())
+        found = found[WARM_UP:] or found
+        if not found:
+            return None, None
+        wire = statistics.median(each for each, _ in found)
+        exposed = statistics.median(each - hidden for each, hidden in found)
+        return wire, max(0.0, wire - exposed)
 
 
 def watched(wrapper: nn.Module) -> WatchedWrapper:

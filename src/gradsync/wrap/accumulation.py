@@ -220,9 +220,11 @@ class Accumulation:
 
         By itself it tells of this rank alone and needs no other, so that ``if rank == 0:`` may stand before it; then
         waiting for another rank looks like wire. With ``all_ranks=True`` the steps of all ranks are laid beside each
-        other, and all ranks must call it, between two steps.
+        other, and all ranks must call it, between two steps; unless that was done when the model was wrapped, they time
+        a few all-reduces.
         """
-        return explain_model(self.replica.recorder, self.synchronizer.engine.communicator, all_ranks=all_ranks)
+        replica, communicator = self.replica, self.synchronizer.engine.communicator
+        return explain_model(replica.recorder, communicator, replica.device, all_ranks=all_ranks)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
