@@ -11,7 +11,7 @@ from gradsync.bench.faults.program import CHECKPOINT_EVERY, FINGERPRINTS_EVERY
 from gradsync.bench.faults.trials import PEERS, RANKS, RESTARTS, Limits, Outcome, Trial
 from gradsync.bench.measure import Progress
 from gradsync.bench.record import Cell, CellRecord, RowFile, Sample
-from gradsync.bench.scenario import MISSING, DrivenScenario, Picture, Table, colour_of
+from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, colour_of
 from gradsync.charts.canvas import SOFT, canvas, legend
 from gradsync.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ SHORTEST = 0.01
 LIMITS = Limits()
 
 
-class Faults(DrivenScenario):
+class Faults(Scenario):
     """A cell a case, a round a seed, a variant for each of those who are compared."""
 
     name, title = "faults", "Faults: who notices, and how it goes on"
