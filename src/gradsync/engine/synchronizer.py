@@ -49,6 +49,16 @@ class Block:
     finish_all: Callable[[], None] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Entered:
+    """A block that runs: what was enabled before it, and how many synchronizations had gone well or failed."""
+
+    block: Block
+    enabled: bool
+    synchronizations: int
+    failures: int
+
+
 class Synchronizer:
     """Averages the gradients of ``parameters`` over the ranks of a communicator, once a window."""
 
@@ -67,8 +77,7 @@ class Synchronizer:
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._before_taking_part: Callable[[], None] | None = None
-        # Each with what was enabled before it, and how many synchronizations had failed.
-        self._blocks: list[tuple[Block, bool, int]] = []
+        self._blocks: list[_Entered] = []
         own(self, self.parameters)
         guard_steps(self)
 
@@ -192,12 +201,14 @@ class Synchronizer:
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
+        engine.abstention.end()
         engine.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward to come."""
         engine = self.engine
         synchronizes, task, reference = self.enabled, current_task(), weakref.ref(engine)
+        offer = engine.abstention.offer
         engine.forwards.end(synchronizes=synchronizes)
         if synchronizes:
             self.window.forward_ran(engine.has_gradients)
@@ -205,15 +216,25 @@ class Synchronizer:
         def hook(_: torch.Tensor) -> None:
             listener = reference()
             if listener is not None:
-                listener.on_output_gradient(synchronizes, task)
+                listener.on_output_gradient(synchronizes, task, offer)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(hook)
                 if task == NO_TASK:
-                    mark_output(tensor.grad_fn, reference, synchronizes)
+                    mark_output(tensor.grad_fn, reference, synchronizes, offer)
         if engine.observer is not None:
             engine.observer.forward_ended()
+
+    def expect_backward(self) -> None:
+        """A backward is about to run: refuse it where this rank has abstained instead."""
+        if self.engine.abstention.stands:
+            self.engine.abstention.refuse_backward()
+
+    @property
+    def owes_backward(self) -> bool:
+        """Whether the other ranks wait for a backward of this one, or will."""
+        return self.enabled and not self.engine.abstention.stands
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
@@ -227,20 +248,30 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
-        self._blocks.append((block, self.enabled, self.engine.failures))
+        engine = self.engine
+        self._blocks.append(
+            _Entered(
+                block=block,
+                enabled=self.enabled,
+                synchronizations=engine.synchronizations,
+                failures=engine.failures,
+            )
+        )
         self.enabled = block.synchronizes and block.finish_all is None
         self.window.weights.enter_block(deferred=block.synchronizes and not block.last)
+        self.engine.abstention.end()
         self.engine.expect_backward()
 
     def leave_block(self) -> None:
-        block, self.enabled, _ = self._blocks.pop()
-        self.window.weights.leave_block(last=block.last)
+        entered = self._blocks.pop()
+        self.enabled = entered.enabled
+        self.window.weights.leave_block(last=entered.block.last)
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        block, _, failures = self._blocks[-1] if self._blocks else (None, False, 0)
-        if block is None or not block.synchronizes:
+        if not self._blocks or not self._blocks[-1].block.synchronizes:
             return
+        block, failures = self._blocks[-1].block, self._blocks[-1].failures
         has_failed = self.engine.phase is Phase.BROKEN or self.engine.failures != failures
         unfinished = self.window.state is not WindowState.SYNCHRONIZED and not has_failed
         if block.finish_all is not None:
@@ -275,10 +306,12 @@ class Synchronizer:
         self._require_attached("abstain")
         if engine.phases.busy:
             engine.recover()
-        told = engine.phase is Phase.BROKEN and engine.told and not engine.forwards.any_in_window
-        if self._has_usable_means() and not engine.forwards.any_in_window:
+        engine.abstention.refuse_another()
+        told = engine.phase is Phase.BROKEN and engine.told and not engine.abstention.answers_failure
+        told = told and not engine.forwards.any_in_window
+        if self._is_over() and not engine.forwards.any_in_window:
             raise MisuseError(
-                "abstain() was called after the window's backward, whose mean all ranks have by now. Call it in the "
+                "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
             )
         self.clear()
@@ -286,17 +319,27 @@ class Synchronizer:
         if told:
             # Its backward has failed, and the others have heard of that.
             self.window.is_vetoed = engine.veto.forgives
+            engine.abstained()
             return
         if miss_forward is not None and not has_run and miss_forward():
             engine.forwards.any_in_window = True
         engine.expect_backward()
         engine.veto.abstain(reason)
-        if self.enabled and not self.in_block:
+        if self.enabled and (not self.in_block or self._is_finished_in_block):
             self.take_part()
 
-    def _has_usable_means(self) -> bool:
-        """Whether a step would use means: neither gone nor zeroed. (Of shares no rank can tell alone.)"""
-        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
+    def _is_over(self) -> bool:
+        """Whether a backward of this rank has brought the window to its end, and nothing shows that another began."""
+        has_usable_means = self.window.has_means and (
+            # Of shares no rank can tell alone.
+            self.reduction.scatters or has_nonzero_gradients(self.parameters)
+        )
+        return has_usable_means or self.window.stays_vetoed or self._is_finished_in_block
+
+    @property
+    def _is_finished_in_block(self) -> bool:
+        """Whether the micro-batch of accumulate() that runs has been synchronized: leaving it will do nothing more."""
+        return bool(self._blocks) and self._blocks[-1].synchronizations != self.engine.synchronizations
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
@@ -322,6 +365,7 @@ class Synchronizer:
     def clear(self) -> None:
         """Drop all gradients, and what the window knows of them."""
         self.engine.arrangement.drop_gradients()
+        self.engine.abstention.end()
         self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -351,6 +395,7 @@ class Synchronizer:
         self.window.is_stepped_by_closure = by_closure
         if self.window.is_vetoed:
             self.clear()
+        engine.abstention.end()
         self.window.close()
         if engine.observer is not None:
             engine.observer.step_began()

@@ -101,6 +101,8 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
     synchronizers = [owner.synchronizer for owner in owners]
     before = [synchronizer.ends for synchronizer in synchronizers]
     try:
+        for synchronizer in synchronizers:
+            synchronizer.expect_backward()
         seed = _count(synchronizers, loss, weight)
         with ExitStack() as announced:
             for synchronizer in synchronizers:
@@ -109,7 +111,7 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
     except Exception:
         for synchronizer, count in zip(synchronizers, before, strict=True):
             # Inside accumulate() the others are told when the block is left.
-            if synchronizer.enabled and synchronizer.ends == count and not synchronizer.in_block:
+            if synchronizer.owes_backward and synchronizer.ends == count and not synchronizer.in_block:
                 synchronizer.fail()
         raise
 
