@@ -451,9 +451,20 @@ class BackwardEngine:
         """All ranks have heard that this one abstains, or would."""
         self.abstention.told(self.buckets, self.arrangement.outside())
 
+    @property
+    def has_told(self) -> bool:
+        """Whether a failure has broken this engine of which the others know."""
+        return self.phase is Phase.BROKEN and self.told
+
+    def failed_on_all(self) -> None:
+        """All ranks have raised, for a reason that they have in common: nobody waits for this one."""
+        self.failures += 1
+        self.arrangement.drop_gradients()
+        self.window.discard()
+
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self.told):
+        if self.phase is Phase.DETACHED or self.has_told:
             return
         try:
             self.sharing.take_back(self.buckets, worthless=True)
