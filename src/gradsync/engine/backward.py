@@ -439,6 +439,8 @@ class BackwardEngine:
         if self.told:
             self.failures += 1
             self.veto.forget()
+            # What was skipped was another window; a step that follows has nothing to skip.
+            self.window.step_was_skipped = False
         self._hooks.arrivals.clear()
         self.window.discard()
         self.window.is_vetoed = self.told and self.veto.forgives
