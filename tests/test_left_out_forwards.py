@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
+from tests.laws import costly
 from tests.ranks import pool_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,6 +84,8 @@ def train(plans: Sequence[Windows], joins: bool, style: str) -> list[Any]:
 
 def mean(values: Sequence[float | None]) -> Any:
     known = [value for value in values if value is not None]
+    if not known:
+        return [None, None]
     x = sum(known) / len(known)
     return pytest.approx([x, x + 1], rel=1e-12)
 
@@ -123,6 +128,25 @@ def test_the_rank_whose_buffers_count_may_leave_it_out(style: str) -> None:
 def test_a_window_without_a_batch_is_one_without_a_forward() -> None:
     check([[[1.0], [2.0]], [[], [5.0]]], True, "iterator")
     check([[[1.0, 3.0], [2.0]], [[], [5.0]]], False, "iterator")
+
+
+@st.composite
+def uneven_plans(draw: st.DrawFn) -> tuple[list[Windows], bool, str]:
+    """Windows that are as long on all ranks; in a join not all ranks have all of them."""
+    lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    joins = draw(st.booleans())
+    batch = st.none() | st.integers(1, 9).map(float)
+    plans: list[Windows] = []
+    for _ in range(2):
+        count = draw(st.integers(0, len(lengths))) if joins else len(lengths)
+        plans.append([draw(st.lists(batch, min_size=each, max_size=each)) for each in lengths[:count]])
+    return plans, joins, draw(st.sampled_from(["iterator", "blocks", "step inside"]))
+
+
+@costly
+@given(uneven_plans())
+def test_any_forwards_may_be_left_out(plan: tuple[list[Windows], bool, str]) -> None:
+    check(*plan)
 
 
 # -- where ranks cannot come together ---------------------------------------------------------------------------------
