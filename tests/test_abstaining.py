@@ -22,7 +22,9 @@ TINY = 1e-4
 POLICIES = ("raise", "skip-window", "drop-rank")
 AT = 2
 
-on_two_and_three = pytest.mark.parametrize("world_size", [2, 3], ids="processes-{}".format)
+on_two_and_three = pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.breadth)], ids=["processes-2", "processes-3"]
+)
 of_each_policy = pytest.mark.parametrize("on_veto", POLICIES)
 
 

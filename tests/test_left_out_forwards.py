@@ -27,7 +27,9 @@ TINY = 1e-4
 # What a rank does in a micro-batch: x of its backward, or nothing; a window is a list of them.
 Windows = Sequence[Sequence[float | None]]
 
-on_two_and_three = pytest.mark.parametrize("world_size", [2, 3], ids="processes-{}".format)
+on_two_and_three = pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.breadth)], ids=["processes-2", "processes-3"]
+)
 
 
 class Line(nn.Module):
