@@ -10,6 +10,7 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator import Communicator, choose_communicator
+from gradsync.engine.saved_window import load_window, save_window
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import Auto, Mean, Reduction, reduction_by_name
 from gradsync.reduction.auto import DECIDED_AFTER, predict
@@ -166,12 +167,12 @@ def go_on() -> tuple[str | None, str, str, bool]:
     first = Auto(candidates("int8", "int4"), clock=wire.clock)
     model = wrapped(wire, first)
     train(model, wire, DECIDED_AFTER + 1)
-    state = model.synchronizer.window_state()
+    state = save_window(model.synchronizer)
     second = Auto(candidates("int8", "int4"), clock=wire.clock)
     model = wrapped(wire, second)
-    model.synchronizer.load_window_state(state)
+    load_window(model.synchronizer, state)
     # Saved before a window has run, it is still there.
-    saved_again = model.synchronizer.window_state()["reduction"]["chosen"]
+    saved_again = save_window(model.synchronizer)["reduction"]["chosen"]
     train(model, wire, 1)
     residuals = second.state_dict()["state"]["residuals"]
     return second.chosen, repr(second.current), saved_again, len(residuals) == 4

@@ -25,6 +25,7 @@ from torch import nn
 
 from gradsync.bench.machine import commit, describe_machine, versions
 from gradsync.bench.measure import Rounds, Steady
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import PEERS
 from gradsync.bench.record import EVERY, LIMITS, Cell, CellRecord, ResultFolder, RowFile, read_records
 from gradsync.bench.report import REPORT, build_report
@@ -254,7 +255,7 @@ def test_a_table_shows_who_is_missing(tmp_path: Path) -> None:
 
 
 @dataclass(kw_only=True)
-class Tiny(Scenario):
+class Tiny(MeasuredScenario):
     """A scenario of the least size; ``work`` is what its ranks do."""
 
     work: Callable[[Rounds], None] | None = None

@@ -16,7 +16,7 @@ from gradsync.bench.faults.trials import RANKS, Limits, Outcome, Trial, judge
 from gradsync.bench.measure import Progress
 from gradsync.bench.record import Cell, CellRecord, ResultFolder, RowFile
 from gradsync.bench.runner import RunPlan, run
-from gradsync.bench.scenario import DrivenScenario, Picture, Table
+from gradsync.bench.scenario import Picture, Scenario, Table
 from gradsync.bench.scenarios import find_scenarios
 from gradsync.bench.scenarios.faults import Faults
 from gradsync.bench.screen import Screen
@@ -180,18 +180,17 @@ def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
         RunPlan(scenarios=[Faults()], out=tmp_path, minutes=0.0)
 
 
-class Halves(DrivenScenario):
+class Halves(Scenario):
     """Measures one round a run, of those that are not known."""
 
     name, title, source, question, slug = "halves", "Halves", "own", "What is left?", "halves"
+    adds_rounds = True
 
     def cells(self, *, quick: bool) -> list[Cell]:
         return [Cell(name="one", ranks=1, rounds=2), Cell(name="two", ranks=1, rounds=2)]
 
-    def drive(
-        self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress, known: CellRecord | None = None
-    ) -> None:
-        seed = 0 if known is None else len(known.samples["ours"])
+    def drive(self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress) -> None:
+        seed = len(rows.known(cell).samples.get("ours", {}))
         rows.write("sample", variant="ours", round=seed, seconds=1.0 + seed, ranks=[], sent=0, parts={})
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:

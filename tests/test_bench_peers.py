@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from gradsync.bench.measure import Rounds
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.memory import PeakMemory, used_bytes
 from gradsync.bench.peers import PEERS, FSDP2Replicate, Gradsync, blocks_of
 from gradsync.bench.record import EVERY, Cell, CellRecord, ResultFolder, Sample
-from gradsync.bench.scenario import Scenario
 from gradsync.bench.scenarios.convergence import PERIODS, RATES, Convergence, variant_name
 from gradsync.bench.scenarios.peers import Peers
 from gradsync.bench.windows import optimizer_step
@@ -118,7 +118,7 @@ def test_convergence_says_which_batch_is_harmed() -> None:
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 
-def run_cell(folder: ResultFolder, scenario: Scenario, cell: Cell) -> CellRecord:
+def run_cell(folder: ResultFolder, scenario: MeasuredScenario, cell: Cell) -> CellRecord:
     """As the runner does, without its pictures."""
     with folder.rows(scenario.name) as rows:
         rows.cell(cell)

@@ -11,6 +11,7 @@ from torch import nn
 from gradsync import DistributedDataParallel, MisuseError, SyncPolicy, synchronize_gradients
 from gradsync.bucket import Bucket, BucketLayout
 from gradsync.communicator import Communicator, Handle, choose_communicator
+from gradsync.engine.saved_window import load_window, save_window
 from gradsync.reduction import CommHook, Mean, Reduction
 from gradsync.testing import run_ranks
 
@@ -175,7 +176,7 @@ def saved_and_loaded() -> tuple[list[int], list[int]]:
     other, fresh = Told(), DistributedDataParallel(Layers(), bucket_cap_mb=CAP, reduction=Told())
     fresh.synchronizer.reduce_with(other)
     fresh.synchronizer.load_state_dict(model.synchronizer.state_dict())
-    fresh.synchronizer.load_window_state(model.synchronizer.window_state())
+    load_window(fresh.synchronizer, save_window(model.synchronizer))
     return reduction.sent, other.sent
 
 
@@ -190,9 +191,9 @@ def test_a_checkpoint_without_a_reductions_state_is_read() -> None:
 
     def read() -> None:
         model, _ = train(Mean(), [FORWARD])
-        state = model.synchronizer.window_state()
+        state = save_window(model.synchronizer)
         assert state.pop("reduction") == {}
-        model.synchronizer.load_window_state(state)
+        load_window(model.synchronizer, state)
 
     run_ranks(read, 1)
 

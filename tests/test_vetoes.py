@@ -482,6 +482,30 @@ def test_a_window_stays_vetoed_until_its_gradients_go() -> None:
         assert len(lines) == (rank == 0), "it is told once"
 
 
+def skipped_then_failed() -> list[bool]:
+    """A window that is skipped, and one whose backward fails on rank 1, which all zero."""
+    wire = choose_communicator()
+    model = wrap(None)
+    optimizer = adam(model)
+    seen = []
+    for window in range(3):
+        try:
+            if window == 0 and wire.rank == 1:
+                model.abstain()
+            else:
+                model(1.0, lit=window == 1 and wire.rank == 1).backward()
+        except (Explosion, PeerFailedError):
+            model.zero_grad()
+        optimizer.step()
+        seen.append(model.step_was_skipped)
+        model.zero_grad()
+    return seen
+
+
+def test_a_skipped_step_is_not_told_of_twice() -> None:
+    assert ThreadRanks(2).run(skipped_then_failed) == [[True, False, False]] * 2
+
+
 # -- what is looked at ------------------------------------------------------------------------------------------------
 
 

@@ -304,13 +304,16 @@ def test_a_frame_is_refused_before_it_has_come() -> None:
 
 
 class Hub:
-    """A real hub with real sockets, in a rank of its own world, and what is told to those it waits for."""
+    """A real hub with real sockets, in a rank of its own world, and what is told to those it waits for.
+
+    Over a group of its own: what it loses is lost, and the rank's own group is for the tests that follow.
+    """
 
     def __init__(self, size: int = 2) -> None:
-        group = dist.distributed_c10d._get_default_group()
+        self._group = dist.new_group([dist.get_rank()])
         door = Door(set(range(1, size)), others_elsewhere=True)
         plan = Plan(members=MEMBERS[:size], me=0, here=(True,) * size, timeout=60.0)
-        self.post = Post(plan, group, door=door)
+        self.post = Post(plan, self._group, door=door)
         assert self.post.invitation is not None
         self.invitation: Invitation = self.post.invitation
         self.missing = door.missing
@@ -321,6 +324,7 @@ class Hub:
 
     def __exit__(self, *_: object) -> None:
         self.post.leave("has ended its test")
+        dist.destroy_process_group(self._group)
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)

@@ -24,7 +24,7 @@ from gradsync.wrap.buffer_sync import BufferSync, choose_buffer_sync
 from gradsync.wrap.mixed_precision import LowPrecision, MixedPrecisionConfig
 from gradsync.wrap.replica import Replica
 from gradsync.wrap.torch_names import TorchDDP, TorchNames
-from gradsync.wrap.uneven_inputs import GradientJoinHook, count_active, set_divisor
+from gradsync.wrap.uneven_inputs import Attendance, GradientJoinHook, Turnout, set_divisor
 
 __all__ = ["DistributedDataParallel"]
 
@@ -58,6 +58,8 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
     _active_ddp_module: Any = None
 
     _lazy_init_ran = False
+    # How many synchronizations had ended when buffers were thought of last.
+    _ends = 0
     _in_backward: InBackwardOptimizers | None = None
 
     def __init__(
@@ -146,18 +148,25 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
     def _listen(self) -> None:
         reference = weakref.ref(self)
 
-        def before_taking_part() -> None:
+        def stand_in(ends_window: bool) -> bool:
             wrapper = reference()
-            if wrapper is not None:
-                wrapper._stand_in_for_forward()
+            return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
 
-        self.synchronizer.before_taking_part(before_taking_part)
+        self.synchronizer.stand_in_by(stand_in)
 
-    def _stand_in_for_forward(self) -> None:
-        """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers."""
+    def _stand_in_for_forward(self, ends_window: bool) -> bool:
+        """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a join
+        each of their forwards has asked who has data."""
+        synchronizer, forwards = self.synchronizer, self.synchronizer.engine.forwards
+        if self._join_config.enable:
+            has_run = forwards.any_in_block if synchronizer.in_block else forwards.any_in_window
+            return not has_run and self._miss_forward()
+        if forwards.any_in_window or not ends_window:
+            return False
         if self.will_sync_module_buffers():
             self._sync_module_buffers()
         self.require_forward_param_sync = True
+        return True
 
     def _set_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
         self.device_ids: list[int] | None = None
@@ -181,6 +190,14 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
                 )
             self.device_ids = [self.device.index]
             self.output_device = self.device.index
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronizes buffers: the first of a window does, also where this rank has ended the
+        window before without a forward that said so."""
+        if self._ends != self.synchronizer.ends:
+            self._ends = self.synchronizer.ends
+            self.require_forward_param_sync = True
+        return super().will_sync_module_buffers()
 
     # -- forward and backward ----------------------------------------------------------------------------------
 
@@ -266,8 +283,9 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if joining:
-            active = count_active(self.communicator, active=learning and self.synchronizer.enabled)
-            set_divisor(self, active)
+            turnout = Turnout.count(self.communicator, Attendance.of(self.synchronizer, learning=learning))
+            turnout.require_in_step(self.synchronizer)
+            set_divisor(self, turnout.active)
 
     def _miss_forward(self) -> bool:
         if not self._join_config.enable:

@@ -19,6 +19,7 @@ from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state
 from gradsync.communicator import Communicator
+from gradsync.engine.saved_window import load_window, save_window
 from gradsync.errors import ConfigurationError
 
 __all__ = [
@@ -72,7 +73,7 @@ def save_prepared(
     own = {
         "rng": rng_state(),
         "loaders": [loader.state_dict() for loader in prepared.loaders],
-        "windows": [engine.window_state() for engine in engines],
+        "windows": [save_window(engine) for engine in engines],
         "counts": prepared.windows.counts(engines),
     }
     if step is None:
@@ -166,7 +167,7 @@ def _load_own(prepared: Prepared, own: dict[str, Any], states: Sequence[Any]) ->
     for engine, state, window in zip(engines, states, own["windows"], strict=True):
         # The layout of the buckets, which decides in which order numbers are added up.
         engine.load_state_dict(state)
-        engine.load_window_state(window)
+        load_window(engine, window)
     for loader, state in zip(prepared.loaders, own["loaders"], strict=True):
         loader.load_state_dict(state)
     prepared.windows.load_counts(engines, own["counts"])

@@ -167,6 +167,10 @@ class RowFile:
     def resume(self, cell: Cell) -> None:
         self.write("resumed", name=cell.name)
 
+    def known(self, cell: Cell) -> CellRecord:
+        """What was written of the cell up to now."""
+        return next(record for record in read_records(self.path) if record.cell.name == cell.name)
+
     def fact(self, name: str, value: Any) -> None:
         self.write("fact", name=name, value=value)
 

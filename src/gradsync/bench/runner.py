@@ -1,4 +1,4 @@
-"""Runs scenarios: makes the hosts, forks the ranks of each cell, keeps every line they write, builds the report.
+"""Runs scenarios: makes the hosts, has each cell driven, keeps every line its ranks write, builds the report.
 
 Whatever happens, the folder holds what was measured until then: ranks append their lines to the raw file themselves, a
 cell that fails leaves the others alone, and after Ctrl-C the report is made of what is there.
@@ -6,37 +6,25 @@ cell that fails leaves the others alone, and after Ctrl-C the report is made of 
 
 import dataclasses
 import importlib
-import logging
-import os
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
 
 from gradsync.bench import measure, statistics
 from gradsync.bench.machine import commit, describe_machine, versions
-from gradsync.bench.measure import Progress, Rounds
 from gradsync.bench.record import DONE, INTERRUPTED, Cell, CellRecord, ResultFolder, RowFile
 from gradsync.bench.report import Section, build_report
-from gradsync.bench.scenario import DrivenScenario, Scenario
+from gradsync.bench.scenario import Scenario
 from gradsync.bench.screen import Screen
 from gradsync.charts.canvas import require
 from gradsync.errors import ConfigurationError, GradsyncError
-from gradsync.lab import Lab, LabPlan, Rate, read_counters
-from gradsync.lab.lab import fork_ranks
+from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.lab.system import check_fit
 
 __all__ = ["Outcome", "RunPlan", "missing_lab", "run"]
 
-WIRE_TIMEOUT = timedelta(seconds=120)
-# A cell may take this many times as long as it should, and some more, before it counts as hung.
-PATIENCE, GRACE = 5, 120.0
 # Named, so that what a killed run has left is found and removed by the next.
 LAB_NAME = "bench"
 
@@ -129,15 +117,14 @@ def run(plan: RunPlan, screen: Screen) -> Outcome:
             earlier = {record.cell.name: record for record in folder.records(scenario.name)}
             with folder.rows(scenario.name) as rows:
                 for cell in plan.cells(scenario):
-                    known = earlier.get(cell.name)
-                    if not _begin(scenario, cell, rows, known):
+                    if not _begin(scenario, cell, rows, earlier.get(cell.name)):
                         screen.note(f"{cell.name} is measured already")
                     elif not plan.runs(cell):
                         rows.write("skipped", reason=plan.no_lab)
                         screen.note(f"{cell.name} is skipped: {plan.no_lab}")
                     else:
                         later -= cell.seconds
-                        _run_cell(scenario, cell, rows, screen, later, known)
+                        _run_cell(scenario, cell, rows, screen, later)
     except KeyboardInterrupt:
         interrupted = True
         screen.note("interrupted; the report shows what was measured until now")
@@ -160,8 +147,8 @@ def _resumed(plan: RunPlan) -> ResultFolder:
 
 
 def _begin(scenario: Scenario, cell: Cell, rows: RowFile, known: CellRecord | None) -> bool:
-    """Whether there is something to measure. A driven scenario adds to what is known; other cells are whole or not."""
-    if known is not None and isinstance(scenario, DrivenScenario):
+    """Whether there is something to measure: cells are whole or not, unless a scenario adds to what is known."""
+    if known is not None and scenario.adds_rounds:
         rows.resume(cell)
     elif known is not None and known.outcome == DONE:
         return False
@@ -184,21 +171,15 @@ def _config(plan: RunPlan) -> dict[str, object]:
     }
 
 
-def _run_cell(
-    scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, later: float, known: CellRecord | None = None
-) -> None:
+def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, later: float) -> None:
     progress = screen.cell(scenario, cell, later)
     # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
     importlib.import_module("torch._dynamo")
     rate = None if cell.rate is None else Rate.parse(cell.rate)
     hosts = nullcontext() if cell.hosts is None else Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))
-    work = partial(_measure, scenario, cell, rows, progress)
     try:
         with hosts as lab:
-            if isinstance(scenario, DrivenScenario):
-                scenario.drive(cell, lab, rows, progress, known)
-            else:
-                fork_ranks(lab, work, ranks_per_host=cell.ranks_per_host, timeout=cell.seconds * PATIENCE + GRACE)
+            scenario.drive(cell, lab, rows, progress)
     except KeyboardInterrupt:
         rows.write(INTERRUPTED)
         raise
@@ -209,15 +190,3 @@ def _run_cell(
         rows.write(DONE)
     finally:
         progress.finish()
-
-
-def _measure(scenario: Scenario, cell: Cell, rows: RowFile, progress: Progress) -> None:
-    """The life of a rank."""
-    # Remarks of peers about the machine would run through the line of the progress.
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    dist.init_process_group("gloo", timeout=WIRE_TIMEOUT)
-    rounds = Rounds(cell, rows, progress=progress, meter=lambda: read_counters(interface).sent)
-    scenario.measure(rounds)
-    dist.destroy_process_group()

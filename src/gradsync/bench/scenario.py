@@ -1,9 +1,10 @@
 """What a scenario is: one question, the runs that answer it, and the words, tables and pictures of the answer.
 
-To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``measure`` runs inside every
-rank of a cell, on a process group that is there already::
+To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``drive`` runs a cell and writes
+its samples. Most have ranks of the benchmark measure (:class:`~gradsync.bench.measured.MeasuredScenario`): ``measure``
+runs inside every rank of a cell, on a process group that is there already::
 
-    class MyScenario(Scenario):
+    class MyScenario(MeasuredScenario):
         name, title = "my-scenario", "What it is about"
         source = "where the question comes from"
         question = "what a user wants to know"
@@ -15,6 +16,8 @@ rank of a cell, on a process group that is there already::
             rounds.limits(compute="no wrapper", wire={"*": rounds.cell.wire_seconds(gradient_bytes)})
             rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
 
+One that starts processes of its own and watches them from outside writes ``drive`` itself.
+
 ``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must bear that some variants are missing.
 By themselves they say one sentence a cell, hold its times against a ``baseline`` and draw one picture, a panel a cell.
 """
@@ -25,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradsync.bench.measure import Progress, Rounds
+from gradsync.bench.measure import Progress
 from gradsync.bench.peers import ALONE, OURS, TUNED
 from gradsync.bench.record import LIMITS, Cell, CellRecord, RowFile
 from gradsync.charts.canvas import SOFT, canvas, colour, legend
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MISSING",
-    "DrivenScenario",
     "Picture",
     "Scenario",
     "Table",
@@ -101,13 +103,16 @@ class Scenario(ABC):
     slug: str
     ylabel: str = ""
     height: float = 4.2
+    # Where a run goes on in a folder of results, it measures the rounds of a cell that are missing.
+    adds_rounds = False
     shared: bool = True
 
     @abstractmethod
     def cells(self, *, quick: bool) -> list[Cell]: ...
 
     @abstractmethod
-    def measure(self, rounds: Rounds) -> None: ...
+    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
+        """Run a cell, on the hosts of ``lab`` where it wants some, and write its samples."""
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         """The overview, and the times of every cell."""
@@ -144,20 +149,6 @@ class Scenario(ABC):
     def sentence(self, record: CellRecord) -> str:
         """What a cell says."""
         return ""
-
-
-class DrivenScenario(Scenario):
-    """One whose ranks are no ranks of the benchmark: it starts processes of its own, and watches them from outside."""
-
-    @abstractmethod
-    def drive(
-        self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress, known: CellRecord | None = None
-    ) -> None:
-        """Run a cell, on the hosts of ``lab`` where it wants some, and write its samples. Those that are ``known`` from
-        an earlier run are not measured again."""
-
-    def measure(self, rounds: Rounds) -> None:
-        raise NotImplementedError(f"{self.name} is driven from outside, and measures nothing in a rank")
 
 
 def colour_of(name: str) -> str:

@@ -35,6 +35,7 @@ from gradsync.bucket import Bucket, ParameterSpec
 from gradsync.bucket.arrangement import Arrangement
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.precise import PreciseGradients
+from gradsync.engine.abstention import Abstention, Offer
 from gradsync.engine.backward_watch import (
     NO_TASK,
     accumulates,
@@ -82,6 +83,7 @@ class BackwardEngine:
         self.observer = options.watchers()
         self.phases = Phases()
         self.veto = Veto(options.policy.on_veto, options.communicator)
+        self.abstention = Abstention()
         self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
         self.arrangement = Arrangement(self.parameters, specs, options.of_buckets())
         self.window = Window(options.communicator, self.arrangement.outside)
@@ -181,16 +183,18 @@ class BackwardEngine:
 
     # -- a backward begins ---------------------------------------------------------------------------------------
 
-    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int) -> None:
+    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
         """The gradient of a forward's output is there: a backward runs, or runs on."""
         if self.phase is Phase.DETACHED or not accumulates():
             return
         if self.phases.busy and forward_task == NO_TASK and current_task() != self._task:
             self.recover()
+        if not self.phases.busy and not any(parameter.requires_grad for parameter in self.parameters):
+            # All are frozen for the moment, as a discriminator is while the generator learns.
+            return
+        if offer.withdrawn:
+            self.abstention.refuse_backward()
         if not self.phases.busy:
-            if not any(parameter.requires_grad for parameter in self.parameters):
-                # All are frozen for the moment, as a discriminator is while the generator learns.
-                return
             self._begin()
         switches = self.switches
         if self.phase is Phase.LOCAL and switches.enabled and (forward_synchronizes or switches.forced):
@@ -199,6 +203,8 @@ class BackwardEngine:
     def begin_at_parameter(self, index: int) -> None:
         """No output told of this backward; its first gradient does. See :mod:`gradsync.engine.backward_watch`."""
         self.count_always()
+        if self.abstention.stands:
+            self.abstention.refuse_backward()
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
             self._begin(late=True)
@@ -362,6 +368,7 @@ class BackwardEngine:
         if has_means:
             self.arrangement.window_finished(self._hooks.arrivals)
         self._leave_synchronization(Phase.IDLE)
+        abstained = self.veto.abstains
         self.veto.forget()
         (self.window.synchronized if has_means else self.window.vetoed)(self.buckets)
         scatters = self.pipeline.reduction.scatters
@@ -374,6 +381,8 @@ class BackwardEngine:
             self.arrangement.drop_gradients()
             self.window.close()
             self.window.step_was_skipped = True
+        if abstained:
+            self.abstained()
         if self.observer is not None:
             self.observer.synchronization_finished()
         self._meeting.raise_late()
@@ -426,17 +435,38 @@ class BackwardEngine:
                     self._turns.take_lead()
                     self._meet()
             self.pipeline.abandon()
+        abstained = self.told and self.veto.abstains
         if self.told:
             self.failures += 1
             self.veto.forget()
+            # What was skipped was another window; a step that follows has nothing to skip.
+            self.window.step_was_skipped = False
         self._hooks.arrivals.clear()
         self.window.discard()
         self.window.is_vetoed = self.told and self.veto.forgives
         self._leave_synchronization(Phase.BROKEN)
+        self.abstention.answers_failure = False
+        if abstained:
+            self.abstained()
+
+    def abstained(self) -> None:
+        """All ranks have heard that this one abstains, or would."""
+        self.abstention.told(self.buckets, self.arrangement.outside())
+
+    @property
+    def has_told(self) -> bool:
+        """Whether a failure has broken this engine of which the others know."""
+        return self.phase is Phase.BROKEN and self.told
+
+    def failed_on_all(self) -> None:
+        """All ranks have raised, for a reason that they have in common: nobody waits for this one."""
+        self.failures += 1
+        self.arrangement.drop_gradients()
+        self.window.discard()
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        if self.phase is Phase.DETACHED or (self.phase is Phase.BROKEN and self.told):
+        if self.phase is Phase.DETACHED or self.has_told:
             return
         try:
             self.sharing.take_back(self.buckets, worthless=True)

@@ -18,6 +18,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from gradsync.engine.abstention import Offer
+
 __all__ = [
     "NO_TASK",
     "Watcher",
@@ -72,10 +74,11 @@ def watch_backward(watcher: Watcher) -> None:
 _MARK = "gradsync"
 
 
-def mark_output(node: Any, watcher: Callable[[], Watcher | None], forward_synchronizes: bool) -> None:
-    """The node made an output of a forward: a backward that fails on its way there is told to ``watcher``."""
+def mark_output(node: Any, watcher: Callable[[], Watcher | None], forward_synchronizes: bool, offer: Offer) -> None:
+    """The node made an output of a forward: a backward that fails on its way there is told to ``watcher``, unless that
+    has abstained since."""
     # Of several where one module hands on what another has put out.
-    node.metadata.setdefault(_MARK, []).append((watcher, forward_synchronizes))
+    node.metadata.setdefault(_MARK, []).append((watcher, forward_synchronizes, offer))
 
 
 class _Call:
@@ -110,9 +113,9 @@ def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[W
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        for reference, forward_synchronizes in node.metadata.get(_MARK, ()):
+        for reference, forward_synchronizes, offer in node.metadata.get(_MARK, ()):
             watcher = reference()
-            if watcher is not None:
+            if watcher is not None and not offer.withdrawn:
                 found.append((node._sequence_nr(), watcher, forward_synchronizes))
         following = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= following

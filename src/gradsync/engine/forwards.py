@@ -14,6 +14,8 @@ class Forwards:
 
     def __init__(self) -> None:
         self.any_in_window = False
+        # In the running micro-batch of accumulate().
+        self.any_in_block = False
         # One has begun, whether or not it came to its end, and no backward has ended since.
         self.awaits_backward = False
         # None once its backward has ended.
@@ -22,8 +24,15 @@ class Forwards:
         self._absent: set[int] | None = None
 
     def begin(self) -> None:
-        self.any_in_window = self.awaits_backward = True
+        self.any_in_window = self.any_in_block = self.awaits_backward = True
         self._absent_now = set()
+
+    def enter_block(self) -> None:
+        self.any_in_block = False
+
+    def missed(self) -> None:
+        """This rank has done its part in a forward of the others, without one of its own."""
+        self.any_in_window = self.any_in_block = True
 
     def announce_absent(self, indices: Iterable[int]) -> None:
         """The running forward leaves these parameters out. Says nothing outside a forward."""

@@ -8,10 +8,10 @@ about to step.
 see to their gradients: if one of these windows is vetoed, its gradients go at once.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from gradsync.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.engine.backward import BackwardEngine
 from gradsync.engine.backward_watch import NO_TASK, current_task, mark_output, tensors_in
+from gradsync.engine.blocks import Block, Blocks
 from gradsync.engine.compiling import has_compiled
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.ownership import own, owner_of, release
@@ -30,23 +31,15 @@ from gradsync.reduction import Reduction
 from gradsync.watch import Whereabouts
 from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
-__all__ = ["Block", "Synchronizer", "synchronizer_of"]
+__all__ = ["Synchronizer", "synchronizer_of"]
+
+LOGGER = logging.getLogger("gradsync")
 
 
 def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
     """The synchronizer that averages the parameter's gradient, if there is one."""
     owner: Synchronizer | None = owner_of(parameter)
     return owner
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """A micro-batch of ``accumulate()``. With several models in it ``finish_all`` synchronizes them, in one order, and
-    nothing is sent before."""
-
-    last: bool
-    synchronizes: bool
-    finish_all: Callable[[], None] | None = None
 
 
 class Synchronizer:
@@ -66,9 +59,10 @@ class Synchronizer:
         self.specs = list(specs)
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._before_taking_part: Callable[[], None] | None = None
-        # Each with what was enabled before it, and how many synchronizations had failed.
-        self._blocks: list[tuple[Block, bool, int]] = []
+        self._stand_in: Callable[[bool], bool] | None = None
+        self.blocks = Blocks(self.engine)
+        # The others wait for a synchronization that this rank has run away from.
+        self._owes_failure = False
         own(self, self.parameters)
         guard_steps(self)
 
@@ -162,9 +156,15 @@ class Synchronizer:
             self.engine.pipeline.hear_end()
             self.reduction.rescaled(factor)
 
-    def before_taking_part(self, callback: Callable[[], None]) -> None:
-        """For wrappers with further collectives in a forward: called where this rank has run none in a window."""
-        self._before_taking_part = callback
+    def stand_in_by(self, callback: Callable[[bool], bool]) -> None:
+        """For wrappers with further collectives in a forward: takes part in those of the others where this rank has
+        run none, and says whether it had to. Is told whether the window ends."""
+        self._stand_in = callback
+
+    def stand_in_for_forward(self, *, ends_window: bool = True) -> None:
+        """Do what the others do in a forward, if this rank has left out one that they count on. Collective then."""
+        if self._stand_in is not None and self._stand_in(ends_window):
+            self.engine.forwards.missed()
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
@@ -177,6 +177,7 @@ class Synchronizer:
         """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
+        self._settle()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
         tenant = self.engine.sharing.tenant
@@ -187,17 +188,20 @@ class Synchronizer:
     def begin_forward(self) -> None:
         """A forward with gradients on is about to run."""
         engine = self.engine
+        self._settle()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
+        engine.abstention.end()
         engine.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward to come."""
         engine = self.engine
         synchronizes, task, reference = self.enabled, current_task(), weakref.ref(engine)
+        offer = engine.abstention.offer
         engine.forwards.end(synchronizes=synchronizes)
         if synchronizes:
             self.window.forward_ran(engine.has_gradients)
@@ -205,15 +209,25 @@ class Synchronizer:
         def hook(_: torch.Tensor) -> None:
             listener = reference()
             if listener is not None:
-                listener.on_output_gradient(synchronizes, task)
+                listener.on_output_gradient(synchronizes, task, offer)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(hook)
                 if task == NO_TASK:
-                    mark_output(tensor.grad_fn, reference, synchronizes)
+                    mark_output(tensor.grad_fn, reference, synchronizes, offer)
         if engine.observer is not None:
             engine.observer.forward_ended()
+
+    def expect_backward(self) -> None:
+        """A backward is about to run: refuse it where this rank has abstained instead."""
+        if self.engine.abstention.stands:
+            self.engine.abstention.refuse_backward()
+
+    @property
+    def owes_backward(self) -> bool:
+        """Whether the other ranks wait for a backward of this one, or will."""
+        return self.enabled and not self.engine.abstention.stands
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
@@ -227,31 +241,19 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
-        self._blocks.append((block, self.enabled, self.engine.failures))
-        self.enabled = block.synchronizes and block.finish_all is None
-        self.window.weights.enter_block(deferred=block.synchronizes and not block.last)
-        self.engine.expect_backward()
+        self._settle()
+        self.blocks.enter(block)
 
     def leave_block(self) -> None:
-        block, self.enabled, _ = self._blocks.pop()
-        self.window.weights.leave_block(last=block.last)
+        self.blocks.leave()
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        block, _, failures = self._blocks[-1] if self._blocks else (None, False, 0)
-        if block is None or not block.synchronizes:
-            return
-        has_failed = self.engine.phase is Phase.BROKEN or self.engine.failures != failures
-        unfinished = self.window.state is not WindowState.SYNCHRONIZED and not has_failed
-        if block.finish_all is not None:
-            block.finish_all()
-        elif self.enabled and unfinished:
-            self.take_part()
+        self.blocks.finish(self.take_part)
 
     def take_part(self) -> None:
         """Finish a window in whose last micro-batch this rank had no backward."""
-        if self._before_taking_part is not None and not self.engine.forwards.any_in_window:
-            self._before_taking_part()
+        self.stand_in_for_forward()
         self.synchronize()
 
     # -- without a backward ------------------------------------------------------------------------------------------
@@ -259,6 +261,7 @@ class Synchronizer:
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         self._require_attached("synchronize")
+        self._settle()
         if self.engine.phases.busy:
             self.engine.recover()
         self.engine.require_whole()
@@ -273,12 +276,15 @@ class Synchronizer:
         engine = self.engine
         has_run = engine.forwards.awaits_backward
         self._require_attached("abstain")
+        # That is what it says to those who wait.
+        self._owes_failure = False
         if engine.phases.busy:
             engine.recover()
-        told = engine.phase is Phase.BROKEN and engine.told and not engine.forwards.any_in_window
-        if self._has_usable_means() and not engine.forwards.any_in_window:
+        engine.abstention.refuse_another()
+        told = engine.has_told and not engine.abstention.answers_failure and not engine.forwards.any_in_window
+        if self._is_over() and not engine.forwards.any_in_window:
             raise MisuseError(
-                "abstain() was called after the window's backward, whose mean all ranks have by now. Call it in the "
+                "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
             )
         self.clear()
@@ -286,21 +292,44 @@ class Synchronizer:
         if told:
             # Its backward has failed, and the others have heard of that.
             self.window.is_vetoed = engine.veto.forgives
+            engine.abstained()
             return
+        has_run = engine.forwards.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
-            engine.forwards.any_in_window = True
+            engine.forwards.missed()
         engine.expect_backward()
         engine.veto.abstain(reason)
-        if self.enabled and not self.in_block:
+        if self.enabled and (not self.in_block or self.blocks.is_finished):
             self.take_part()
 
-    def _has_usable_means(self) -> bool:
-        """Whether a step would use means: neither gone nor zeroed. (Of shares no rank can tell alone.)"""
-        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
+    def _is_over(self) -> bool:
+        """Whether a backward of this rank has brought the window to its end, and nothing shows that another began."""
+        has_usable_means = self.window.has_means and (
+            # Of shares no rank can tell alone.
+            self.reduction.scatters or has_nonzero_gradients(self.parameters)
+        )
+        return has_usable_means or self.window.stays_vetoed or self.blocks.is_finished
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        self.engine.fail()
+        try:
+            if not self.engine.has_told:
+                self.stand_in_for_forward()
+        finally:
+            self.engine.fail()
+
+    def fail_later(self) -> None:
+        """The same, but not now: when this rank next touches the model."""
+        self._owes_failure = True
+
+    def _settle(self) -> None:
+        if self._owes_failure:
+            self._owes_failure = False
+            LOGGER.warning(
+                "a loop over accumulate() was left in its last micro-batch, before its backward: the other ranks are "
+                "told that this rank failed. Call abstain() to have them skip the window"
+            )
+            self.fail()
 
     def _require_attached(self, what: str) -> None:
         if current_task() != NO_TASK:
@@ -322,6 +351,7 @@ class Synchronizer:
     def clear(self) -> None:
         """Drop all gradients, and what the window knows of them."""
         self.engine.arrangement.drop_gradients()
+        self.engine.abstention.end()
         self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -334,6 +364,7 @@ class Synchronizer:
     def before_step(self, *, by_closure: bool = False) -> None:
         """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure]."""
         engine = self.engine
+        self._settle()
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
@@ -351,6 +382,7 @@ class Synchronizer:
         self.window.is_stepped_by_closure = by_closure
         if self.window.is_vetoed:
             self.clear()
+        engine.abstention.end()
         self.window.close()
         if engine.observer is not None:
             engine.observer.step_began()
@@ -369,7 +401,7 @@ class Synchronizer:
                 self.engine.count_always()
             self.synchronize()
 
-    # -- saving ------------------------------------------------------------------------------------------------
+    # -- saving; what has accumulated is in :mod:`gradsync.engine.saved_window` ------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What makes sums come out bit for bit as they would have: the layout of the buckets. The same on all ranks."""
@@ -384,39 +416,6 @@ class Synchronizer:
             )
         self.engine.arrangement.load_state_dict(state)
         self.engine.build()
-
-    def window_state(self) -> dict[str, Any]:
-        """This rank's part: weights and gradients of an unfinished window, and the reduction's state."""
-        accumulated = self.window.state is WindowState.UNSYNCHRONIZED
-        self.engine.pipeline.hear_end()
-        gradients = {
-            spec.name: parameter.grad.detach().clone()
-            for spec, parameter in zip(self.specs, self.parameters, strict=True)
-            if accumulated and parameter.grad is not None
-        }
-        return {
-            "weights": self.window.weights.state_dict(),
-            "accumulated": accumulated,
-            "gradients": gradients,
-            "reduction": self.reduction.state_dict(),
-        }
-
-    def load_window_state(self, state: dict[str, Any]) -> None:
-        """Go on in the window that was saved."""
-        self.window.discard()
-        for spec, parameter in zip(self.specs, self.parameters, strict=True):
-            saved = state["gradients"].get(spec.name)
-            parameter.grad = None
-            if saved is not None:
-                self.engine.expect_backward()
-                parameter.grad = saved.to(parameter.device)
-        for bucket in self.buckets if state["accumulated"] else ():
-            bucket.gather()
-            bucket.reopen()
-        self.window.weights.load_state_dict(state["weights"])
-        self.window.reopen(self.buckets, accumulated=state["accumulated"])
-        self.engine.pipeline.hear_end()
-        self.reduction.load_state_dict(state.get("reduction", {}))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,11 @@ class Veto:
         """Whether this rank vetoes, whatever its gradients are."""
         return self._abstention is not None or self._stands
 
+    @property
+    def abstains(self) -> bool:
+        """Whether this rank has nothing for the window."""
+        return self._abstention is not None
+
     def abstain(self, reason: str) -> None:
         """This rank has nothing for the window."""
         self._abstention = reason

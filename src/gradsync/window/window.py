@@ -84,7 +84,7 @@ class Window:
 
     def _look_whether_zeroed(self) -> None:
         """A veto is one of what is there: where gradients were zeroed, another window begins."""
-        self.is_vetoed = self.is_vetoed and self._means.is_unchanged
+        self.is_vetoed = self.stays_vetoed
 
     def vetoed(self, buckets: Sequence[Bucket]) -> None:
         """Ranks have agreed to skip the window. Nothing of what was counted in it is for the next one."""
@@ -148,6 +148,11 @@ class Window:
     def has_means(self) -> bool:
         """Whether gradients are those that were synchronized last: not zeroed since, and perhaps computed anew."""
         return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
+
+    @property
+    def stays_vetoed(self) -> bool:
+        """Whether what ranks have agreed to skip is still there."""
+        return self.is_vetoed and self._means.is_unchanged
 
     @property
     def is_closed(self) -> bool:

@@ -9,8 +9,9 @@ import torch
 
 from gradsync.bucket.norm import checked_norm
 from gradsync.communicator import Choice
+from gradsync.engine.blocks import Block
 from gradsync.engine.clipping import clip_norm
-from gradsync.engine.synchronizer import Block, Synchronizer
+from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.explain.model import explain_model
 from gradsync.explain.words import Explanation
@@ -45,6 +46,10 @@ class MicroBatches:
     on one that has a backward of only some of them, or of none. So nothing is sent while they run: the models are
     synchronized one after the other, in the order in which they were named, when the block is left, or when an
     optimizer is about to step.
+
+    [Note: a loop that is left] Of ``for batch in model.accumulate(batches)`` the block does not see what its body
+    raises: the iterator is closed, at once or whenever it is collected. That is no time for a collective. What the
+    others must hear of the last micro-batch, they hear when this rank next touches the model.
     """
 
     def __init__(self, owners: "Sequence[Accumulation]", *, last: bool, synchronizes: bool = False) -> None:
@@ -70,6 +75,12 @@ class MicroBatches:
                 elif issubclass(kind, Exception):
                     for synchronizer in self._unfinished():
                         synchronizer.fail()
+                elif issubclass(kind, GeneratorExit):
+                    for synchronizer in self._unfinished():
+                        synchronizer.fail_later()
+            elif kind is None:
+                for synchronizer in self._synchronizers:
+                    synchronizer.stand_in_for_forward(ends_window=False)
         finally:
             for synchronizer in self._synchronizers:
                 synchronizer.leave_block()
@@ -87,10 +98,12 @@ class MicroBatches:
         self._finished = True
         errors = []
         for synchronizer in unfinished:
+            before = synchronizer.ends
             try:
                 synchronizer.take_part()
             except GradsyncError as error:
-                synchronizer.fail()
+                if synchronizer.ends == before:
+                    synchronizer.fail()
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -101,6 +114,8 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
     synchronizers = [owner.synchronizer for owner in owners]
     before = [synchronizer.ends for synchronizer in synchronizers]
     try:
+        for synchronizer in synchronizers:
+            synchronizer.expect_backward()
         seed = _count(synchronizers, loss, weight)
         with ExitStack() as announced:
             for synchronizer in synchronizers:
@@ -109,7 +124,7 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
     except Exception:
         for synchronizer, count in zip(synchronizers, before, strict=True):
             # Inside accumulate() the others are told when the block is left.
-            if synchronizer.enabled and synchronizer.ends == count and not synchronizer.in_block:
+            if synchronizer.owes_backward and synchronizer.ends == count and not synchronizer.in_block:
                 synchronizer.fail()
         raise
 

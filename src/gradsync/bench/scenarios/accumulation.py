@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, DDP, OURS, Accelerate, Gradsync, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Scenario, Table, known, times_of
+from gradsync.bench.scenario import MISSING, Table, known, times_of
 from gradsync.bench.windows import Pattern, best_bucket_mb, settle, window_step
 from gradsync.bench.workload import EmulatedWorkload
 from gradsync.charts.canvas import limit_line
@@ -32,7 +33,7 @@ def variant_name(peer: str, pattern: Pattern) -> str:
     return f"{peer} · {pattern}"
 
 
-class Accumulation(Scenario):
+class Accumulation(MeasuredScenario):
     """Four ways to write a window, under DDP, Accelerate and gradsync."""
 
     name = "accumulation"

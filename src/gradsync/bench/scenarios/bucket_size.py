@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Scenario, Table, colour_of, known, times_of
+from gradsync.bench.scenario import MISSING, Table, colour_of, known, times_of
 from gradsync.bench.windows import MIB, Pattern, plain_step, window_step
 from gradsync.bench.workload import FLOAT_BYTES, EmulatedWorkload
 from gradsync.bucket.tuner import TUNED_AFTER
@@ -38,7 +39,7 @@ def variant_name(peer: str, mebibytes: float) -> str:
     return f"{peer} · {mebibytes:.3f} MiB"
 
 
-class BucketSize(Scenario):
+class BucketSize(MeasuredScenario):
     """Fixed sizes of gradsync and of DDP, and gradsync's own choice, at three link rates."""
 
     name = "bucket-size"

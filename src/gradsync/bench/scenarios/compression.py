@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import OURS, TUNED, Gradsync, HookedDDP, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Scenario, Table, colour_of, known
+from gradsync.bench.scenario import Table, colour_of, known
 from gradsync.bench.windows import Pattern, repeated, settle, tuned_ddp, window_step
 from gradsync.bench.workload import RealWorkload
 from gradsync.bucket.tuner import TUNED_AFTER
@@ -38,7 +39,7 @@ def variant_name(reduction: str) -> str:
     return f"{OURS} {reduction}"
 
 
-class Compression(Scenario):
+class Compression(MeasuredScenario):
     """Time and bytes of a step, by what is sent, over the rate of the link."""
 
     name = "compression"

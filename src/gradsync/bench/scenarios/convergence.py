@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import Gradsync
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, known, spread
+from gradsync.bench.scenario import MISSING, Picture, Table, known, spread
 from gradsync.bench.text import SYMBOLS, read_symbols
 from gradsync.bench.windows import Pattern, window_step
 from gradsync.charts.canvas import INK, canvas, colour, legend
@@ -54,7 +55,7 @@ def variant_name(batch: int, period: int, seed: int) -> str:
     return f"batch {batch} · every {period} · seed {seed}"
 
 
-class Convergence(Scenario):
+class Convergence(MeasuredScenario):
     """Loss over iterations and over time, with gradients averaged every, every 2nd, 4th and 8th iteration."""
 
     name = "convergence"

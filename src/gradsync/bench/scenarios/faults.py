@@ -13,7 +13,7 @@ from gradsync.bench.faults.trials import RANKS, RESTARTS, Limits, Outcome, Trial
 from gradsync.bench.measure import Progress
 from gradsync.bench.peers import TUNED
 from gradsync.bench.record import Cell, CellRecord, RowFile, Sample
-from gradsync.bench.scenario import MISSING, DrivenScenario, Picture, Table, colour_of
+from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, colour_of
 from gradsync.charts.canvas import SOFT, canvas, legend
 from gradsync.errors import ConfigurationError
 
@@ -35,13 +35,14 @@ SHORTEST = 0.01
 LIMITS = Limits()
 
 
-class Faults(DrivenScenario):
+class Faults(Scenario):
     """A cell a case, a round a seed, a variant for each of those who are compared."""
 
     name, title = "faults", "Faults: who notices, and how it goes on"
     source = "own; moments drawn at random, real processes"
     question = "When a rank is killed, stopped, cut off or wrong: who says so, when, and what is lost?"
     slug = "notice"
+    adds_rounds = True
 
     def cells(self, *, quick: bool) -> list[Cell]:
         seeds = 1 if quick else SEEDS
@@ -58,9 +59,7 @@ class Faults(DrivenScenario):
             for name in (QUICK if quick else CASES)
         ]
 
-    def drive(
-        self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress, known: CellRecord | None = None
-    ) -> None:
+    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
         wanted = cell.options.get("peers", list(PEERS))
         unknown = [name for name in wanted if name not in (*PEERS, TORCHFT)]
         if unknown:
@@ -68,11 +67,12 @@ class Faults(DrivenScenario):
         _note_absent(rows, wanted)
         peers = [name for name in wanted if name in PEERS and _reason(name) is None]
         rows.fact("case", CASES[cell.name].words)
+        known = rows.known(cell).samples
         deadline = time.monotonic() + float(cell.options.get("seconds", float("inf")))
         for seed in range(cell.rounds):
             injury = Injury.draw(cell.name, seed, cell.ranks)
             for number, peer in enumerate(peers):
-                if known is not None and seed in known.samples.get(peer, {}):
+                if seed in known.get(peer, {}):
                     continue
                 # At least one of each: else there is nothing to show.
                 if seed and time.monotonic() > deadline:

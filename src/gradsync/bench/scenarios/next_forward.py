@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.bench.measure import Rounds, Steady
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import (
     ALONE,
     FSDP2,
@@ -28,7 +29,7 @@ from gradsync.bench.peers import (
     ZeroRedundancy,
 )
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Scenario, Table, colour_of, known
+from gradsync.bench.scenario import Table, colour_of, known
 from gradsync.bench.windows import settle, tuned_ddp
 from gradsync.bench.workload import EmulatedWorkload, RealWorkload, Workload
 from gradsync.bucket.tuner import TUNED_AFTER
@@ -54,7 +55,7 @@ MAX_NORM = 1.0
 PLAIN_BOUND, BOUND = "bound F + W", "bound max(F + B, W)"
 
 
-class NextForward(Scenario):
+class NextForward(MeasuredScenario):
     """Time of a step with a plain and with a sharded optimizer, over what the wire takes."""
 
     name = "next-forward"

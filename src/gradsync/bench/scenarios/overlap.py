@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Scenario, Table, known, timing_table
+from gradsync.bench.scenario import MISSING, Table, known, timing_table
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import settle, timed_step, tuned_ddp
 from gradsync.bench.workload import EmulatedWorkload
@@ -36,7 +37,7 @@ PARTS = ("forward", "backward", "exposed", "optimizer")
 LABELS = {part: "exposed communication" if part == "exposed" else part for part in PARTS}
 
 
-class Overlap(Scenario):
+class Overlap(MeasuredScenario):
     """Forward, backward, exposed communication and optimizer, with and without overlap."""
 
     name = "overlap"

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.memory import PeakMemory, memory_unreadable
 from gradsync.bench.peers import ALONE, OURS, PEERS, TUNED, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, colour_of, known, timing_table
+from gradsync.bench.scenario import MISSING, Picture, Table, colour_of, known, timing_table
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import plain_step, settle, tuned_ddp
 from gradsync.bench.workload import EmulatedWorkload, RealWorkload, Workload
@@ -56,7 +57,7 @@ MEMORY_STEPS = 7
 MEMORY_RUNS = 5
 
 
-class Peers(Scenario):
+class Peers(MeasuredScenario):
     """gradsync beside naive averaging, torch's DDP, Accelerate, Lightning Fabric and FSDP2's replicate."""
 
     name = "peers"

@@ -10,9 +10,10 @@ from functools import partial
 import torch.distributed as dist
 
 from gradsync.bench.measure import Rounds
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, Gradsync, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, Scenario, known, times_of
+from gradsync.bench.scenario import Picture, known, times_of
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import MIB, plain_step
 from gradsync.bench.workload import EmulatedWorkload
@@ -37,7 +38,7 @@ def variant_name(groups: int) -> str:
     return f"{groups} Gloo group{'s' if groups > 1 else ''}"
 
 
-class RoundRobin(Scenario):
+class RoundRobin(MeasuredScenario):
     """One, three and five groups, where latency counts and where bandwidth counts."""
 
     name = "round-robin"

@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 
 from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, colour_of, known, times_of
+from gradsync.bench.scenario import MISSING, Picture, Table, colour_of, known, times_of
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import plain_step, settle, tuned_ddp
 from gradsync.bench.workload import EmulatedWorkload, Workload
@@ -30,7 +31,7 @@ SHARES = (1, 4)
 HOST = "host work"
 
 
-class Scaling(Scenario):
+class Scaling(MeasuredScenario):
     """Time of a step and efficiency over the number of ranks, at two link rates."""
 
     name = "scaling"

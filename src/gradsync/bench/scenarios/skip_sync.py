@@ -6,9 +6,10 @@ A step here is eight iterations, so that every n has whole windows in it; times 
 from collections.abc import Sequence
 
 from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, Scenario, known, times_of
+from gradsync.bench.scenario import Picture, known, times_of
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import Pattern, plain_step, repeated, settle, tuned_ddp, window_step
 from gradsync.bench.workload import EmulatedWorkload
@@ -26,7 +27,7 @@ def variant_name(peer: str, period: int) -> str:
     return f"{peer} · every {period}" if period > 1 else f"{peer} · every iteration"
 
 
-class SkipSync(Scenario):
+class SkipSync(MeasuredScenario):
     """Synchronizing every, every second, fourth and eighth iteration."""
 
     name = "skip-sync"

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import OURS, Gradsync, GradsyncLocal, OuterSGD, Peer
 from gradsync.bench.record import Cell, CellRecord, Sample
-from gradsync.bench.scenario import Picture, Scenario, Table, spread
+from gradsync.bench.scenario import Picture, Table, spread
 from gradsync.bench.text import SYMBOLS, read_symbols
 from gradsync.bench.torchft_peer import TorchFT
 from gradsync.bench.windows import optimizer_step
@@ -66,7 +67,7 @@ def steps_a_round(reduction: str) -> int:
     return STEPS_A_ROUND * MORE_STEPS.get(reduction, 1)
 
 
-class TimeToLoss(Scenario):
+class TimeToLoss(MeasuredScenario):
     """Seconds and steps to the loss that exact steps reach, by what is sent."""
 
     name = "time-to-loss"

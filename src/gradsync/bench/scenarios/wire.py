@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from gradsync.bench.measure import Rounds, Step
+from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Scenario, Table, known
+from gradsync.bench.scenario import MISSING, Picture, Table, known
 from gradsync.bench.statistics import percent, ring_bytes
 from gradsync.bench.windows import MIB, repeated
 from gradsync.charts.canvas import canvas, colour, legend, limit_line
@@ -75,7 +76,7 @@ def calls_of(cell: Cell, wire: str, size: int) -> int:
     return 4 if size == MIB and cell.hosts is None else 1
 
 
-class Wire(Scenario):
+class Wire(MeasuredScenario):
     """Time and bandwidth of every communicator over the size of the message."""
 
     name = "wire"
