@@ -29,10 +29,11 @@ from gradsync.communicator.first_cause import BEFORE
 from gradsync.watch.door import Door
 from gradsync.watch.guards import Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
+from gradsync.watch.pace import Pace
+from gradsync.watch.pacing import PaceJudge, PaceTeller
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
 from gradsync.watch.standing import Model, Sampler, Standing
-from gradsync.watch.stragglers import Stragglers
-from gradsync.watch.words import Member, ended, sort_key, straggling, suspected
+from gradsync.watch.words import Member, ended, sort_key, suspected
 
 __all__ = ["Plan", "Post"]
 
@@ -87,8 +88,8 @@ class Post:
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
         self._told: list[Suspicion] = []
-        self._stragglers = Stragglers()
-        # What was said of them, for reports.
+        self._pace_teller, self._pace_judge = PaceTeller(len(plan.members)), PaceJudge(plan.members)
+        # What was said of slow ranks and of the wire, for reports.
         self.straggling: list[str] = []
         # Held while what is known changes; whoever waits for news waits here.
         self._news = threading.Condition()
@@ -186,7 +187,7 @@ class Post:
     def _serve(self) -> None:
         next_beat = last = time.monotonic()
         while not self._farewell:
-            limit = LOOK_SECONDS if self._judge.endings else max(0.0, next_beat - last)
+            limit = LOOK_SECONDS if self._judge.endings else max(0.0, min(next_beat, self._pace_teller.next) - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
             was_stopped, last = now - last > self.plan.beat_seconds + STOPPED_SECONDS, now
@@ -196,6 +197,8 @@ class Post:
                 self._judge.wake(now)
             if self._door is not None:
                 self._tend_door(self._door, now)
+            if now >= self._pace_teller.next:
+                self._tell_pace(now)
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
@@ -266,18 +269,20 @@ class Post:
     def _take(self, number: int, message: dict[str, Any], now: float) -> None:
         if "beat" in message:
             standing = Standing.read(message["beat"])
-            self._stragglers.hear(number, standing.pace)
             with self._news:
                 self._judge.hear(number, standing, now)
                 suspects = message.get("suspects")
                 if number == HUB and isinstance(suspects, list):
                     told = [Suspicion.read(each, len(self.plan.members)) for each in suspects]
                     self._told = [each for each in told if each is not None]
+        elif "pace" in message:
+            if self._is_hub:
+                self._judge_pace(number, Pace.read(message["pace"]), now)
         elif "bye" in message:
             standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
             self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
         elif "off" in message:
-            self._stragglers.forget(number)
+            self._pace_judge.forget(number)
             with self._news:
                 self._judge.forget(number)
             self._lines[number].end = "off"
@@ -318,7 +323,6 @@ class Post:
             if self._is_hub:
                 suspects = self._judge.suspicions(now)[:MOST_SUSPECTS]
                 message["suspects"] = [each.as_data() for each in suspects]
-        self._stragglers.hear(self.plan.me, standing.pace)
         frame = pack(message)
         for line in self._lines.values():
             line.flush()
@@ -331,13 +335,17 @@ class Post:
                     suspected(self.plan.members, each, is_here=self.plan.here[each.member]),
                     self.plan.timeout,
                 )
-        if self._is_hub and not self._judge.endings:
-            self._name_stragglers(now)
 
-    def _name_stragglers(self, now: float) -> None:
-        verdict = self._stragglers.look(now)
-        if verdict is not None:
-            words = straggling(self.plan.members, verdict)
+    def _tell_pace(self, now: float) -> None:
+        # Where the host only queues work it knows neither how long that takes, nor who waits.
+        pace = self._pace_teller.tell(None if self._guards.has_devices else self.sampler.meter, now)
+        if pace is not None and self._is_hub:
+            self._judge_pace(self.plan.me, pace, now)
+        elif pace is not None and HUB in self._lines:
+            self._lines[HUB].send({"pace": pace.as_data()}, unless_busy=True)
+
+    def _judge_pace(self, number: int, pace: Pace, now: float) -> None:
+        for words in self._pace_judge.hear(number, pace, now) if not self._judge.endings else ():
             self.straggling.append(words)
             LOGGER.warning("%s", words)
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from gradsync.communicator.naming import listed
 from gradsync.watch.judge import Ending, Suspicion
+from gradsync.watch.slow_wire import WireVerdict
 from gradsync.watch.standing import MOST_LETTERS, Standing
 from gradsync.watch.stragglers import Verdict
 
-__all__ = ["RAISED", "Member", "ended", "farewell", "sort_key", "straggling", "suspected", "where"]
+__all__ = ["RAISED", "Member", "ended", "farewell", "slow_wire", "sort_key", "straggling", "suspected", "where"]
 
 MOST_NAMED = 4
 RAISED = "raised"
@@ -107,6 +108,17 @@ def straggling(members: Sequence[Member], verdict: Verdict) -> str:
     return (
         f"{member} computes {each.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and update "
         f"included), {who} for it. It waits {each.wire * 1e3:.3g} ms for the wire itself"
+    )
+
+
+def slow_wire(verdict: WireVerdict) -> str:
+    """Of the wire, where no rank is to blame."""
+    now, before = f"{verdict.now * 1e3:.3g}", f"{verdict.before * 1e3:.3g}"
+    if verdict.is_over:
+        return f"the wire is no slower than before any more ({now} ms a window)"
+    return (
+        f"the wire has become slow: it takes {now} ms a window, where it took {before} before. All ranks wait for it, "
+        "and none is to blame"
     )
 
 
