@@ -62,7 +62,8 @@ class Rounds:
     def _close(self, window: int) -> Round:
         told = self._open.pop(window)
         self._done = window
-        self._open = {number: each for number, each in self._open.items() if number > window}
+        for missed in [number for number in self._open if number < window]:
+            del self._open[missed]
         worked = {member: times for member, times in sorted(told.items()) if times[0] > 0}
         return Round(
             model=self._model,

@@ -51,6 +51,11 @@ class Series:
         """Those before the last ``count``."""
         return self._values[-(count + HISTORY) : -count]
 
+    def is_high(self, limit: float) -> bool:
+        """Whether most of the last few lie above that: else no more than this is looked at, which costs next to
+        nothing."""
+        return sum(each > limit for each in self._values[-BLOCK:]) > BLOCK // 2
+
     def stands_out(self, count: int, *, least: float, above: float = 0.0) -> bool:
         """Whether the last ``count`` lie ``above`` that by ``least``, and by more than they scatter."""
         if len(self._values) < count:

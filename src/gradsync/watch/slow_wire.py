@@ -41,6 +41,8 @@ class SlowWire:
     def _restart(self) -> None:
         self._wire, self._wall = Series(), Series()
         self._past: list[float] = []
+        # What it takes as a rule, as of some windows ago.
+        self._usual, self._until_known = 0.0, LEAST_HISTORY + LENGTHS[0]
         self._named: WireVerdict | None = None
         self._next, self._pause = 0.0, FIRST_PAUSE_SECONDS
 
@@ -51,6 +53,7 @@ class SlowWire:
         self._window = told.window
         # One that stands by waits for nothing else, and one that nobody knows of may have come last.
         if told.is_whole and told.own:
+            self._until_known -= 1
             self._wire.add(min(told.waited.values()))
             self._wall.add(max(own + told.waited[member] for member, own in told.own.items()))
 
@@ -58,6 +61,10 @@ class SlowWire:
         """What is new, or is to be said again: after a minute, two, four and so on."""
         if self._named is not None:
             return self._again(self._named, now)
+        if self._until_known <= 0:
+            self._usual, self._until_known = middle(self._wire.before(LENGTHS[0])), LEAST_HISTORY
+        if not self._wire.is_high((1 + GROWTH / 2) * self._usual):
+            return None
         for count in LENGTHS:
             past = self._wire.before(count)
             if len(past) < LEAST_HISTORY:

@@ -6,6 +6,7 @@ this run. It is one no more when that is less than a twentieth. Whoever was one 
 accident, of which this machine may see more: from then on twice as many windows are wanted.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 from gradsync.watch.rounds import Round, against_the_others
@@ -51,18 +52,6 @@ class Verdict:
     is_over: bool
 
 
-class Record:
-    """What is known of one rank: by what share it was slower than the others, and seconds."""
-
-    def __init__(self) -> None:
-        self.slower, self.own, self.others, self.waited = Series(), Series(), Series(), Series()
-
-    def straggler(self, member: int, window: int, count: int) -> Straggler:
-        """Over the last ``count`` windows."""
-        own, others, wire = (middle(each.last(count)) for each in (self.own, self.others, self.waited))
-        return Straggler(member=member, window=window, own=own, others=others, wire=wire)
-
-
 @dataclass(kw_only=True)
 class Naming:
     """That a rank was named, with the window it was; when it is named again, and how long after that."""
@@ -78,38 +67,41 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._model, self._window = 0, 0
-        self._records: dict[int, Record] = {}
+        # By what share each was slower than the others, window by window, and the last windows as they were told of.
+        self._slower: dict[int, Series] = {}
+        self._rounds: deque[Round] = deque(maxlen=LENGTHS[-1])
         self._named: dict[int, Naming] = {}
         self._shortest = LENGTHS[0]
 
     def hear(self, told: Round) -> None:
         if told.model != self._model:
-            self._model, self._records, self._named = told.model, {}, {}
+            self._model, self._slower, self._named = told.model, {}, {}
+            self._rounds.clear()
         self._window = told.window
         if len(told.own) < 2:
             return
+        self._rounds.append(told)
         for member, others in against_the_others(told.own).items():
-            record = self._records.setdefault(member, Record())
-            own = told.own[member]
-            record.slower.add(own / others - 1)
-            record.own.add(own)
-            record.others.add(others)
-            record.waited.add(told.waited[member])
+            if member not in self._slower:
+                self._slower[member] = Series()
+            self._slower[member].add(told.own[member] / others - 1)
 
     def look(self, now: float) -> list[Verdict]:
         """What is new, or is to be said again: after a minute, two, four and so on."""
         verdicts = []
-        for member, record in list(self._records.items()):
+        for member, slower in list(self._slower.items()):
             naming = self._named.get(member)
-            verdict = self._judge(member, record, now) if naming is None else self._again(naming, record, now)
+            verdict = self._judge(member, slower, now) if naming is None else self._again(naming, slower, now)
             if verdict is not None:
                 verdicts.append(verdict)
         return verdicts
 
-    def _judge(self, member: int, record: Record, now: float) -> Verdict | None:
+    def _judge(self, member: int, slower: Series, now: float) -> Verdict | None:
+        if not slower.is_high(SLOWER / 2):
+            return None
         for count in LENGTHS:
-            if count >= self._shortest and record.slower.stands_out(count, least=SLOWER):
-                found = record.straggler(member, self._window, count)
+            if count >= self._shortest and slower.stands_out(count, least=SLOWER):
+                found = self._straggler(member, count)
                 if self._matters(found, count):
                     self._named[member] = Naming(named=found, since=self._window, next=now + FIRST_PAUSE_SECONDS)
                     return Verdict(straggler=found, is_over=False)
@@ -117,23 +109,37 @@ class Stragglers:
 
     def _matters(self, found: Straggler, count: int) -> bool:
         excess = found.own - found.others
-        slowest = max(middle(record.own.last(count)) for record in self._records.values())
+        slowest = max(self._straggler(member, count).own for member in self._slower)
         # Nobody waits for one that is slow itself where another one is much slower.
         return excess >= max(LEAST_SECONDS, LEAST_SHARE * (found.own + found.wire)) and found.own >= AS_SLOW * slowest
 
-    def _again(self, naming: Naming, record: Record, now: float) -> Verdict | None:
+    def _straggler(self, member: int, count: int) -> Straggler:
+        """As it was over its last ``count`` windows."""
+        rounds = [told for told in self._rounds if member in told.own and len(told.own) > 1][-count:]
+        return Straggler(
+            member=member,
+            window=self._window,
+            own=middle([told.own[member] for told in rounds]),
+            others=middle([against_the_others(told.own)[member] for told in rounds]),
+            wire=middle([told.waited[member] for told in rounds]),
+        )
+
+    def _again(self, naming: Naming, slower: Series, now: float) -> Verdict | None:
         named = naming.named
-        current = record.straggler(named.member, self._window, self._shortest)
-        if middle(record.slower.last(self._shortest)) < min(OVER, named.slower / 2):
+        is_over = middle(slower.last(self._shortest)) < min(OVER, named.slower / 2)
+        if not is_over and now < naming.next:
+            return None
+        current = self._straggler(named.member, self._shortest)
+        if is_over:
             del self._named[named.member]
             was_a_moment = self._window - naming.since < MOMENT * self._shortest
             self._shortest = min(LENGTHS[-1], 2 * self._shortest) if was_a_moment else LENGTHS[0]
             if not was_a_moment:
                 # It was slow, and did not scatter: no measure for what comes.
-                del self._records[named.member]
+                del self._slower[named.member]
             return Verdict(straggler=current, is_over=True)
         # Nor is it said again of windows that were spoken of: training may be over, and the process not.
-        if now < naming.next or current.window <= named.window:
+        if current.window <= named.window:
             return None
         naming.named = current
         naming.pause *= 2
