@@ -29,8 +29,8 @@ from gradsync.communicator.first_cause import BEFORE
 from gradsync.watch.door import Door
 from gradsync.watch.guards import Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
-from gradsync.watch.pace import Pace
-from gradsync.watch.pacing import PaceJudge, PaceTeller
+from gradsync.watch.pace import PaceMeter
+from gradsync.watch.pacing import Pacing, Ways
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
 from gradsync.watch.standing import Model, Sampler, Standing
 from gradsync.watch.words import Member, ended, sort_key, suspected
@@ -88,7 +88,7 @@ class Post:
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
         self._told: list[Suspicion] = []
-        self._pace_teller, self._pace_judge = PaceTeller(len(plan.members)), PaceJudge(plan.members)
+        self._pacing = Pacing(plan.members, plan.me, Ways(tell=self._tell, say=self._say, meter=self._meter))
         # What was said of slow ranks and of the wire, for reports.
         self.straggling: list[str] = []
         # Held while what is known changes; whoever waits for news waits here.
@@ -187,7 +187,7 @@ class Post:
     def _serve(self) -> None:
         next_beat = last = time.monotonic()
         while not self._farewell:
-            limit = LOOK_SECONDS if self._judge.endings else max(0.0, min(next_beat, self._pace_teller.next) - last)
+            limit = LOOK_SECONDS if self._judge.endings else max(0.0, min(next_beat, self._pacing.next) - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
             was_stopped, last = now - last > self.plan.beat_seconds + STOPPED_SECONDS, now
@@ -197,8 +197,8 @@ class Post:
                 self._judge.wake(now)
             if self._door is not None:
                 self._tend_door(self._door, now)
-            if now >= self._pace_teller.next:
-                self._tell_pace(now)
+            if now >= self._pacing.next:
+                self._pacing.tick(now)
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
@@ -275,14 +275,11 @@ class Post:
                 if number == HUB and isinstance(suspects, list):
                     told = [Suspicion.read(each, len(self.plan.members)) for each in suspects]
                     self._told = [each for each in told if each is not None]
-        elif "pace" in message:
-            if self._is_hub:
-                self._judge_pace(number, Pace.read(message["pace"]), now)
         elif "bye" in message:
             standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
             self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
         elif "off" in message:
-            self._pace_judge.forget(number)
+            self._pacing.forget(number)
             with self._news:
                 self._judge.forget(number)
             self._lines[number].end = "off"
@@ -298,6 +295,8 @@ class Post:
             # Whoever was asked here has written already.
             if self.on_dump is not None and number != self.plan.me:
                 self.on_dump()
+        else:
+            self._pacing.take(number, message, now)
 
     def _note(self, ending: Ending, now: float) -> None:
         with self._news:
@@ -336,18 +335,20 @@ class Post:
                     self.plan.timeout,
                 )
 
-    def _tell_pace(self, now: float) -> None:
-        # Where the host only queues work it knows neither how long that takes, nor who waits.
-        pace = self._pace_teller.tell(None if self._guards.has_devices else self.sampler.meter, now)
-        if pace is not None and self._is_hub:
-            self._judge_pace(self.plan.me, pace, now)
-        elif pace is not None and HUB in self._lines:
-            self._lines[HUB].send({"pace": pace.as_data()}, unless_busy=True)
+    def _tell(self, message: dict[str, Any]) -> None:
+        frame = pack(message)
+        for line in self._lines.values():
+            line.send_frame(frame, unless_busy=True)
 
-    def _judge_pace(self, number: int, pace: Pace, now: float) -> None:
-        for words in self._pace_judge.hear(number, pace, now) if not self._judge.endings else ():
+    def _say(self, words: str) -> None:
+        # Who waits for one that has ended is not slow.
+        if not self._judge.endings:
             self.straggling.append(words)
             LOGGER.warning("%s", words)
+
+    def _meter(self) -> tuple[int, PaceMeter] | None:
+        # Where the host only queues work it knows neither how long that takes, nor who waits.
+        return None if self._guards.has_devices else self.sampler.meter
 
     def _lose_stranded(self, now: float) -> None:
         """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""

@@ -31,14 +31,14 @@ class Rounds:
     """Of ``members`` many ranks."""
 
     def __init__(self, members: int) -> None:
-        self._members = set(range(members))
+        self.members = set(range(members))
         self._model = 0
         self._open: dict[int, dict[int, tuple[float, float]]] = {}
         self._done = 0
 
     def hear(self, member: int, pace: Pace) -> Iterator[Round]:
         """The windows of which all have told now, in their order."""
-        if not pace.own or pace.model < self._model or member not in self._members:
+        if not pace.own or pace.model < self._model or member not in self.members:
             return
         if pace.model > self._model:
             # The first model is gone: all ranks come to the next one.
@@ -49,14 +49,14 @@ class Rounds:
                 continue
             told = self._open.setdefault(window, {})
             told[member] = times
-            if len(told) == len(self._members):
+            if len(told) == len(self.members):
                 yield self._close(window)
         while len(self._open) > MOST_OPEN:
             del self._open[min(self._open)]
 
     def forget(self, member: int) -> None:
         """It will not tell any more."""
-        self._members.discard(member)
+        self.members.discard(member)
         self._open = {}
 
     def _close(self, window: int) -> Round:
@@ -70,7 +70,7 @@ class Rounds:
             window=window,
             own={member: own for member, (own, _) in worked.items()},
             waited={member: waited for member, (_, waited) in worked.items()},
-            is_whole=len(worked) == len(self._members),
+            is_whole=len(worked) == len(self.members),
         )
 
 

@@ -9,7 +9,7 @@ machine one process is slowed for a while, then another, and such windows are no
 import math
 from collections.abc import Sequence
 
-__all__ = ["KEPT", "Series", "middle"]
+__all__ = ["BLOCK", "KEPT", "Series", "middle"]
 
 KEPT = 240
 HISTORY = 120

@@ -8,13 +8,14 @@ nobody's own work does. It is held against the run's own past: what is slow for 
 from dataclasses import dataclass
 
 from gradsync.watch.rounds import Round
-from gradsync.watch.scatter import Series, middle
+from gradsync.watch.scatter import BLOCK, Series, middle
 from gradsync.watch.stragglers import FIRST_PAUSE_SECONDS
 
 __all__ = ["SlowWire", "WireVerdict"]
 
 # By how much of what it took the wire must take longer, and how much of a window that must be.
 GROWTH, SHARE = 0.5, 0.10
+MUCH = 0.25
 LEAST_SECONDS = 0.5e-3
 LENGTHS = (10, 20)
 # Before there is a past to compare with.
@@ -56,6 +57,22 @@ class SlowWire:
             self._until_known -= 1
             self._wire.add(min(told.waited.values()))
             self._wall.add(max(own + told.waited[member] for member, own in told.own.items()))
+
+    @property
+    def is_much(self) -> bool | None:
+        """Whether windows are spent waiting for it, to a good part; None while nobody knows."""
+        if len(self._wire) < LENGTHS[0]:
+            return None
+        return middle(self._wire.last(LENGTHS[0])) >= MUCH * middle(self._wall.last(LENGTHS[0]))
+
+    @property
+    def rise(self) -> float:
+        """How many seconds a window it takes more now than it did, whether that was said already or not."""
+        if self._named is not None:
+            return max(0.0, middle(self._wire.last(BLOCK)) - self._named.before)
+        if not self._usual or not self._wire.is_high((1 + GROWTH / 2) * self._usual):
+            return 0.0
+        return max(0.0, middle(self._wire.last(BLOCK)) - self._usual)
 
     def look(self, now: float) -> WireVerdict | None:
         """What is new, or is to be said again: after a minute, two, four and so on."""

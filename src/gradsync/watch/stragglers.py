@@ -71,7 +71,7 @@ class Stragglers:
         self._slower: dict[int, Series] = {}
         self._rounds: deque[Round] = deque(maxlen=LENGTHS[-1])
         self._named: dict[int, Naming] = {}
-        self._shortest = LENGTHS[0]
+        self._shortest, self._excused = LENGTHS[0], LEAST_SECONDS
 
     def hear(self, told: Round) -> None:
         if told.model != self._model:
@@ -86,9 +86,14 @@ class Stragglers:
                 self._slower[member] = Series()
             self._slower[member].add(told.own[member] / others - 1)
 
-    def look(self, now: float) -> list[Verdict]:
-        """What is new, or is to be said again: after a minute, two, four and so on."""
+    def look(self, now: float, *, excused: float = 0.0) -> list[Verdict]:
+        """What is new, or is to be said again: after a minute, two, four and so on.
+
+        Nobody is named for so many seconds as are ``excused``: the wire takes them more than it did, and collectives
+        that gradsync does not know of, which count as a rank's own work, may take them as well.
+        """
         verdicts = []
+        self._excused = max(LEAST_SECONDS, excused)
         for member, slower in list(self._slower.items()):
             naming = self._named.get(member)
             verdict = self._judge(member, slower, now) if naming is None else self._again(naming, slower, now)
@@ -111,7 +116,8 @@ class Stragglers:
         excess = found.own - found.others
         slowest = max(self._straggler(member, count).own for member in self._slower)
         # Nobody waits for one that is slow itself where another one is much slower.
-        return excess >= max(LEAST_SECONDS, LEAST_SHARE * (found.own + found.wire)) and found.own >= AS_SLOW * slowest
+        least = max(self._excused, LEAST_SHARE * (found.own + found.wire))
+        return excess >= least and found.own >= AS_SLOW * slowest
 
     def _straggler(self, member: int, count: int) -> Straggler:
         """As it was over its last ``count`` windows."""

@@ -9,11 +9,23 @@ from typing import Any
 
 from gradsync.communicator.naming import listed
 from gradsync.watch.judge import Ending, Suspicion
+from gradsync.watch.slow_links import SlowLink
 from gradsync.watch.slow_wire import WireVerdict
 from gradsync.watch.standing import MOST_LETTERS, Standing
 from gradsync.watch.stragglers import Verdict
 
-__all__ = ["RAISED", "Member", "ended", "farewell", "slow_wire", "sort_key", "straggling", "suspected", "where"]
+__all__ = [
+    "RAISED",
+    "Member",
+    "ended",
+    "farewell",
+    "slow_link",
+    "slow_wire",
+    "sort_key",
+    "straggling",
+    "suspected",
+    "where",
+]
 
 MOST_NAMED = 4
 RAISED = "raised"
@@ -120,6 +132,13 @@ def slow_wire(verdict: WireVerdict) -> str:
         f"the wire has become slow: it takes {now} ms a window, where it took {before} before. All ranks wait for it, "
         "and none is to blame"
     )
+
+
+def slow_link(found: SlowLink) -> str:
+    """Of the link that all wait for."""
+    link = f"from {found.source} to {found.target}" if found.target else f"of {found.source}"
+    rate, others = (f"{each * 8 / 1e6:.3g}" for each in (found.rate, found.others))
+    return f"the wire is as slow as the link {link}: it carries {rate} Mbit/s where others carry {others} and more"
 
 
 def _state(process: int) -> str:
