@@ -123,6 +123,19 @@ def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> N
         assert all(50 < window <= 65 for window in asked)
 
 
+def test_where_two_models_are_trained_the_wire_is_not_judged() -> None:
+    """Rank 0 waits before the one, rank 1 before the other: both wait, and not for the wire."""
+    judge = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+    for models in (2, 1):
+        said = []
+        for window in range(200 * models, 200 * models + 100):
+            waited = 0.001 if window % 100 < 50 else 0.03
+            for member in range(2):
+                said += judge.hear(member, Pace(last=window, own=(0.02,), waited=(waited,)), 0.0, models=models)
+        assert bool(said) is (models == 1)
+        judge = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+
+
 SLOW = 2
 BECOMES = 50
 

@@ -60,6 +60,7 @@ class PaceJudge:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
+        self._has_hosts = len({each.host for each in members}) > 1
         self._rounds = Rounds(len(members))
         self._stragglers, self._wire = Stragglers(), SlowWire()
         self._links: dict[int, list[Sent]] = {}
@@ -67,19 +68,23 @@ class PaceJudge:
         # Whether all ranks are to measure their links now.
         self.asks_for_links = False
 
-    def hear(self, member: int, pace: Pace, now: float) -> list[str]:
-        """What is to be said of it."""
+    def hear(self, member: int, pace: Pace, now: float, *, models: int = 1) -> list[str]:
+        """What is to be said of it, where so many models are trained."""
         is_new = False
+        # Inside a host the wire is its cores. And where ranks meet twice in a window, one may wait for the other before
+        # the first model and the other for the one before the second: what both wait is not the wire's.
+        knows_wire = self._has_hosts and models == 1
         for told in self._rounds.hear(member, pace):
             self._stragglers.hear(told)
-            self._wire.hear(told)
+            if knows_wire:
+                self._wire.hear(told)
             is_new = True
         if not is_new:
             return []
-        wire = self._wire.look(now)
-        found = self._stragglers.look(now, excused=self._wire.rise)
+        wire = self._wire.look(now) if knows_wire else None
+        found = self._stragglers.look(now, excused=self._wire.rise if knows_wire else 0.0)
         said = [straggling(self._members, verdict) for verdict in found]
-        if len({each.host for each in self._members}) > 1:
+        if knows_wire:
             self._ask(became_slow=wire is not None and not wire.is_over)
         return said if wire is None else [*said, slow_wire(wire)]
 
@@ -108,11 +113,12 @@ class PaceJudge:
 @dataclass(frozen=True, kw_only=True)
 class Ways:
     """To whom a rank speaks: ``tell`` reaches the hub, or from there all others; ``say`` is for people. And who has
-    measured its windows."""
+    measured its windows, and how many models there are."""
 
     tell: Callable[[Message], None]
     say: Callable[[str], None]
     meter: Callable[[], Meter | None]
+    models: Callable[[], int]
 
 
 class Pacing:
@@ -157,7 +163,7 @@ class Pacing:
 
     def _heard(self, number: int, message: Message, now: float) -> Iterator[str]:
         if "pace" in message:
-            yield from self._judge.hear(number, Pace.read(message["pace"]), now)
+            yield from self._judge.hear(number, Pace.read(message["pace"]), now, models=self._ways.models())
         if "links" in message:
             yield from self._judge.hear_links(number, Sent.read(message["links"]))
 

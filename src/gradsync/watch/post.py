@@ -88,7 +88,8 @@ class Post:
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
         self._told: list[Suspicion] = []
-        self._pacing = Pacing(plan.members, plan.me, Ways(tell=self._tell, say=self._say, meter=self._meter))
+        ways = Ways(tell=self._tell, say=self._say, meter=self._meter, models=lambda: len(self.sampler.models))
+        self._pacing = Pacing(plan.members, plan.me, ways)
         # What was said of slow ranks and of the wire, for reports.
         self.straggling: list[str] = []
         # Held while what is known changes; whoever waits for news waits here.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradsync.watch.rounds import Round
 from gradsync.watch.scatter import BLOCK, Series, middle
-from gradsync.watch.stragglers import FIRST_PAUSE_SECONDS
+from gradsync.watch.stragglers import FIRST_PAUSE_SECONDS, MOMENT
 
 __all__ = ["SlowWire", "WireVerdict"]
 
@@ -17,7 +17,7 @@ __all__ = ["SlowWire", "WireVerdict"]
 GROWTH, SHARE = 0.5, 0.10
 MUCH = 0.25
 LEAST_SECONDS = 0.5e-3
-LENGTHS = (10, 20)
+LENGTHS = (10, 20, 40)
 # Before there is a past to compare with.
 LEAST_HISTORY = 20
 
@@ -46,6 +46,8 @@ class SlowWire:
         self._usual, self._until_known = 0.0, LEAST_HISTORY + LENGTHS[0]
         self._named: WireVerdict | None = None
         self._next, self._pause = 0.0, FIRST_PAUSE_SECONDS
+        # As of stragglers: what was slow for a moment only makes patient.
+        self._since, self._shortest = 0, LENGTHS[0]
 
     def hear(self, told: Round) -> None:
         if told.model != self._model:
@@ -86,9 +88,11 @@ class SlowWire:
             past = self._wire.before(count)
             if len(past) < LEAST_HISTORY:
                 return None
+            if count < self._shortest:
+                continue
             before = middle(past)
             if self._wire.stands_out(count, least=self._least(before, count), above=before):
-                self._past = past
+                self._past, self._since = past, self._window
                 self._named = self._verdict(count, before, is_over=False)
                 self._pause = FIRST_PAUSE_SECONDS
                 self._next = now + self._pause
@@ -105,6 +109,8 @@ class SlowWire:
         current = self._verdict(LENGTHS[0], named.before, is_over=False)
         if current.now - named.before < (named.now - named.before) / 3:
             self._named = None
+            was_a_moment = self._window - self._since < MOMENT * self._shortest
+            self._shortest = min(LENGTHS[-1], 2 * self._shortest) if was_a_moment else LENGTHS[0]
             # The slow windows are no past to compare with.
             self._wire = Series([*self._past, *self._wire.last(LENGTHS[0])])
             return self._verdict(LENGTHS[0], named.before, is_over=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gradsync.watch.rounds import Round, against_the_others
 from gradsync.watch.scatter import Series, middle
 
-__all__ = ["FIRST_PAUSE_SECONDS", "LENGTHS", "OVER", "SLOWER", "Straggler", "Stragglers", "Verdict"]
+__all__ = ["FIRST_PAUSE_SECONDS", "LENGTHS", "MOMENT", "OVER", "SLOWER", "Straggler", "Stragglers", "Verdict"]
 
 SLOWER = 0.075
 OVER = 0.05
