@@ -137,7 +137,7 @@ def slow_wire(verdict: WireVerdict) -> str:
 def slow_link(found: SlowLink) -> str:
     """Of the link that all wait for."""
     link = f"from {found.source} to {found.target}" if found.target else f"of {found.source}"
-    rate, others = (f"{each * 8 / 1e6:.3g}" for each in (found.rate, found.others))
+    rate, others = (f"{each * 8 / 1e6:.4g}" for each in (found.rate, found.others))
     return f"the wire is as slow as the link {link}: it carries {rate} Mbit/s where others carry {others} and more"
 
 
