@@ -1,6 +1,8 @@
 """`gradsync train`: the numbers of one process on any number of ranks, exact resuming, clear errors. Real processes."""
 
+import html
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,11 +18,12 @@ import torch
 
 from gradsync.cli.main import main
 from gradsync.errors import ConfigurationError
+from gradsync.llm.run import run as run_here
 from gradsync.llm.run_folder import read_metrics
 from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import prepare_tokens
 from gradsync.llm.trainer import StepRecord, Trainer, make_accelerator
-from tests.ranks import pool_of
+from tests.ranks import RankPool, pool_of
 from tests.zygote import Forked, fork, run_python
 
 # One worker runs them all: they share a run that takes long.
@@ -411,3 +414,39 @@ def test_a_model_of_transformers(tmp_path: Path, text: Path) -> None:
     config.save_pretrained(tmp_path / "model")
     losses, _, _ = train(settings_for(tmp_path / "run", text, model=str(tmp_path / "model"), learning_rate=1e-2))
     assert losses[-1][0] < losses[0][0]
+
+
+# -- what is slow -----------------------------------------------------------------------------------------------------
+
+
+def train_with_a_slow_rank(settings: TrainSettings) -> list[str]:
+    """All of a run, with rank 1 sleeping in every step. What was logged for people, who have it on their screen."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    said: list[str] = []
+    logging.getLogger("gradsync").addHandler(Listener(logging.WARNING))
+    ordinary = Trainer._train_step
+
+    def late(self: Trainer, *arguments: Any) -> Any:
+        time.sleep(0.15 if self.accelerator.process_index == 1 else 0.0)
+        return ordinary(self, *arguments)
+
+    Trainer._train_step = late  # type: ignore[method-assign]
+    run_here(settings, cpu=True)
+    return said
+
+
+@pytest.mark.program
+def test_a_slow_rank_is_on_the_screen_and_in_the_report(tmp_path: Path, text: Path) -> None:
+    pool = RankPool(2)
+    try:
+        said, _ = pool.run(train_with_a_slow_rank, settings_for(tmp_path / "run", text, steps=30))
+    finally:
+        pool.close()
+    words = next(each for each in said if each.startswith("rank 1 ") and "longer than the other rank" in each)
+    notes = [each for each in read_metrics(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "note"]
+    assert [each["text"] for each in notes if "longer than" in each["text"]] == [words]
+    assert words in html.unescape((tmp_path / "run" / "report.html").read_text())

@@ -25,6 +25,7 @@ from gradsync.watch import dump
 from gradsync.watch.door import Door, Invitation, enter, own_addresses
 from gradsync.watch.guards import GRACE_SECONDS, Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
+from gradsync.watch.pace import PaceMeter
 from gradsync.watch.post import Plan, Post
 from gradsync.watch.protocol import LARGEST, Frames, Line, ProtocolError, join, pack
 from gradsync.watch.standing import Sampler, Standing, Wait, Whereabouts
@@ -214,6 +215,7 @@ class Engine:
 
     def __init__(self, windows: int, busy: bool = False) -> None:
         self.windows, self.busy, self.fails = windows, busy, False
+        self.pace = PaceMeter()
 
     def whereabouts(self) -> Whereabouts:
         if self.fails:

@@ -359,12 +359,13 @@ class BackwardEngine:
                 self._meet()
             if self.window.is_vetoed:
                 self.veto.stand()
-            has_means = self._meeting.exchange(contributes=self._contributes, norms=self._norms)
+            contributes = self._contributes
+            has_means = self._meeting.exchange(contributes=contributes, norms=self._norms)
         except BaseException:
             self.recover()
             raise
         self.synchronizations += 1
-        self.pace.window_ended()
+        self.pace.window_ended(worked=contributes)
         if has_means:
             self.arrangement.window_finished(self._hooks.arrivals)
         self._leave_synchronization(Phase.IDLE)

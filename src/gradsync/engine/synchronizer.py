@@ -28,7 +28,7 @@ from gradsync.engine.phase import Phase
 from gradsync.engine.step_guard import guard_steps, unguard_steps
 from gradsync.errors import MisuseError
 from gradsync.reduction import Reduction
-from gradsync.watch import Whereabouts
+from gradsync.watch import PaceMeter, Whereabouts
 from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = ["Synchronizer", "synchronizer_of"]
@@ -91,8 +91,11 @@ class Synchronizer:
             phase=engine.phase.name.lower(),
             progress=engine.pipeline.progress() if engine.phase is Phase.SYNCHRONIZING else engine.phase.value,
             busy=busy,
-            pace=engine.pace.pace(),
         )
+
+    @property
+    def pace(self) -> PaceMeter:
+        return self.engine.pace
 
     # -- what wrappers read and set --------------------------------------------------------------------------------
 

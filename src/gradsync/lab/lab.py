@@ -126,16 +126,18 @@ class Lab:
         """
         return run_program(places_on(self.hosts, ranks_per_host), command, env=env or {}, timeout=timeout)
 
-    def set_rate(self, rate: Rate | None) -> None:
-        """Give all links another rate, or none. They stay up, and what is queued stays queued."""
-        names = {host.namespace: [host.interface] for host in self.hosts}
-        names[switch_name(self.plan.name)] = [host.name for host in self.hosts]
+    def set_rate(self, rate: Rate | None, *, host: int | None = None) -> None:
+        """Give all links, or that of one host, another rate, or none. They stay up, and what is queued stays queued."""
+        hosts = self.hosts if host is None else (self.hosts[host],)
+        names = {each.namespace: [each.interface] for each in hosts}
+        names[switch_name(self.plan.name)] = [each.name for each in hosts]
         for namespace, interfaces in names.items():
             if rate is not None:
                 tc.lines(namespace, (f"qdisc replace dev {name} root {_queue(rate)}" for name in interfaces))
             elif shaped := [name for name in interfaces if name in _rates(namespace)]:
                 tc.lines(namespace, (f"qdisc delete dev {name} root" for name in shaped))
-        self.plan = LabPlan(name=self.plan.name, hosts=self.plan.hosts, rate=rate)
+        if host is None:
+            self.plan = LabPlan(name=self.plan.name, hosts=self.plan.hosts, rate=rate)
 
     def cut(self, host: int) -> None:
         """Take the link of a host down, as if its cable were pulled out of the switch."""

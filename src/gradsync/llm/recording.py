@@ -46,11 +46,14 @@ class Recording(Listener):
             # A few over the run, more and more apart: the last one is the one the report draws.
             self._timeline_due = 2 * record.step
             self._folder.append({"kind": "timeline", "step": record.step, **_buckets(record.timeline)})
+        self._note_what_is_slow(record.step)
+        self._screen.stepped(record)
+
+    def _note_what_is_slow(self, step: int) -> None:
         # The watch has put it on the screen when it found it.
         for words in straggling()[self._noted :]:
             self._noted += 1
-            self._folder.note(record.step, words)
-        self._screen.stepped(record)
+            self._folder.note(step, words)
 
     def validated(self, step: int, loss: float) -> None:
         self._folder.append({"kind": "validation", "step": step, "loss": loss})
@@ -70,6 +73,7 @@ class Recording(Listener):
 
     def close(self, outcome: Outcome) -> None:
         """The run is over: summary, report, and the table on the screen."""
+        self._note_what_is_slow(outcome.step)
         if outcome.signal:
             self._folder.note(outcome.step, f"stopped by signal {outcome.signal}")
         explanation = explain_run(self._folder.path)

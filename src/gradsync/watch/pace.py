@@ -1,54 +1,69 @@
-"""How long a rank works on a window itself, and how long it waits for others: medians over the last few windows.
+"""How long a rank works on each window itself, and how long it waits for others.
 
 From the end of one synchronization to the end of the next a rank does its own work (data, forward, backward, update),
 or waits in a collective. The rank that all others wait for waits the least itself, and what it waits is the wire's.
 The host's clock tells that where the host computes and waits. Where it only queues work for an accelerator it sees
-neither, and all ranks look the same.
+neither, and is not asked.
 """
 
-import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradsync.communicator.collective import waited_here
 
-__all__ = ["NO_PACE", "WINDOWS", "Pace", "PaceMeter"]
+__all__ = ["MOST_WINDOWS", "NO_PACE", "Pace", "PaceMeter"]
 
-# Enough for a median that one checkpoint or one hiccup does not move, few enough to tell of a change within 20 steps.
-WINDOWS = 10
+# What is kept for a watch that comes late; older windows are not told of.
+MOST_WINDOWS = 64
+MOST_SECONDS = 1e6
+MICROSECOND = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds of a window, in the middle of the last ``count``: of its ``own`` work, with how far half of them lie from
-    it (``spread``), and of waiting (``waited``). ``window`` is the number of the last one."""
+    """Windows in a row of the model of that number, with ``last`` the number of the last one: for each of them the
+    seconds of a rank's ``own`` work, and of its waiting. No own work at all: nothing is known of that window, or the
+    rank only stood by in it."""
 
-    window: int = 0
-    count: int = 0
-    own: float = 0.0
-    spread: float = 0.0
-    waited: float = 0.0
+    model: int = 0
+    last: int = 0
+    own: tuple[float, ...] = ()
+    waited: tuple[float, ...] = ()
 
-    @property
-    def is_known(self) -> bool:
-        return self.count >= WINDOWS and self.own > 0
+    def as_data(self) -> dict[str, Any]:
+        """In whole microseconds, which are short."""
+        return {
+            "model": self.model,
+            "last": self.last,
+            "own": [round(each / MICROSECOND) for each in self.own],
+            "waited": [round(each / MICROSECOND) for each in self.waited],
+        }
 
     @classmethod
     def read(cls, data: Any) -> "Pace":
-        """What ``vars`` has made of one. Whatever else it may be becomes one that is not known."""
+        """What :meth:`as_data` has made. Whatever else it may be becomes one of no windows."""
         fields = data if isinstance(data, dict) else {}
-        whole = [fields.get(name) for name in ("window", "count")]
-        seconds = [fields.get(name) for name in ("own", "spread", "waited")]
-        if any(type(each) is not int for each in whole) or any(type(each) not in (int, float) for each in seconds):
+        model, last, own, waited = (fields.get(name) for name in ("model", "last", "own", "waited"))
+        if not isinstance(own, list) or not isinstance(waited, list) or len(own) != len(waited):
             return NO_PACE
-        if not all(0 <= each < 1e9 for each in (*whole, *seconds)):  # type: ignore[operator]
+        if len(own) > MOST_WINDOWS or not all(map(_is_whole, (model, last, *own, *waited))):
             return NO_PACE
-        return cls(window=whole[0], count=whole[1], own=seconds[0], spread=seconds[1], waited=seconds[2])  # type: ignore[arg-type]
+        return cls(model=int(model or 0), last=int(last or 0), own=_seconds(own), waited=_seconds(waited))
 
 
 NO_PACE = Pace()
+
+
+def _is_whole(number: object) -> bool:
+    # Not a bool, which is an int, too.
+    return type(number) is int and 0 <= number <= MOST_SECONDS / MICROSECOND
+
+
+def _seconds(microseconds: Sequence[int]) -> tuple[float, ...]:
+    return tuple(each * MICROSECOND for each in microseconds)
 
 
 class PaceMeter:
@@ -56,29 +71,30 @@ class PaceMeter:
 
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
-        self._windows: deque[tuple[float, float]] = deque(maxlen=WINDOWS)
-        self._count = 0
+        # Their numbers, own work and waiting.
+        self._windows: deque[tuple[int, float, float]] = deque(maxlen=MOST_WINDOWS)
+        # How many windows there were, and how long the last one took.
+        self.count = 0
+        self.seconds = 0.0
 
-    def window_ended(self) -> None:
+    def window_ended(self, *, worked: bool = True) -> None:
+        """A window is synchronized. One whose data has run out has not ``worked`` on it: it only stands by."""
         now, waited = time.perf_counter(), waited_here()
+        own = waiting = 0.0
         if self._last is not None:
-            wall, waiting = now - self._last[0], waited - self._last[1]
+            self.seconds, waiting = now - self._last[0], waited - self._last[1]
             # Another thread trains from here on: it has waited for other things.
-            if 0 <= waiting <= wall:
-                self._windows.append((wall - waiting, waiting))
+            if worked and 0 <= waiting <= self.seconds:
+                own = self.seconds - waiting
         self._last = now, waited
-        self._count += 1
+        self.count += 1
+        self._windows.append((self.count, own, waiting if own else 0.0))
 
-    def pace(self) -> Pace:
+    def since(self, number: int, *, model: int = 0) -> Pace:
+        """The windows after that of ``number``, as far as they are kept."""
         # A copy is made in one go, whatever the other thread does.
-        windows = list(self._windows)
-        if not windows:
+        new = [window for window in list(self._windows) if window[0] > number]
+        if not new:
             return NO_PACE
-        own = statistics.median(each for each, _ in windows)
-        return Pace(
-            window=self._count,
-            count=len(windows),
-            own=round(own, 6),
-            spread=round(statistics.median(abs(each - own) for each, _ in windows), 6),
-            waited=round(statistics.median(each for _, each in windows), 6),
-        )
+        numbers, own, waited = zip(*new, strict=True)
+        return Pace(model=model, last=numbers[-1], own=own, waited=waited)

@@ -29,10 +29,11 @@ from gradsync.communicator.first_cause import BEFORE
 from gradsync.watch.door import Door
 from gradsync.watch.guards import Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
+from gradsync.watch.pace import PaceMeter
+from gradsync.watch.pacing import Pacing, Ways
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
 from gradsync.watch.standing import Model, Sampler, Standing
-from gradsync.watch.stragglers import Stragglers
-from gradsync.watch.words import Member, ended, sort_key, straggling, suspected
+from gradsync.watch.words import Member, ended, sort_key, suspected
 
 __all__ = ["Plan", "Post"]
 
@@ -87,8 +88,9 @@ class Post:
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
         self._told: list[Suspicion] = []
-        self._stragglers = Stragglers()
-        # What was said of them, for reports.
+        ways = Ways(tell=self._tell, say=self._say, meter=self._meter, models=lambda: len(self.sampler.models))
+        self._pacing = Pacing(plan.members, plan.me, ways)
+        # What was said of slow ranks and of the wire, for reports.
         self.straggling: list[str] = []
         # Held while what is known changes; whoever waits for news waits here.
         self._news = threading.Condition()
@@ -186,7 +188,7 @@ class Post:
     def _serve(self) -> None:
         next_beat = last = time.monotonic()
         while not self._farewell:
-            limit = LOOK_SECONDS if self._judge.endings else max(0.0, next_beat - last)
+            limit = LOOK_SECONDS if self._judge.endings else max(0.0, min(next_beat, self._pacing.next) - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
             was_stopped, last = now - last > self.plan.beat_seconds + STOPPED_SECONDS, now
@@ -196,6 +198,8 @@ class Post:
                 self._judge.wake(now)
             if self._door is not None:
                 self._tend_door(self._door, now)
+            if now >= self._pacing.next:
+                self._pacing.tick(now)
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
@@ -266,7 +270,6 @@ class Post:
     def _take(self, number: int, message: dict[str, Any], now: float) -> None:
         if "beat" in message:
             standing = Standing.read(message["beat"])
-            self._stragglers.hear(number, standing.pace)
             with self._news:
                 self._judge.hear(number, standing, now)
                 suspects = message.get("suspects")
@@ -277,7 +280,7 @@ class Post:
             standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
             self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
         elif "off" in message:
-            self._stragglers.forget(number)
+            self._pacing.forget(number)
             with self._news:
                 self._judge.forget(number)
             self._lines[number].end = "off"
@@ -293,6 +296,8 @@ class Post:
             # Whoever was asked here has written already.
             if self.on_dump is not None and number != self.plan.me:
                 self.on_dump()
+        else:
+            self._pacing.take(number, message, now)
 
     def _note(self, ending: Ending, now: float) -> None:
         with self._news:
@@ -318,7 +323,6 @@ class Post:
             if self._is_hub:
                 suspects = self._judge.suspicions(now)[:MOST_SUSPECTS]
                 message["suspects"] = [each.as_data() for each in suspects]
-        self._stragglers.hear(self.plan.me, standing.pace)
         frame = pack(message)
         for line in self._lines.values():
             line.flush()
@@ -331,15 +335,21 @@ class Post:
                     suspected(self.plan.members, each, is_here=self.plan.here[each.member]),
                     self.plan.timeout,
                 )
-        if self._is_hub and not self._judge.endings:
-            self._name_stragglers(now)
 
-    def _name_stragglers(self, now: float) -> None:
-        verdict = self._stragglers.look(now)
-        if verdict is not None:
-            words = straggling(self.plan.members, verdict)
+    def _tell(self, message: dict[str, Any]) -> None:
+        frame = pack(message)
+        for line in self._lines.values():
+            line.send_frame(frame, unless_busy=True)
+
+    def _say(self, words: str) -> None:
+        # Who waits for one that has ended is not slow.
+        if not self._judge.endings:
             self.straggling.append(words)
             LOGGER.warning("%s", words)
+
+    def _meter(self) -> tuple[int, PaceMeter] | None:
+        # Where the host only queues work it knows neither how long that takes, nor who waits.
+        return None if self._guards.has_devices else self.sampler.meter
 
     def _lose_stranded(self, now: float) -> None:
         """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""

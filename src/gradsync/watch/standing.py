@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gradsync.communicator.collective import Fate
-from gradsync.watch.pace import NO_PACE, Pace
+from gradsync.watch.pace import PaceMeter
 
 __all__ = ["MOST_LETTERS", "Model", "Sampler", "Standing", "Wait", "Whereabouts", "stack_of"]
 
@@ -27,14 +27,12 @@ MOST_FRAMES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """What an engine does: ``windows`` it has synchronized, the name of its phase, how far its buckets are, and at
-    which ``pace`` it goes."""
+    """What an engine does: ``windows`` it has synchronized, the name of its phase, and how far its buckets are."""
 
     windows: int
     phase: str
     progress: str
     busy: bool
-    pace: Pace = NO_PACE
 
 
 class Model(Protocol):
@@ -45,6 +43,10 @@ class Model(Protocol):
 
     def describe(self) -> str:
         """The same at length, in lines."""
+
+    @property
+    def pace(self) -> PaceMeter:
+        """What has measured its windows."""
 
 
 class Wires(Protocol):
@@ -75,10 +77,9 @@ class Standing:
     started: tuple[int, ...] = ()
     waits: tuple[Wait, ...] = ()
     stack: tuple[str, ...] = ()
-    pace: Pace = NO_PACE
 
     def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "waits": [vars(wait) for wait in self.waits], "pace": vars(self.pace)}
+        return {**vars(self), "waits": [vars(wait) for wait in self.waits]}
 
     @classmethod
     def read(cls, data: Any) -> "Standing":
@@ -101,7 +102,6 @@ class Standing:
                 for each in waits[:MOST_WAITS]
             ),
             stack=tuple(_text(each) for each in _listed(fields.get("stack"))[:MOST_FRAMES]),
-            pace=Pace.read(fields.get("pace")),
         )
 
 
@@ -110,20 +110,29 @@ class Sampler:
 
     def __init__(self, wires: Wires, *, shows_stack_after: float | None = None) -> None:
         self._wires = wires
-        self._models: list[weakref.ref[Model]] = []
+        # By the order in which they came, which is the same on all ranks.
+        self._models: list[tuple[int, weakref.ref[Model]]] = []
+        self._added = 0
         self._shows_stack_after = shows_stack_after
         self._seen: tuple[object, ...] = ()
         self._last = Whereabouts(windows=0, phase="idle", progress="no model is wrapped", busy=False)
         self._since = time.monotonic()
-        self._pace = NO_PACE
 
     def add(self, model: Model) -> None:
-        if all(each() is not model for each in self._models):
-            self._models = [*(each for each in self._models if each() is not None), weakref.ref(model)]
+        if all(each() is not model for _, each in self._models):
+            alive = [(number, each) for number, each in self._models if each() is not None]
+            self._models = [*alive, (self._added, weakref.ref(model))]
+            self._added += 1
 
     @property
     def models(self) -> list[Model]:
-        return [model for each in self._models if (model := each()) is not None]
+        return [model for _, each in self._models if (model := each()) is not None]
+
+    @property
+    def meter(self) -> tuple[int, PaceMeter] | None:
+        """That of the first model, with its number. Always the first that is left: ranks look at different moments, and
+        would compare two models else."""
+        return next(((number, model.pace) for number, each in self._models if (model := each()) is not None), None)
 
     def look(self, now: float) -> Standing:
         model = self._current()
@@ -143,20 +152,16 @@ class Sampler:
             started=started,
             waits=waits,
             stack=tuple(stack_of()[-MOST_FRAMES:]) if limit is not None and seconds >= limit else (),
-            pace=self._pace,
         )
 
     def _current(self) -> Whereabouts:
         """That of the model which is at work, or else has come furthest."""
         seen = []
-        for place, model in enumerate(self.models):
+        for model in self.models:
             try:
                 seen.append(model.whereabouts())
             except Exception:  # it is changed at this very moment; the next look comes in a second
                 continue
-            if place == 0:
-                # Always of the same one: ranks look at different moments, and would compare two models else.
-                self._pace = seen[-1].pace
         # A script that ends has let go of its models before it says goodbye.
         self._last = max(seen, key=lambda each: (each.busy, each.windows), default=self._last)
         return self._last

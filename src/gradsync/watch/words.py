@@ -9,10 +9,23 @@ from typing import Any
 
 from gradsync.communicator.naming import listed
 from gradsync.watch.judge import Ending, Suspicion
+from gradsync.watch.slow_links import SlowLink
+from gradsync.watch.slow_wire import WireVerdict
 from gradsync.watch.standing import MOST_LETTERS, Standing
 from gradsync.watch.stragglers import Verdict
 
-__all__ = ["RAISED", "Member", "ended", "farewell", "sort_key", "straggling", "suspected", "where"]
+__all__ = [
+    "RAISED",
+    "Member",
+    "ended",
+    "farewell",
+    "slow_link",
+    "slow_wire",
+    "sort_key",
+    "straggling",
+    "suspected",
+    "where",
+]
 
 MOST_NAMED = 4
 RAISED = "raised"
@@ -108,6 +121,24 @@ def straggling(members: Sequence[Member], verdict: Verdict) -> str:
         f"{member} computes {each.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and update "
         f"included), {who} for it. It waits {each.wire * 1e3:.3g} ms for the wire itself"
     )
+
+
+def slow_wire(verdict: WireVerdict) -> str:
+    """Of the wire, where no rank is to blame."""
+    now, before = f"{verdict.now * 1e3:.3g}", f"{verdict.before * 1e3:.3g}"
+    if verdict.is_over:
+        return f"the wire is no slower than before any more ({now} ms a window)"
+    return (
+        f"the wire has become slow: it takes {now} ms a window, where it took {before} before. All ranks wait for it, "
+        "and none is to blame"
+    )
+
+
+def slow_link(found: SlowLink) -> str:
+    """Of the link that all wait for."""
+    link = f"from {found.source} to {found.target}" if found.target else f"of {found.source}"
+    rate, others = (f"{each * 8 / 1e6:.4g}" for each in (found.rate, found.others))
+    return f"the wire is as slow as the link {link}: it carries {rate} Mbit/s where others carry {others} and more"
 
 
 def _state(process: int) -> str:
