@@ -95,17 +95,40 @@ def test_the_kernel_counts_what_is_sent() -> None:
         listener.accept()[0] as far,
     ):
         meter.begin(7, 0.0)
+        way = ("127.0.0.1", "127.0.0.2")
+        all_of_it = read_links()[way][0] + 500_000
         for _ in range(50):
             near.sendall(bytes(10_000))
             left = 10_000
             while left:
                 left -= len(far.recv(left))
+        # The other end may take its time to say that it has them.
+        deadline = time.monotonic() + 30
+        while read_links()[way][0] < all_of_it and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert meter.result(7 + WINDOWS - 1, 0.0) is None
         sent = {(each.source, each.target): each for each in meter.result(7 + WINDOWS, 0.0) or ()}
-        assert sent["127.0.0.1", "127.0.0.2"].size == 500_000
+        assert sent[way].size == 500_000
         assert sent["127.0.0.2", "127.0.0.1"].size == 0
         assert meter.result(99, 0.0) is None, "answered"
-    assert ("127.0.0.1", "127.0.0.2") not in read_links()
+    assert way not in read_links()
+
+
+def test_whoever_reads_the_counts_leaves_connections_as_they_are() -> None:
+    """Also where a script wants a timeout for all its sockets, which Python has by making them non-blocking."""
+    with (
+        socket.create_server(("127.0.0.2", 0)) as listener,
+        socket.create_connection(listener.getsockname(), source_address=("127.0.0.1", 0)) as near,
+        listener.accept()[0] as far,
+    ):
+        for timeout in (None, 5.0):
+            socket.setdefaulttimeout(timeout)
+            try:
+                assert bool(read_links()) == (timeout is None)
+            finally:
+                socket.setdefaulttimeout(None)
+            assert os.get_blocking(near.fileno())
+            assert os.get_blocking(far.fileno())
 
 
 def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> None:
