@@ -198,7 +198,7 @@ class Post:
                 self._judge.wake(now)
             if self._door is not None:
                 self._tend_door(self._door, now)
-            if now >= self._pacing.next:
+            if now >= min(next_beat, self._pacing.next):
                 self._pacing.tick(now)
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
