@@ -16,7 +16,7 @@ from gradsync import DistributedDataParallel
 from gradsync.errors import ConfigurationError
 from gradsync.explain import explain_recordings
 from gradsync.explain.link import Link, fit_link
-from gradsync.explain.merging import merge
+from gradsync.explain.merging import Timeline, merge
 from gradsync.explain.other_buckets import regroup
 from gradsync.explain.replay import duration
 from gradsync.recording.files import lines_of, parse_recording, read_recordings, write_lines
@@ -188,6 +188,27 @@ def test_what_starting_buckets_takes_is_saved_where_the_thread_computes() -> Non
     assert gain == pytest.approx((100 - buckets_in(words)) * 1e-4 / taken(computes), rel=0.1)
     # One that waits for an accelerator has the time.
     assert kinds(World(host=1e-4, busy=0.2, **shape)) == set()
+
+
+@pytest.mark.parametrize(("latency", "limit"), [(1e-2, "off core"), (1e-5, "wire")])
+def test_a_thread_that_computes_and_has_no_core_is_kept_off_it_by_buckets(latency: float, limit: str) -> None:
+    """As long as the wire is busy, and no longer: others use the machine, too."""
+
+    def fitted(busy: float) -> tuple[Link, Timeline]:
+        world = World(
+            ranks=[Loop(), Loop()], buckets=[40_000] * 20, latency=latency, per_byte=1e-12, host=1e-4, busy=busy
+        )
+        explanation = explain_recordings(world.record())
+        link = fit_link(explanation.timeline, explanation.split)
+        assert link is not None
+        return link, explanation.timeline
+
+    (calm, timeline), (kept, _) = fitted(1.0), fitted(0.6)
+    part = timeline.steps[-1].ranks[0].synchronizations[-1]
+    off_core = 0.4 * (part.backward_end - part.begin)
+    wire = sum(each.seconds(0) for each in timeline.steps[-1].wires[-1])
+    assert (off_core < wire) == (limit == "off core")
+    assert kept.starting - calm.starting == pytest.approx(min(off_core, wire) / 20, rel=0.05)
 
 
 def test_other_buckets_are_those_that_the_engine_would_lay_out() -> None:

@@ -97,8 +97,24 @@ def _host(timeline: Timeline) -> tuple[float, float]:
             for part in step.synchronizations[-1:]:
                 _note_host(part, starting, finishing)
     sizes = [bucket.nbytes for bucket in timeline.layout]
-    counts = _computes(timeline)
-    return _without_bytes(starting, sizes) if counts else 0.0, _without_bytes(finishing, sizes)
+    return (
+        _without_bytes(starting, sizes) + _kept_off(timeline) if _computes(timeline) else 0.0,
+        _without_bytes(finishing, sizes),
+    )
+
+
+def _kept_off(timeline: Timeline) -> float:
+    """Seconds a bucket by which the threads of the wire keep that of the backward off its core, or out of the
+    interpreter: it computes, and is on none for a while. No longer than the wire is busy: there are others, too."""
+    seconds = []
+    for merged in timeline.steps:
+        for place, step in enumerate(merged.ranks):
+            for part, wires in list(zip(step.synchronizations, merged.wires, strict=True))[-1:]:
+                if part.busy is not None and part.buckets:
+                    off_core = part.backward_end - part.begin - part.busy
+                    on_wire = sum(wire.seconds(place) for wire in wires)
+                    seconds.append(max(0.0, min(off_core, on_wire)) / len(part.buckets))
+    return statistics.median(seconds) if seconds else 0.0
 
 
 def _computes(timeline: Timeline) -> bool:
