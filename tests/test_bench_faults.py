@@ -162,7 +162,7 @@ def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
     records: list[CellRecord] = folder.records("faults")
     (table,) = faults.tables(records)
     ours, theirs, absent = table.rows[:3]
-    assert ours == ["gradsync", "kill -9", "2", "0.3", "0.3", "2 of 2", "3", "7.0", "nothing"]
+    assert ours == ["gradsync", "kill -9", "2", "0.30", "0.30", "2 of 2", "3", "7.0", "nothing"]
     assert theirs[3:] == ["not within 20 s", "2 not noticed", "0 of 2", "all since", "never", "2 of 2"]
     assert absent[:3] == ["torchft", "kill -9", "not installed"]
     assert len(faults.pictures(records)) == 1

@@ -162,7 +162,7 @@ def _row(record: CellRecord, peer: str) -> list[str]:
     left = sum(sample.parts["left"] > 0 for sample in samples)
     return [
         _median(noticed, count) if noticed else f"not within {LIMITS.notice:g} s",
-        f"{max(noticed):.1f}" if len(noticed) == count else f"{count - len(noticed)} not noticed",
+        _seconds(max(noticed)) if len(noticed) == count else f"{count - len(noticed)} not noticed",
         f"{sum(sample.parts['named'] > 0 for sample in samples)} of {count}",
         MISSING if is_cut else "all since" if not lost else f"{statistics.median(lost):g}" + _but(lost, count),
         "no restart here" if is_cut else _median(went_on, count) if went_on else "never",
@@ -179,7 +179,11 @@ def _known(samples: Sequence[Sample], name: str) -> list[float]:
 
 
 def _median(values: Sequence[float], count: int) -> str:
-    return f"{statistics.median(values):.1f}" + _but(values, count)
+    return _seconds(statistics.median(values)) + _but(values, count)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}"
 
 
 def _but(values: Sequence[float], count: int) -> str:
