@@ -214,14 +214,15 @@ def _listed(variables: Mapping[str, str]) -> str:
 def _draw(axes: "Axes", records: Sequence[CellRecord], part: str) -> None:
     """A dot a trial, a row a case; what did not come is a cross at the right end."""
     limit = LIMITS.notice if part == "noticed" else LIMITS.notice + LIMITS.going_on
-    shift = 0.8 / len(PEERS)
-    for number, peer in enumerate(PEERS):
+    peers = [peer for peer in PEERS if any(_samples(record, peer) for record in records)]
+    shift = 0.8 / max(len(peers), 1)
+    for number, peer in enumerate(peers):
         dots: list[tuple[float, float]] = []
         crosses: list[tuple[float, float]] = []
         for place, record in enumerate(records):
             if part == "went on" and record.cell.name == CUT_LINK:
                 continue
-            height = place + (number - (len(PEERS) - 1) / 2) * shift
+            height = place + (number - (len(peers) - 1) / 2) * shift
             for sample in _samples(record, peer):
                 value = sample.parts.get(part)
                 (crosses if value is None else dots).append((limit if value is None else max(value, SHORTEST), height))
