@@ -312,6 +312,7 @@ def pickled_objects() -> tuple[list[Any], list[Any], list[float]]:
     return [batch.tolist() for batch in loader], [batch.tolist() for batch in copy], other.get_last_lr()
 
 
+@pytest.mark.program
 def test_prepared_objects_can_be_pickled_also_after_an_epoch() -> None:
     """The copy of a loader is dealt among the same ranks and is in the same epoch."""
     for ranks in (ThreadRanks(1), pool_of(2)):

@@ -487,6 +487,7 @@ def descend(make: Callable[[], Reduction], steps: int) -> float:
     return float(module.weight.detach().abs().max())
 
 
+@pytest.mark.breadth
 def test_error_feedback_converges_where_the_largest_alone_stand_still() -> None:
     alone, with_memory = (run_ranks(descend, 2, make, 250)[0] for make in (few, few_remembered))
     assert alone > 0.9

@@ -130,7 +130,7 @@ def train(
             ({"optimizer": torch.optim.SGD, "momentum": 0.9}, "SGD"),
             ({"optimizer": torch.optim.NAdam}, "NAdam"),
         )
-        for marks in [() if settings_id == "AdamW" or ranks_id == "threads-3" else pytest.mark.breadth]
+        for marks in [() if settings_id == "AdamW" and ranks_id != "processes-3-group" else pytest.mark.breadth]
     ],
     indirect=["ranks"],
 )

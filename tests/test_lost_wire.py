@@ -84,7 +84,9 @@ def train_on(name: str, interrupted: bool) -> list[str]:
         for name in WIRES
     ],
 )
-@pytest.mark.parametrize("interrupted", [False, True], ids=["late", "interrupted"])
+@pytest.mark.parametrize(
+    "interrupted", [pytest.param(False, id="late", marks=pytest.mark.breadth), pytest.param(True, id="interrupted")]
+)
 def test_a_loop_that_goes_on_gets_no_mean(name: str, interrupted: bool) -> None:
     first, second = pool_of(2).run(train_on, name, interrupted)
     lost = WireLostError.__name__

@@ -381,6 +381,7 @@ def test_a_recording_tells_waiting_for_a_rank_from_waiting_for_the_wire(tmp_path
     assert "rank 1 is 300% slower in forward (40 ms against 10 ms)" in page.text
 
 
+@pytest.mark.breadth
 def test_of_many_ranks_some_are_drawn(tmp_path: Path) -> None:
     make_run(tmp_path, steps=20)
     record_ranks(tmp_path, *(Loop() for _ in range(20)), steps=6)
@@ -489,6 +490,7 @@ def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
     assert evil in page.text
 
 
+@pytest.mark.breadth
 def test_many_buckets_and_incomplete_ones(tmp_path: Path) -> None:
     with RunFolder(tmp_path, resume=False) as folder:
         folder.append({"kind": "step", "step": 1})

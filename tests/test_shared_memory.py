@@ -213,7 +213,9 @@ def go_on_until_rank_1_is_killed(numel: int, with_child: bool) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize(("numel", "with_child"), [(10, True), (1_000_000, False)])
+@pytest.mark.parametrize(
+    ("numel", "with_child"), [pytest.param(10, True, marks=pytest.mark.breadth), (1_000_000, False)]
+)
 def test_a_killed_rank_is_named(pool: RankPool, numel: int, with_child: bool) -> None:
     answers = pool.run(go_on_until_rank_1_is_killed, numel, with_child, timeout=30, expect_errors=True)
     assert isinstance(answers[1], RankError)

@@ -163,6 +163,7 @@ def go_on_after_saving() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return sent, held_back(later, state)
 
 
+@pytest.mark.breadth
 @pytest.mark.filterwarnings("ignore")
 def test_a_saved_state_goes_on_in_the_layout_it_belongs_to(pair: RankPool) -> None:
     expected = exact_sum(2, range(STEPS))

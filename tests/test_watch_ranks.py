@@ -216,6 +216,7 @@ def train_with_a_pause(wire: str, victim: int | None, seconds: float, limit: flo
     return training.digest(), heard.lines
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(("wire", "victim"), [("auto", 1)])
 def test_a_pause_is_warned_about_and_leaves_no_trace(pools: dict[int, RankPool], wire: str, victim: int) -> None:
     undisturbed = pools[2].run(train_with_a_pause, wire, None, 0.0)

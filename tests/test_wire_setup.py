@@ -188,6 +188,7 @@ def fit_with_few_descriptors(rooms: list[int]) -> list[str]:
     return choices
 
 
+@pytest.mark.breadth
 def test_descriptors_may_run_out_anywhere() -> None:
     """Listener, sockets, memory of one's own and of the others, timer: whichever is the first that is not to be had."""
     first, second, third = pool_of(3).run(fit_with_few_descriptors, list(range(9)))
