@@ -79,9 +79,11 @@ def test_a_calibration_with_a_wrong_value_is_read_or_refused(tmp_path: Path) -> 
     few = dataclasses.replace(calibration.profile, buckets=calibration.profile.buckets[:2])
     dataclasses.replace(calibration, profile=few).save(path)
     setting = Setting(ranks=2, bucket_mb=1.0, reduction="int8")
+    refused = 0
     for wrong in spoiled(json.loads(path.read_text())):
         path.write_text(json.dumps(wrong))
-        read_or_refuse(lambda: predict(Calibration.load(path), setting))
+        refused += read_or_refuse(lambda: predict(Calibration.load(path), setting))
+    assert refused > len(WRONG)
 
 
 def test_an_account_with_a_wrong_value_is_read_or_refused(tmp_path: Path) -> None:
@@ -99,9 +101,11 @@ def test_an_account_with_a_wrong_value_is_read_or_refused(tmp_path: Path) -> Non
     }
     seconds = dict.fromkeys(("data", "forward", "backward", "optimizer", "rest"), 0.1)
     path = account_path(tmp_path, 0)
+    refused = 0
     for wrong in spoiled(account | {"seconds": seconds, "called": {"barrier": 1}, "wrappers": [wrapper]}):
         path.write_text(json.dumps(wrong))
-        read_or_refuse(lambda: tell([read_account(path)], "script.py"))
+        refused += read_or_refuse(lambda: tell([read_account(path)], "script.py"))
+    assert refused > len(WRONG)
 
 
 def test_what_is_wrong_is_said_with_its_place() -> None:
