@@ -11,29 +11,17 @@ threads of all ranks. It ends after ``--minutes`` at the latest.
 
 import argparse
 import os
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from on_and_off import VARIANTS, Took, has_time, report, timed
 
 import gradsync
 from gradsync.llm.model import build_model, loss_of
 
 VOCABULARY = 512
 WARMUP = 15
-LIMIT = 0.005
-VARIANTS = ("off", "on", "off again")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Took:
-    """Seconds a step."""
-
-    wall: float
-    cpu: float
 
 
 class Block:
@@ -58,15 +46,7 @@ class Block:
     def run(self) -> Took:
         for _ in range(WARMUP):
             self._step()
-        dist.barrier(self._group)
-        began, used = time.perf_counter(), time.process_time()
-        for _ in range(self._steps):
-            self._step()
-        took = torch.tensor([time.perf_counter() - began, time.process_time() - used], dtype=torch.float64)
-        slowest = took.clone()
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
-        dist.all_reduce(took, group=self._group)
-        return Took(wall=slowest[0].item() / self._steps, cpu=took[1].item() / self._steps)
+        return timed(self._step, self._steps, self._group)
 
     def _step(self) -> None:
         loss_of(self._model(self._tokens[:, :-1]), self._tokens[:, 1:]).backward()
@@ -78,34 +58,6 @@ class Block:
         dist.destroy_process_group(self._group)
         # What still watches over the group finds that it is gone at its next beat.
         time.sleep(1.2)
-
-
-def ratios(rounds: Sequence[dict[str, Took]], variant: str, kind: str) -> list[float]:
-    """Against the mean of the two blocks without, of the same round."""
-    return [
-        getattr(each[variant], kind) / statistics.mean(getattr(each[name], kind) for name in VARIANTS if name != "on")
-        for each in rounds
-    ]
-
-
-def report(rounds: Sequence[dict[str, Took]]) -> str:
-    lines = [f"{len(rounds)} rounds", f"{'':12s}{'ms a step':>11s}{'CPU ms':>9s}   more time: median (least … most)"]
-    for variant in VARIANTS:
-        wall, cpu = (statistics.median(getattr(each[variant], kind) for each in rounds) for kind in ("wall", "cpu"))
-        told = []
-        for kind in ("wall", "cpu"):
-            found = ratios(rounds, variant, kind)
-            told.append(
-                f"{kind} {_percent(statistics.median(found))} ({_percent(min(found))} … {_percent(max(found))})"
-            )
-        lines.append(f"{variant:12s}{1e3 * wall:11.2f}{1e3 * cpu:9.2f}   {'   '.join(told)}")
-    more = statistics.median(ratios(rounds, "on", "cpu")) - 1
-    lines.append(f"CPU time: {100 * more:+.2f} %, to be below {100 * LIMIT:g} %: {'yes' if more < LIMIT else 'NO'}")
-    return "\n".join(lines)
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.2f} %"
 
 
 def main() -> None:
@@ -127,11 +79,7 @@ def main() -> None:
             took[variant] = block.run()
             block.close()
         rounds.append(took)
-        spent = time.monotonic() - began
-        # All ranks must agree on it.
-        goes_on = torch.tensor([spent * (number + 2) / (number + 1) < 60 * options.minutes])
-        dist.broadcast(goes_on, 0)
-        if not goes_on.item():
+        if not has_time(began, len(rounds), options.minutes):
             break
     if dist.get_rank() == 0:
         print(report(rounds))

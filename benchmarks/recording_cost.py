@@ -13,13 +13,11 @@ It ends after ``--minutes`` at the latest.
 import argparse
 import itertools
 import os
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from on_and_off import VARIANTS, Took, has_time, report, timed
 
 import gradsync
 from gradsync.llm.model import build_model, loss_of
@@ -27,16 +25,6 @@ from gradsync.llm.model import build_model, loss_of
 VOCABULARY = 512
 # Bucket sizes are tried in the first 36 steps, where none is given.
 WARMUP = 45
-LIMIT = 0.005
-VARIANTS = ("off", "on", "off again")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Took:
-    """Seconds a step."""
-
-    wall: float
-    cpu: float
 
 
 class Variant:
@@ -59,49 +47,12 @@ class Variant:
 
     def run(self, steps: int) -> Took:
         self._step()
-        dist.barrier()
-        began, used = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            self._step()
-        took = torch.tensor([time.perf_counter() - began, time.process_time() - used], dtype=torch.float64)
-        slowest = took.clone()
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        dist.all_reduce(took)
-        return Took(wall=slowest[0].item() / steps, cpu=took[1].item() / steps)
+        return timed(self._step, steps)
 
     def _step(self) -> None:
         loss_of(self._model(self._tokens[:, :-1]), self._tokens[:, 1:]).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-def ratios(rounds: Sequence[dict[str, Took]], variant: str, kind: str) -> list[float]:
-    """Against the mean of the two that are not recorded, of the same round."""
-    return [
-        getattr(each[variant], kind) / statistics.mean(getattr(each[name], kind) for name in VARIANTS if name != "on")
-        for each in rounds
-    ]
-
-
-def report(rounds: Sequence[dict[str, Took]]) -> str:
-    lines = [f"{len(rounds)} rounds", f"{'':12s}{'ms a step':>11s}{'CPU ms':>9s}   more time: median (middle half)"]
-    for variant in VARIANTS:
-        wall, cpu = (statistics.median(getattr(each[variant], kind) for each in rounds) for kind in ("wall", "cpu"))
-        told = []
-        for kind in ("wall", "cpu"):
-            found = ratios(rounds, variant, kind)
-            low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
-            told.append(f"{kind} {_percent(middle)} ({_percent(low)} … {_percent(high)})")
-        lines.append(f"{variant:12s}{1e3 * wall:11.2f}{1e3 * cpu:9.2f}   {'   '.join(told)}")
-    for kind in ("wall", "cpu"):
-        more = statistics.median(ratios(rounds, "on", kind)) - 1
-        held = "yes" if more < LIMIT else "NO"
-        lines.append(f"{kind}: {100 * more:+.2f} %, to be below {100 * LIMIT:g} %: {held}")
-    return "\n".join(lines)
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.2f} %"
 
 
 def main() -> None:
@@ -121,14 +72,10 @@ def main() -> None:
         variant.run(WARMUP)
     began, rounds = time.monotonic(), list[dict[str, Took]]()
     orders = itertools.cycle(itertools.permutations(VARIANTS))
-    for number in range(options.rounds):
+    for _ in range(options.rounds):
         took = {name: variants[name].run(options.steps) for name in next(orders)}
         rounds.append(took)
-        spent = time.monotonic() - began
-        # All ranks must agree on it.
-        goes_on = torch.tensor([spent * (number + 2) / (number + 1) < 60 * options.minutes])
-        dist.broadcast(goes_on, 0)
-        if not goes_on.item():
+        if not has_time(began, len(rounds), options.minutes):
             break
     if dist.get_rank() == 0:
         print(f"{options.model}, {variants['on'].buckets} buckets")
