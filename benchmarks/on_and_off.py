@@ -29,14 +29,22 @@ class Took:
 def timed(step: Callable[[], None], steps: int, group: dist.ProcessGroup | None = None) -> Took:
     """So many steps, from when all ranks have come. Collective."""
     dist.barrier(group)
+    _device_ends()
     began, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
+    _device_ends()
     took = torch.tensor([time.perf_counter() - began, time.process_time() - used], dtype=torch.float64)
     slowest = took.clone()
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(took, group=group)
     return Took(wall=slowest[0].item() / steps, cpu=took[1].item() / steps)
+
+
+def _device_ends() -> None:
+    """The host is ahead of a device, where there is one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def has_time(began: float, rounds: int, minutes: float) -> bool:

@@ -176,6 +176,7 @@ def case_of(row: dict[str, object]) -> Case:
         rate=str(row["rate"]),
         bucket_mb=float(str(row["bucket_mb"])),
         mode=str(row["mode"]),
+        scale=float(str(row["scale"])),
     )
 
 

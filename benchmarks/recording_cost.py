@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/recording_cost.py
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/recording_cost.py --bucket-cap-mb 0.05
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 1 benchmarks/recording_cost.py --device cuda --model mini
 
-Three models live in the same processes: "off", "on" (in memory, as every model on the CPU is recorded) and once more
-"off". Short blocks of their steps take turns, in an order that changes from round to round, so that what else goes on
-meets all of them. The second "off" is the noise: a difference as large as its own is none. The time is that of the
-slowest rank; the CPU time that of all threads of all ranks. Marks are a few a bucket: small buckets are the worst case.
-It ends after ``--minutes`` at the latest.
+Three models live in the same processes: "off", "on" (in memory, as every model on the CPU is recorded, and on a GPU one
+that is asked to be) and once more "off". Short blocks of their steps take turns, in an order that changes from round to
+round, so that what else goes on meets all of them. The second "off" is the noise: a difference as large as its own is
+none. The time is that of the slowest rank; the CPU time that of all threads of all ranks. Marks are a few a bucket:
+small buckets are the worst case, and steps of a GPU that waits for its host. It ends after ``--minutes`` at the latest.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from on_and_off import VARIANTS, Took, has_time, report, timed
 
 import gradsync
 from gradsync.llm.model import build_model, loss_of
+from gradsync.recording import Recorder
 
 VOCABULARY = 512
 # Bucket sizes are tried in the first 36 steps, where none is given.
@@ -31,14 +33,18 @@ class Variant:
     """A model that is recorded, or not."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
-        os.environ["GRADSYNC_RECORD"] = "" if name == "on" else "off"
+        os.environ["GRADSYNC_RECORD"] = "off"
         torch.manual_seed(0)
         model = build_model(options.model, vocab_size=VOCABULARY, sequence_length=options.length)
-        self._model = gradsync.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb)
+        self._model = gradsync.DistributedDataParallel(
+            model.to(options.device),
+            bucket_cap_mb=options.bucket_cap_mb,
+            observer=Recorder() if name == "on" else None,
+        )
         if (self._model.replica.recorder is not None) is not (name == "on"):
             raise SystemExit(f"the variant {name!r} is not what it says")
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1))
+        self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1), device=options.device)
 
     @property
     def buckets(self) -> int:
@@ -58,6 +64,7 @@ class Variant:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="of gradsync train")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--bucket-cap-mb", type=float, default=None, help="chosen by the wire, unless given")
@@ -66,7 +73,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0, help="no round begins that would end later")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl")
     variants = {name: Variant(name, options) for name in VARIANTS}
     for variant in variants.values():
         variant.run(WARMUP)
