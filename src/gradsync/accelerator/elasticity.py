@@ -75,6 +75,8 @@ class Elasticity:
         self._looked = time.monotonic()
         self._running = self._closed = False
         self._stepped = self._begun = 0
+        # Why there is a meeting, if nobody has said so.
+        self._lost = ""
         # Of a window that an error of this rank's own has ended: what its buffers were before.
         self._unfinished: list[torch.Tensor] | None = None
         self._hooked: set[int] = set()
@@ -182,7 +184,10 @@ class Elasticity:
 
     def _lose(self, error: PeerFailedError, buffers: Sequence[torch.Tensor]) -> None:
         """The wire is gone. Keeps no traceback: that would keep the generators of the window alive, in its middle."""
-        LOGGER.info("step %d: %s", self.step, error)
+        # One line is enough. Where it is number 0 that is lost, the next one says so when they have met.
+        speaks = self.generation is not None and self.generation.communicator.rank == 0
+        LOGGER.log(logging.WARNING if speaks else logging.INFO, "step %d: %s", self.step, error)
+        self._lost = "" if speaks else _first_line(error)
         self._drop_window(buffers)
 
     @torch.no_grad()
@@ -343,13 +348,15 @@ class Elasticity:
         if generation.communicator.rank == 0:
             healed = [str(generation.members[number]) for number in generation.lagging]
             LOGGER.warning(
-                "generation %d: %d ranks go on with step %d, after %.1f s%s",
+                "generation %d: %d ranks go on with step %d, after %.1f s%s%s",
                 generation.number,
                 len(generation.members),
                 generation.newest_step,
                 seconds,
                 f" ({', '.join(healed)} took the state of rank 0)" if healed else "",
+                f". Before: {self._lost}" if self._lost else "",
             )
+        self._lost = ""
 
 
 def _first_line(error: BaseException) -> str:

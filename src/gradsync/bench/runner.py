@@ -46,10 +46,12 @@ class RunPlan:
     out: Path
     quick: bool = False
     rounds: int | None = None
-    # Of cells and of variants, by name; all where there are none. How long cells may take that mind it, together.
+    # Of cells and of variants, by name; all where there are none. How long cells may take that mind it, together, and
+    # how many trials run at once, of those whose times do not depend on it.
     cases: Sequence[str] = ()
     peers: Sequence[str] = ()
     minutes: float | None = None
+    jobs: int = 1
     # ``out`` holds results, and what is among them is not measured again.
     resumes: bool = False
     command: str = ""
@@ -60,6 +62,8 @@ class RunPlan:
             raise ConfigurationError(f"--rounds must be at least 1, got {self.rounds}")
         if self.minutes is not None and self.minutes <= 0:
             raise ConfigurationError(f"--minutes must be above 0, got {self.minutes:g}")
+        if self.jobs < 1:
+            raise ConfigurationError(f"--jobs must be at least 1, got {self.jobs}")
         for scenario in self.scenarios:
             self.cells(scenario)
 
@@ -79,6 +83,7 @@ class RunPlan:
 
     def _wishes(self, cells: int) -> dict[str, object]:
         wishes: dict[str, object] = {"peers": list(self.peers)} if self.peers else {}
+        wishes |= {"jobs": self.jobs} if self.jobs > 1 else {}
         return wishes | ({} if self.minutes is None else {"seconds": self.minutes * 60 / cells})
 
     def runs(self, cell: Cell) -> bool:

@@ -58,6 +58,8 @@ MISSING = "–"
 # A peer has the same colour in every picture, and gradsync is always the blue.
 COLOURS = {
     OURS: "blue",
+    "gradsync elastic": "sky",
+    "torchft": "pink",
     "DDP stock": "orange",
     TUNED: "vermillion",
     "Accelerate": "green",

@@ -37,6 +37,9 @@ def bench(
     cases: Annotated[str | None, typer.Option(help="Only these cells, by name, with commas between them.")] = None,
     peers: Annotated[str | None, typer.Option(help="Of 'faults': only these peers, with commas between them.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Of 'faults': begin nothing more after so long.")] = None,
+    jobs: Annotated[
+        int, typer.Option(help="Of 'faults': so many trials at once, each of three ranks. Two cores for each are good.")
+    ] = 1,
     listing: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
 ) -> None:
     """Measure what synchronization costs, beside torch's DDP, Accelerate and others.
@@ -74,6 +77,7 @@ def bench(
             cases=_listed(cases),
             peers=_listed(peers),
             minutes=minutes,
+            jobs=jobs,
             command=shlex.join(["gradsync", *sys.argv[1:]]),
         )
         _run(plan, screen)

@@ -1,12 +1,14 @@
-"""Those who are compared: how they wrap a model, and what their ranks find in the environment.
+"""Those who are compared: how they wrap a model, what starts their ranks, and what these find in the environment.
 
 *Stock* is what a script has that follows the tutorials. *Tuned* is what torch offers against the same faults: a store
 for every life of the ranks, without which those that torchrun starts again take the addresses of the dead ones from it;
 a monitored barrier before every backward, which names the ranks that do not come; and a look at the gradients' norm
 before every step, which raises where it is not finite. (``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would name ranks, too, but
-torch 2.13's wrapper crashes under it, here at least.)
+torch 2.13's wrapper crashes under it, here at least.) *Elastic* are those whose ranks go on without one that is lost:
+torchft's own wrapper, and ``Accelerator(elastic=…)``.
 """
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,23 +17,35 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradsync.bench.faults.cases import CUT_LINK
+from gradsync.bench.faults.judging import RANKS, ElasticJudge, Judge
 from gradsync.bench.peers import DDP, OURS, TUNED, Accelerate, MakeOptimizer, Peer, Wrapped
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine import Fingerprints
 
-__all__ = ["AGAINST_FAULTS", "CONTENDERS", "FINGERPRINTS_EVERY", "Contender"]
+__all__ = [
+    "AGAINST_FAULTS",
+    "CONTENDERS",
+    "ELASTIC",
+    "ELASTIC_PROGRAM",
+    "FINGERPRINTS_EVERY",
+    "MONITORED",
+    "PROGRAM",
+    "REPLICA",
+    "RESTARTS",
+    "TORCHFT",
+    "WRAPPERS",
+    "Contender",
+]
 
+ELASTIC, TORCHFT = "gradsync elastic", "torchft"
+PROGRAM, ELASTIC_PROGRAM = "gradsync.bench.faults.program", "gradsync.bench.faults.elastic_program"
+RESTARTS = 3
+# A variable that says which rank it is, where torchrun has started it alone.
+REPLICA = "REPLICA_GROUP_ID"
 FINGERPRINTS_EVERY = 5
 # Less than a group has for a collective, so that the barrier speaks first.
 MONITORED = timedelta(seconds=8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """One of them, with the ``variables`` of its ranks."""
-
-    peer: Peer
-    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +84,60 @@ class _Checked(Peer):
         return wrapped
 
 
+WRAPPERS: dict[str, Peer] = {peer.name: peer for peer in (_Guarded(), DDP(), _Checked(), Accelerate())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One of them. ``launcher`` are the arguments of Python that start its ranks, before the settings, and
+    ``variables`` what these find in the environment; ``judge`` says what going on is. ``needs`` is a module."""
+
+    name: str
+    launcher: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    judge: type[Judge] = Judge
+    needs: str = ""
+    meets_on_hosts: bool = True
+
+    def absent(self, case: str) -> str | None:
+        """Why it cannot take part, or None."""
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return "not installed"
+        if case == CUT_LINK and not self.meets_on_hosts:
+            return "not measured between hosts"
+        return None
+
+
 AGAINST_FAULTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_TORCHRUN = (
+    *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
+    *(f"--max-restarts={RESTARTS}", "-m", PROGRAM),
+)
+# The launchers of `gradsync train`, and of `gradsync train --elastic`.
+_OURS = (
+    "-c",
+    "import sys; from gradsync.cli.launching import run_ranks_of; "
+    f"sys.exit(run_ranks_of({PROGRAM!r}, sys.argv[1:], nproc={RANKS}, max_restarts={RESTARTS}))",
+)
+_OURS_ELASTIC = (
+    "-c",
+    "import sys; from gradsync.cli.elastic_launching import run_elastic_ranks_of; "
+    f"sys.exit(run_elastic_ranks_of({ELASTIC_PROGRAM!r}, sys.argv[1:], nproc={RANKS}, ranks={RANKS}, min_ranks=1))",
+)
 CONTENDERS = {
-    each.peer.name: each
+    each.name: each
     for each in (
-        Contender(peer=_Guarded()),
-        Contender(peer=DDP()),
-        Contender(peer=_Checked(), variables=AGAINST_FAULTS),
-        Contender(peer=Accelerate()),
+        Contender(name=OURS, launcher=_OURS),
+        Contender(name=DDP().name, launcher=_TORCHRUN),
+        Contender(name=TUNED, launcher=_TORCHRUN, variables=AGAINST_FAULTS),
+        Contender(name=Accelerate().name, launcher=_TORCHRUN, needs=Accelerate().needs),
+        Contender(name=ELASTIC, launcher=_OURS_ELASTIC, judge=ElasticJudge, needs=TORCHFT, meets_on_hosts=False),
+        Contender(
+            name=TORCHFT,
+            launcher=("-m", "gradsync.bench.faults.replicas"),
+            judge=ElasticJudge,
+            needs=TORCHFT,
+            meets_on_hosts=False,
+        ),
     )
 }

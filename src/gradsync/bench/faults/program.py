@@ -21,10 +21,23 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.bench.faults.cases import Injury, hurt
-from gradsync.bench.faults.contenders import CONTENDERS
+from gradsync.bench.faults.contenders import WRAPPERS
 from gradsync.files import whole_file
 
-__all__ = ["EVENTS", "Settings", "main"]
+__all__ = [
+    "BATCH",
+    "CHECKPOINT",
+    "CHECKPOINT_EVERY",
+    "EVENTS",
+    "THINKING_SECONDS",
+    "WIDTH",
+    "Events",
+    "Settings",
+    "main",
+    "make_model",
+    "make_optimizer",
+    "note_end",
+]
 
 EVENTS, CHECKPOINT = "events.jsonl", "checkpoint.pt"
 CHECKPOINT_EVERY = 5
@@ -56,8 +69,16 @@ class Events(logging.Handler):
 
     def __init__(self, folder: Path, rank: int, life: int) -> None:
         super().__init__(logging.WARNING)
+        self.rank, self.life = rank, life
         self._descriptor = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._common = {"rank": rank, "life": life, "process": os.getpid()}
+
+    @classmethod
+    def listening(cls, folder: Path, rank: int, life: int) -> "Events":
+        """Notes whatever is warned of in this process, too."""
+        events = cls(folder, rank, life)
+        logging.getLogger().addHandler(events)
+        return events
 
     def note(self, what: str, **more: Any) -> None:
         line = json.dumps({"at": time.monotonic(), "what": what, **self._common, **more}) + "\n"
@@ -71,28 +92,27 @@ def main(text: str) -> None:
     settings = Settings.read(text)
     torch.set_num_threads(1)
     rank, life = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    events = Events(Path(settings.folder), rank, life)
-    logging.getLogger().addHandler(events)
+    events = Events.listening(Path(settings.folder), rank, life)
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
     try:
-        _train(settings, events, rank, life)
+        _train(settings, events)
     except Exception as error:
         events.note("raised", text=f"{type(error).__name__}: {error}")
         raise
     dist.destroy_process_group()
 
 
-def _train(settings: Settings, events: Events, rank: int, life: int) -> None:
+def _train(settings: Settings, events: Events) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-    wrapped = CONTENDERS[settings.peer].peer.wrap(model, _optimizer)
+    model = make_model()
+    wrapped = WRAPPERS[settings.peer].wrap(model, make_optimizer)
     checkpoint = Path(settings.folder) / CHECKPOINT
     step = _load(checkpoint, model, wrapped.optimizer)
     events.note("began", step=step)
     injury = settings.injury
-    torch.manual_seed(1000 * life + rank)
+    torch.manual_seed(1000 * events.life + events.rank)
     while step < injury.steps:
-        if life == 0 and rank == injury.victim and step == injury.step:
+        if events.life == 0 and events.rank == injury.victim and step == injury.step:
             hurt(injury, model, lambda: events.note("fault", step=injury.step))
         wrapped.optimizer.zero_grad()
         loss = wrapped.model(torch.randn(BATCH, WIDTH)).square().mean()
@@ -101,17 +121,26 @@ def _train(settings: Settings, events: Events, rank: int, life: int) -> None:
         wrapped.optimizer.step()
         step += 1
         events.note("step", step=step, skipped=bool(getattr(wrapped.model, "step_was_skipped", False)))
-        if rank == 0 and step % CHECKPOINT_EVERY == 0:
+        if events.rank == 0 and step % CHECKPOINT_EVERY == 0:
             state = {"step": step, "model": model.state_dict(), "optimizer": wrapped.optimizer.state_dict()}
             with whole_file(checkpoint) as file:
                 torch.save(state, file)
+    note_end(events, model, step)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def note_end(events: Events, model: nn.Module, step: int) -> None:
+    """What the parameters are after so many steps."""
     parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     digest = hashlib.sha256(parameters.numpy().tobytes()).hexdigest()
     events.note("ended", step=step, digest=digest, finite=bool(parameters.isfinite().all()))
-
-
-def _optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def _load(path: Path, model: nn.Module, optimizer: Any) -> int:

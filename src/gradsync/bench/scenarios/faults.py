@@ -1,15 +1,26 @@
 """What becomes of a training in which one rank is hurt: who notices, after how long, and how much is lost."""
 
-import importlib.util
 import statistics
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradsync.bench.faults.cases import AFTERWARDS, CASES, CUT_LINK, Injury
-from gradsync.bench.faults.contenders import AGAINST_FAULTS, CONTENDERS, FINGERPRINTS_EVERY, MONITORED
+from gradsync.bench.faults.contenders import (
+    AGAINST_FAULTS,
+    CONTENDERS,
+    ELASTIC,
+    FINGERPRINTS_EVERY,
+    MONITORED,
+    RESTARTS,
+    TORCHFT,
+)
+from gradsync.bench.faults.judging import RANKS, Limits, Outcome
 from gradsync.bench.faults.program import CHECKPOINT_EVERY
-from gradsync.bench.faults.trials import RANKS, RESTARTS, Limits, Outcome, Trial
+from gradsync.bench.faults.trials import Trial
 from gradsync.bench.measure import Progress
 from gradsync.bench.peers import TUNED
 from gradsync.bench.record import Cell, CellRecord, RowFile, Sample
@@ -28,7 +39,6 @@ SEEDS = 20
 QUICK = ("kill -9", "exception", "NaN", "bit flip")
 # About what a trial takes on two cores: three processes that import torch, twice.
 TRIAL_SECONDS = 30.0
-TORCHFT = "torchft"
 PEERS = tuple(CONTENDERS)
 # Of the axis: what is less is no time.
 SHORTEST = 0.01
@@ -61,28 +71,31 @@ class Faults(Scenario):
 
     def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
         wanted = cell.options.get("peers", list(PEERS))
-        unknown = [name for name in wanted if name not in (*PEERS, TORCHFT)]
+        unknown = [name for name in wanted if name not in PEERS]
         if unknown:
-            raise ConfigurationError(f"faults knows no peer {unknown[0]!r}. It knows: {', '.join((*PEERS, TORCHFT))}")
-        _note_absent(rows, wanted)
-        peers = [name for name in wanted if name in PEERS and _reason(name) is None]
+            raise ConfigurationError(f"faults knows no peer {unknown[0]!r}. It knows: {', '.join(PEERS)}")
+        reasons = {name: CONTENDERS[name].absent(cell.name) for name in wanted}
+        for peer, reason in reasons.items():
+            if reason is not None:
+                rows.write("absent", variant=peer, reason=reason)
+        peers = [name for name in wanted if reasons[name] is None]
         rows.fact("case", CASES[cell.name].words)
         known = rows.known(cell).samples
+        planned = [
+            _Planned(peer=peer, seed=seed, case=cell.name, lab=lab)
+            for seed in range(cell.rounds)
+            for peer in peers
+            if seed not in known.get(peer, {})
+        ]
+        jobs = 1 if lab is not None else int(cell.options.get("jobs", 1))
         deadline = time.monotonic() + float(cell.options.get("seconds", float("inf")))
-        for seed in range(cell.rounds):
-            injury = Injury.draw(cell.name, seed, cell.ranks)
-            for number, peer in enumerate(peers):
-                if seed in known.get(peer, {}):
-                    continue
-                # At least one of each: else there is nothing to show.
-                if seed and time.monotonic() > deadline:
-                    return
-                outcome = _run(Trial(peer=peer, injury=injury, limits=LIMITS, lab=lab), injury)
-                if outcome is None:
-                    rows.fact(f"no fault with {peer}, seed {seed}", "its ranks did not get that far")
-                else:
-                    _write(rows, peer, seed, outcome)
-                progress.advance(seed * len(peers) + number + 1, cell.rounds * len(peers))
+        before = cell.rounds * len(peers) - len(planned)
+        for number, (trial, outcome) in enumerate(_outcomes(planned, jobs, deadline), before + 1):
+            if outcome is None:
+                rows.fact(f"no fault with {trial.peer}, seed {trial.seed}", "its ranks did not get that far")
+            else:
+                _write(rows, trial.peer, trial.seed, outcome)
+            progress.advance(number, cell.rounds * len(peers))
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
@@ -122,27 +135,47 @@ class Faults(Scenario):
         return "; ".join(words) + "."
 
 
-def _reason(peer: str) -> str | None:
-    """Why it cannot take part."""
-    if peer != TORCHFT:
-        return CONTENDERS[peer].peer.absent()
-    is_there = importlib.util.find_spec(TORCHFT) is not None
-    return "not measured: it goes on without a launcher's restart" if is_there else "not installed"
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A trial that is to be made."""
+
+    peer: str
+    seed: int
+    case: str
+    lab: "Lab | None"
+
+    def run(self, is_wanted: Callable[[], bool]) -> Outcome | None:
+        injury = Injury.draw(self.case, self.seed, RANKS)
+        try:
+            return Trial(peer=self.peer, injury=injury, limits=LIMITS, lab=self.lab, is_wanted=is_wanted).run()
+        finally:
+            if self.case == CUT_LINK and self.lab is not None:
+                self.lab.heal(injury.victim)
 
 
-def _note_absent(rows: RowFile, wanted: Sequence[str]) -> None:
-    for peer in dict.fromkeys([*wanted, TORCHFT]):
-        reason = _reason(peer)
-        if reason is not None:
-            rows.write("absent", variant=peer, reason=reason)
+def _outcomes(planned: Sequence[_Planned], jobs: int, deadline: float) -> "Iterator[tuple[_Planned, Outcome | None]]":
+    """As they come. None begins after the deadline, but those of the first seed: else there is nothing to show."""
+    stop = threading.Event()
 
+    def run(each: _Planned) -> tuple[_Planned, Outcome | None] | None:
+        if stop.is_set() or (each.seed and time.monotonic() > deadline):
+            return None
+        return each, each.run(lambda: not stop.is_set())
 
-def _run(trial: Trial, injury: Injury) -> Outcome | None:
-    try:
-        return trial.run()
-    finally:
-        if injury.case == CUT_LINK and trial.lab is not None:
-            trial.lab.heal(injury.victim)
+    if jobs == 1:
+        # Hosts are entered by whoever is forked, and that is for the first thread.
+        yield from filter(None, map(run, planned))
+        return
+    with ThreadPoolExecutor(jobs, thread_name_prefix="trial") as pool:
+        try:
+            for future in as_completed([pool.submit(run, each) for each in planned]):
+                found = future.result()
+                if found is not None:
+                    yield found
+        finally:
+            # Whoever has had enough does not wait for trials that nobody reads.
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def _write(rows: RowFile, peer: str, seed: int, outcome: Outcome) -> None:
@@ -196,7 +229,9 @@ def _note() -> str:
         f"{LIMITS.timeout:g} s for a collective. gradsync runs under the launcher of gradsync train, with "
         f"on_veto='skip-window' and fingerprints every {FINGERPRINTS_EVERY} steps; the others under torchrun, "
         f"{TUNED} with {_listed(AGAINST_FAULTS)}, a monitored barrier of {MONITORED.seconds} s before every backward, "
-        "and an error for gradients that are not finite; "
+        f"and an error for gradients that are not finite; {ELASTIC} under the launcher of gradsync train --elastic, "
+        f"{TORCHFT} with its own wrapper, a lighthouse as in its example, and a torchrun for each rank. These two go "
+        "on when the ranks that were not hurt do; "
         f"{RESTARTS} restarts each, from a checkpoint every {CHECKPOINT_EVERY} steps. Noticed: by the first rank that "
         "warns or raises, other than the one that was hurt, or else by the launcher's restart. Steps are lost where "
         "their work is done again, or skipped; all since the fault, where the parameters are wrong in the end, or "
