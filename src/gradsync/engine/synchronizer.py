@@ -95,7 +95,7 @@ class Synchronizer:
 
     @property
     def pace(self) -> PaceMeter:
-        return self.engine.pace
+        return self.engine.synchronization.pace
 
     # -- what wrappers read and set --------------------------------------------------------------------------------
 
@@ -126,12 +126,12 @@ class Synchronizer:
     @property
     def synchronizations(self) -> int:
         """How many windows have been synchronized."""
-        return self.engine.synchronizations
+        return self.engine.synchronization.count
 
     @property
     def ends(self) -> int:
         """How many synchronizations have come to an end, well or not."""
-        return self.engine.synchronizations + self.engine.failures
+        return self.engine.synchronization.count + self.engine.failed_backwards.count
 
     @property
     def enabled(self) -> bool:
@@ -150,7 +150,7 @@ class Synchronizer:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows. All ranks must do so alike."""
-        self.engine.reduce_with(reduction)
+        self.engine.store.reduce_with(reduction)
 
     def rescaled(self, factor: float | torch.Tensor) -> None:
         """Between two windows: the scale of the loss has changed, and gradients are ``factor`` times as large."""
@@ -193,12 +193,12 @@ class Synchronizer:
         engine = self.engine
         self._settle()
         if engine.phases.busy and current_task() == NO_TASK:
-            engine.recover()
+            engine.failed_backwards.recover()
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
         engine.abstention.end()
-        engine.expect_backward()
+        engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward to come."""
@@ -207,7 +207,7 @@ class Synchronizer:
         offer = engine.abstention.offer
         engine.forwards.end(synchronizes=synchronizes)
         if synchronizes:
-            self.window.forward_ran(engine.has_gradients)
+            self.window.forward_ran(engine.arrangement.has_gradients)
 
         def hook(_: torch.Tensor) -> None:
             listener = reference()
@@ -266,8 +266,8 @@ class Synchronizer:
         self._require_attached("synchronize")
         self._settle()
         if self.engine.phases.busy:
-            self.engine.recover()
-        self.engine.require_whole()
+            self.engine.failed_backwards.recover()
+        self.engine.failed_backwards.require_whole()
         self.engine.synchronize()
 
     def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
@@ -282,25 +282,29 @@ class Synchronizer:
         # That is what it says to those who wait.
         self._owes_failure = False
         if engine.phases.busy:
-            engine.recover()
+            engine.failed_backwards.recover()
         engine.abstention.refuse_another()
-        told = engine.has_told and not engine.abstention.answers_failure and not engine.forwards.any_in_window
+        told = (
+            engine.failed_backwards.has_told
+            and not engine.abstention.answers_failure
+            and not engine.forwards.any_in_window
+        )
         if self._is_over() and not engine.forwards.any_in_window:
             raise MisuseError(
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
             )
         self.clear()
-        engine.require_whole()
+        engine.failed_backwards.require_whole()
         if told:
             # Its backward has failed, and the others have heard of that.
             self.window.is_vetoed = engine.veto.forgives
-            engine.abstained()
+            engine.synchronization.abstained()
             return
         has_run = engine.forwards.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
             engine.forwards.missed()
-        engine.expect_backward()
+        engine.store.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and (not self.in_block or self.blocks.is_finished):
             self.take_part()
@@ -316,10 +320,10 @@ class Synchronizer:
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, telling them that this rank failed."""
         try:
-            if not self.engine.has_told:
+            if not self.engine.failed_backwards.has_told:
                 self.stand_in_for_forward()
         finally:
-            self.engine.fail()
+            self.engine.failed_backwards.fail()
 
     def fail_later(self) -> None:
         """The same, but not now: when this rank next touches the model."""
@@ -373,12 +377,12 @@ class Synchronizer:
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
             )
         if engine.phases.busy:
-            engine.recover()
-        engine.require_whole()
+            engine.failed_backwards.recover()
+        engine.failed_backwards.require_whole()
         self.finish_last()
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
-        engine.expect_step()
+        engine.store.expect_step()
         # Of several optimizers each steps: the veto that the first has found is that of the others, too.
         is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
         self.window.step_was_skipped = self.window.is_vetoed or (is_another and self.window.step_was_skipped)
@@ -401,7 +405,7 @@ class Synchronizer:
         if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.homeless()):
             # [Note: a rank without gradients], or a backward of which no hook told.
             if not is_open:
-                self.engine.count_always()
+                self.engine.synchronization.count_always()
             self.synchronize()
 
     # -- saving; what has accumulated is in :mod:`gradsync.engine.saved_window` ------------------------------------
@@ -418,7 +422,7 @@ class Synchronizer:
                 "belongs to another model"
             )
         self.engine.arrangement.load_state_dict(state)
-        self.engine.build()
+        self.engine.store.build()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -437,4 +441,4 @@ class Synchronizer:
         if len(arrangement.taken) == len(self.parameters):
             self.detach()
         else:
-            self.engine.build()
+            self.engine.store.build()
