@@ -152,7 +152,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             wrapper = reference()
             return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
 
-        self.synchronizer.stand_in_by(stand_in)
+        self.synchronizer.debts.stand_in_by(stand_in)
 
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
         """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a join

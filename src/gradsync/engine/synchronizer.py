@@ -8,8 +8,6 @@ about to step.
 see to their gradients: if one of these windows is vetoed, its gradients go at once.
 """
 
-import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,9 +17,10 @@ from torch import nn
 
 from gradsync.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.engine.backward import BackwardEngine
-from gradsync.engine.backward_watch import NO_TASK, current_task, mark_output, tensors_in
+from gradsync.engine.backward_watch import NO_TASK, current_task, watch_outputs
 from gradsync.engine.blocks import Block, Blocks
 from gradsync.engine.compiling import has_compiled
+from gradsync.engine.debts import Debts
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.ownership import own, owner_of, release
 from gradsync.engine.phase import Phase
@@ -32,8 +31,6 @@ from gradsync.watch import PaceMeter, Whereabouts
 from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = ["Synchronizer", "synchronizer_of"]
-
-LOGGER = logging.getLogger("gradsync")
 
 
 def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
@@ -59,10 +56,8 @@ class Synchronizer:
         self.specs = list(specs)
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._stand_in: Callable[[bool], bool] | None = None
         self.blocks = Blocks(self.engine)
-        # The others wait for a synchronization that this rank has run away from.
-        self._owes_failure = False
+        self.debts = Debts(self.engine)
         own(self, self.parameters)
         guard_steps(self)
 
@@ -159,16 +154,6 @@ class Synchronizer:
             self.engine.pipeline.hear_end()
             self.reduction.rescaled(factor)
 
-    def stand_in_by(self, callback: Callable[[bool], bool]) -> None:
-        """For wrappers with further collectives in a forward: takes part in those of the others where this rank has
-        run none, and says whether it had to. Is told whether the window ends."""
-        self._stand_in = callback
-
-    def stand_in_for_forward(self, *, ends_window: bool = True) -> None:
-        """Do what the others do in a forward, if this rank has left out one that they count on. Collective then."""
-        if self._stand_in is not None and self._stand_in(ends_window):
-            self.engine.forwards.missed()
-
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def refuse(self, reason: str) -> None:
@@ -180,7 +165,7 @@ class Synchronizer:
         """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
-        self._settle()
+        self.debts.settle()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
         tenant = self.engine.sharing.tenant
@@ -191,7 +176,7 @@ class Synchronizer:
     def begin_forward(self) -> None:
         """A forward with gradients on is about to run."""
         engine = self.engine
-        self._settle()
+        self.debts.settle()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.failed_backwards.recover()
         if engine.observer is not None:
@@ -203,22 +188,11 @@ class Synchronizer:
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward to come."""
         engine = self.engine
-        synchronizes, task, reference = self.enabled, current_task(), weakref.ref(engine)
-        offer = engine.abstention.offer
+        synchronizes, offer = self.enabled, engine.abstention.offer
         engine.forwards.end(synchronizes=synchronizes)
         if synchronizes:
             self.window.forward_ran(engine.arrangement.has_gradients)
-
-        def hook(_: torch.Tensor) -> None:
-            listener = reference()
-            if listener is not None:
-                listener.on_output_gradient(synchronizes, task, offer)
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(hook)
-                if task == NO_TASK:
-                    mark_output(tensor.grad_fn, reference, synchronizes, offer)
+        watch_outputs(output, engine, synchronizes, offer)
         if engine.observer is not None:
             engine.observer.forward_ended()
 
@@ -244,7 +218,7 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
-        self._settle()
+        self.debts.settle()
         self.blocks.enter(block)
 
     def leave_block(self) -> None:
@@ -256,7 +230,7 @@ class Synchronizer:
 
     def take_part(self) -> None:
         """Finish a window in whose last micro-batch this rank had no backward."""
-        self.stand_in_for_forward()
+        self.debts.stand_in_for_forward()
         self.synchronize()
 
     # -- without a backward ------------------------------------------------------------------------------------------
@@ -264,7 +238,7 @@ class Synchronizer:
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         self._require_attached("synchronize")
-        self._settle()
+        self.debts.settle()
         if self.engine.phases.busy:
             self.engine.failed_backwards.recover()
         self.engine.failed_backwards.require_whole()
@@ -280,7 +254,7 @@ class Synchronizer:
         has_run = engine.forwards.awaits_backward
         self._require_attached("abstain")
         # That is what it says to those who wait.
-        self._owes_failure = False
+        self.debts.has_other_word()
         if engine.phases.busy:
             engine.failed_backwards.recover()
         engine.abstention.refuse_another()
@@ -317,27 +291,6 @@ class Synchronizer:
         )
         return has_usable_means or self.window.stays_vetoed or self.blocks.is_finished
 
-    def fail(self) -> None:
-        """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        try:
-            if not self.engine.failed_backwards.has_told:
-                self.stand_in_for_forward()
-        finally:
-            self.engine.failed_backwards.fail()
-
-    def fail_later(self) -> None:
-        """The same, but not now: when this rank next touches the model."""
-        self._owes_failure = True
-
-    def _settle(self) -> None:
-        if self._owes_failure:
-            self._owes_failure = False
-            LOGGER.warning(
-                "a loop over accumulate() was left in its last micro-batch, before its backward: the other ranks are "
-                "told that this rank failed. Call abstain() to have them skip the window"
-            )
-            self.fail()
-
     def _require_attached(self, what: str) -> None:
         if current_task() != NO_TASK:
             raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
@@ -371,7 +324,7 @@ class Synchronizer:
     def before_step(self, *, by_closure: bool = False) -> None:
         """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure]."""
         engine = self.engine
-        self._settle()
+        self.debts.settle()
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
