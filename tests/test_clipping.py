@@ -129,7 +129,7 @@ def precomputed() -> list[bool]:
     for _ in range(3):
         model.zero_grad()
         model(inputs(0, 0)).square().mean().backward()
-        norms = model.synchronizer.engine._norms
+        norms = model.synchronizer.engine.store.norms
         seen.append(norms is not None and all(norms.of(bucket) is not None for bucket in model.synchronizer.buckets))
         model.clip_grad_norm_(1.0)
     return seen

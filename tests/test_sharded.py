@@ -422,7 +422,7 @@ def move_out_twice(kind: str) -> list[torch.Tensor]:
         if isinstance(optimizer, ShardedOptimizer) and step == 3:
             optimizer.flush()
             optimizer.move_out()
-            model.synchronizer.engine.build()
+            model.synchronizer.engine.store.build()
     return parameters_of(model)
 
 

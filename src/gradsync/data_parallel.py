@@ -16,13 +16,13 @@ from gradsync.communicator import Choice, Communicator, choose_communicator, fit
 from gradsync.engine.compiling import compiler_here
 from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.reduction import Cast, Mean, Reduction
 from gradsync.wrap.accumulation import Accumulation
 from gradsync.wrap.after_backward import InBackwardOptimizers, call_after_backward
 from gradsync.wrap.alone import TrainingAlone
 from gradsync.wrap.buffer_sync import BufferSync, choose_buffer_sync
 from gradsync.wrap.mixed_precision import LowPrecision, MixedPrecisionConfig
 from gradsync.wrap.replica import Replica
+from gradsync.wrap.torch_arguments import Devices, choose_ranks, default_reduction, refuse_cpu_sync_batch_norm
 from gradsync.wrap.torch_names import TorchDDP, TorchNames
 from gradsync.wrap.uneven_inputs import Attendance, GradientJoinHook, Turnout, set_divisor
 
@@ -101,9 +101,9 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             policy,
             settings,
             bucket_cap_mb=bucket_cap_mb_list or bucket_cap_mb,
-            default=_default_reduction(mixed_precision),
+            default=default_reduction(mixed_precision),
         )
-        chosen = _choose(module, communicator, process_group, device_mesh)
+        chosen = choose_ranks(module, communicator, process_group, device_mesh)
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delayed = {name for name, _ in delay_all_reduce_named_params or ()}
         self.replica = Replica(module, ignored=self.parameters_to_ignore, delayed=self._delayed)
@@ -116,11 +116,11 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             self.device_mesh = device_mesh
         self.module = module
         self.dim = dim
-        self.device = self.replica.device
-        self.device_type = self.device.type
-        self.is_multi_device_module = len({p.device for p in self.replica.parameters}) > 1
-        self._set_devices(device_ids, output_device)
-        _refuse_cpu_sync_batch_norm(module, self.device_type)
+        devices = Devices.of(self.replica.parameters, device_ids, output_device)
+        self.device, self.device_type = devices.device, devices.device.type
+        self.device_ids, self.output_device = devices.ids, devices.output
+        self.is_multi_device_module = devices.several
+        refuse_cpu_sync_batch_norm(module, self.device_type)
         self.mixed_precision = mixed_precision
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -152,7 +152,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             wrapper = reference()
             return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
 
-        self.synchronizer.stand_in_by(stand_in)
+        self.synchronizer.debts.stand_in_by(stand_in)
 
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
         """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a join
@@ -167,29 +167,6 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             self._sync_module_buffers()
         self.require_forward_param_sync = True
         return True
-
-    def _set_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        self.device_ids: list[int] | None = None
-        self.output_device: int | None = None
-        if device_ids and len(device_ids) > 1:
-            raise ConfigurationError(f"device_ids must be None or hold one device, got {list(device_ids)}")
-        movable = self.device_type != "cpu" and not self.is_multi_device_module
-        if not movable:
-            if device_ids or output_device is not None:
-                raise ConfigurationError(
-                    "device_ids and output_device are for modules on one GPU; this module's parameters are on "
-                    f"{sorted({str(p.device) for p in self.replica.parameters})}. Leave both out"
-                )
-            return
-        if device_ids:
-            index = torch.device(device_ids[0] if not isinstance(device_ids[0], int) else f"cuda:{device_ids[0]}").index
-            if index is not None and index != self.device.index:
-                raise ConfigurationError(
-                    f"device_ids is {list(device_ids)}, but the module is on {self.device}. Move it there before you "
-                    "wrap it"
-                )
-            self.device_ids = [self.device.index]
-            self.output_device = self.device.index
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward synchronizes buffers: the first of a window does, also where this rank has ended the
@@ -407,44 +384,3 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             keeper=self._low_precision,
         )
         self._listen()
-
-
-def _choose(module: nn.Module, communicator: Communicator | None, process_group: Any, device_mesh: Any) -> Communicator:
-    given = [
-        name
-        for name, value in (
-            ("communicator", communicator),
-            ("process_group", process_group),
-            ("device_mesh", device_mesh),
-        )
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise ConfigurationError(
-            f"Cannot specify both {' and '.join(given)} arguments. Each says which ranks there are: pass one of "
-            f"communicator, process_group and device_mesh, got {' and '.join(given)}"
-        )
-    if device_mesh is None:
-        return choose_communicator(communicator if communicator is not None else process_group)
-    if device_mesh.ndim != 1:
-        raise ConfigurationError(
-            f"Only 1D device mesh is supported, but got {device_mesh}. Pass one dimension of it, as in mesh['dp']"
-        )
-    if device_mesh._get_root_mesh() != device_mesh:
-        # A slice of a larger mesh: the module may hold DTensors of the other dimensions, which torch localizes.
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
-    return choose_communicator(device_mesh.get_group(mesh_dim=0))
-
-
-def _default_reduction(mixed_precision: MixedPrecisionConfig | None) -> Reduction:
-    dtype = None if mixed_precision is None else LowPrecision.wire_dtype(mixed_precision)
-    return Mean() if dtype is None else Cast(dtype)
-
-
-def _refuse_cpu_sync_batch_norm(module: nn.Module, device_type: str) -> None:
-    if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-        raise ConfigurationError(
-            "SyncBatchNorm works on GPUs only, and this module is on the CPU. Move it to a GPU, or keep BatchNorm"
-        )

@@ -1,7 +1,8 @@
 """From ``backward()`` to averaged gradients: autograd's hooks, the pipeline of buckets, what lies between backwards.
 
 Stops 1, 3 and 5 of a gradient's walk. ``ready_hooks`` hears autograd, ``backward`` decides, ``pipeline`` starts and
-finishes buckets, ``synchronizer`` is what wrappers hold.
+finishes buckets, ``synchronization`` is what all ranks do together, ``failed_backwards`` what is done where that does
+not go well, ``synchronizer`` is what wrappers hold.
 """
 
 from gradsync.engine.fingerprints import Fingerprints

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
@@ -27,10 +28,10 @@ __all__ = [
     "call_at_end",
     "current_task",
     "inside_inner_task",
-    "mark_output",
     "tensors_in",
     "watch_backward",
     "watch_failures",
+    "watch_outputs",
 ]
 
 NO_TASK = -1
@@ -43,6 +44,9 @@ def current_task() -> int:
 
 class Watcher(Protocol):
     """Who is told what becomes of a backward: an engine."""
+
+    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
+        """A backward has come to the output of a forward, which ran inside this graph task, if in any."""
 
     def backward_ended(self) -> None:
         """The graph task has nothing left to do."""
@@ -74,11 +78,23 @@ def watch_backward(watcher: Watcher) -> None:
 _MARK = "gradsync"
 
 
-def mark_output(node: Any, watcher: Callable[[], Watcher | None], forward_synchronizes: bool, offer: Offer) -> None:
-    """The node made an output of a forward: a backward that fails on its way there is told to ``watcher``, unless that
-    has abstained since."""
-    # Of several where one module hands on what another has put out.
-    node.metadata.setdefault(_MARK, []).append((watcher, forward_synchronizes, offer))
+def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, offer: Offer) -> None:
+    """Tell ``watcher`` of a backward that comes to the output of a forward, which has just run. One that fails on its
+    way there is told, too, unless the watcher has abstained since."""
+    task, reference = current_task(), weakref.ref(watcher)
+
+    def hook(_: torch.Tensor) -> None:
+        listener = reference()
+        if listener is not None:
+            listener.on_output_gradient(forward_synchronizes, task, offer)
+
+    for tensor in tensors_in(output):
+        node: Any = tensor.grad_fn if tensor.requires_grad else None
+        if node is not None:
+            tensor.register_hook(hook)
+            if task == NO_TASK:
+                # Of several where one module hands on what another has put out.
+                node.metadata.setdefault(_MARK, []).append((reference, forward_synchronizes, offer))
 
 
 class _Call:

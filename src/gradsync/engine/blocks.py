@@ -43,15 +43,15 @@ class Blocks:
             _Entered(
                 block=block,
                 enabled=engine.switches.enabled,
-                synchronizations=engine.synchronizations,
-                failures=engine.failures,
+                synchronizations=engine.synchronization.count,
+                failures=engine.failed_backwards.count,
             )
         )
         engine.switches.enabled = block.synchronizes and block.finish_all is None
         engine.window.weights.enter_block(deferred=block.synchronizes and not block.last)
         engine.abstention.end()
         engine.forwards.enter_block()
-        engine.expect_backward()
+        engine.store.expect_backward()
 
     def leave(self) -> None:
         entered = self._entered.pop()
@@ -61,14 +61,14 @@ class Blocks:
     @property
     def is_finished(self) -> bool:
         """Whether the running one has been synchronized: leaving it will do nothing more."""
-        return bool(self._entered) and self._entered[-1].synchronizations != self._engine.synchronizations
+        return bool(self._entered) and self._entered[-1].synchronizations != self._engine.synchronization.count
 
     def finish(self, take_part: Callable[[], None]) -> None:
         """See that the window is synchronized in its last micro-batch, without a backward if there was none."""
         if not self._entered or not self._entered[-1].block.synchronizes:
             return
         engine, block = self._engine, self._entered[-1].block
-        has_failed = engine.phase is Phase.BROKEN or engine.failures != self._entered[-1].failures
+        has_failed = engine.phase is Phase.BROKEN or engine.failed_backwards.count != self._entered[-1].failures
         unfinished = engine.window.state is not WindowState.SYNCHRONIZED and not has_failed
         if block.finish_all is not None:
             block.finish_all()

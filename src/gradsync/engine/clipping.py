@@ -56,7 +56,7 @@ def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer
             )
             yield _shares(meant, synchronizer, norm_type)
             continue
-        norms = synchronizer.engine.norms(norm_type)
+        norms = synchronizer.engine.store.norms_of(norm_type)
         for bucket in synchronizer.buckets:
             inside = [id(parameter) for parameter in bucket.parameters]
             if not meant.issuperset(inside) or not norms.may_take(bucket):

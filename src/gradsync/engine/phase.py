@@ -74,6 +74,10 @@ class Switches:
     def __init__(self) -> None:
         self.enabled, self.forced, self.steps_locally = True, False, False
 
+    def let_synchronize(self, forward_synchronizes: bool) -> bool:
+        """Whether a backward synchronizes that comes to a forward which does, or does not."""
+        return self.enabled and (forward_synchronizes or self.forced)
+
     @contextmanager
     def set(
         self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None

@@ -242,7 +242,8 @@ class Pipeline:
     def flush(self) -> None:
         """Backward has ended: start everything that is left, full or not. Slots without a gradient contribute zeros.
 
-        Late gradients are looked for before the ballot goes: see [Note: a failed backward] in the backward engine.
+        Late gradients are looked for before the ballot goes: see [Note: a failed backward] in
+        :mod:`gradsync.engine.failed_backwards`.
         """
         while self._next < self._last:
             self._start(self.buckets[self._next])

@@ -33,7 +33,7 @@ def load_window(synchronizer: Synchronizer, state: dict[str, Any]) -> None:
         saved = state["gradients"].get(spec.name)
         parameter.grad = None
         if saved is not None:
-            engine.expect_backward()
+            engine.store.expect_backward()
             parameter.grad = saved.to(parameter.device)
     for bucket in engine.buckets if state["accumulated"] else ():
         bucket.gather()

@@ -8,8 +8,6 @@ about to step.
 see to their gradients: if one of these windows is vetoed, its gradients go at once.
 """
 
-import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,9 +17,10 @@ from torch import nn
 
 from gradsync.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.engine.backward import BackwardEngine
-from gradsync.engine.backward_watch import NO_TASK, current_task, mark_output, tensors_in
+from gradsync.engine.backward_watch import NO_TASK, current_task, watch_outputs
 from gradsync.engine.blocks import Block, Blocks
 from gradsync.engine.compiling import has_compiled
+from gradsync.engine.debts import Debts
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.ownership import own, owner_of, release
 from gradsync.engine.phase import Phase
@@ -32,8 +31,6 @@ from gradsync.watch import PaceMeter, Whereabouts
 from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = ["Synchronizer", "synchronizer_of"]
-
-LOGGER = logging.getLogger("gradsync")
 
 
 def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
@@ -59,10 +56,8 @@ class Synchronizer:
         self.specs = list(specs)
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self._stand_in: Callable[[bool], bool] | None = None
         self.blocks = Blocks(self.engine)
-        # The others wait for a synchronization that this rank has run away from.
-        self._owes_failure = False
+        self.debts = Debts(self.engine)
         own(self, self.parameters)
         guard_steps(self)
 
@@ -95,7 +90,7 @@ class Synchronizer:
 
     @property
     def pace(self) -> PaceMeter:
-        return self.engine.pace
+        return self.engine.synchronization.pace
 
     # -- what wrappers read and set --------------------------------------------------------------------------------
 
@@ -126,12 +121,12 @@ class Synchronizer:
     @property
     def synchronizations(self) -> int:
         """How many windows have been synchronized."""
-        return self.engine.synchronizations
+        return self.engine.synchronization.count
 
     @property
     def ends(self) -> int:
         """How many synchronizations have come to an end, well or not."""
-        return self.engine.synchronizations + self.engine.failures
+        return self.engine.synchronization.count + self.engine.failed_backwards.count
 
     @property
     def enabled(self) -> bool:
@@ -150,7 +145,7 @@ class Synchronizer:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows. All ranks must do so alike."""
-        self.engine.reduce_with(reduction)
+        self.engine.store.reduce_with(reduction)
 
     def rescaled(self, factor: float | torch.Tensor) -> None:
         """Between two windows: the scale of the loss has changed, and gradients are ``factor`` times as large."""
@@ -158,16 +153,6 @@ class Synchronizer:
             # What it keeps of the last window belongs to the old scale.
             self.engine.pipeline.hear_end()
             self.reduction.rescaled(factor)
-
-    def stand_in_by(self, callback: Callable[[bool], bool]) -> None:
-        """For wrappers with further collectives in a forward: takes part in those of the others where this rank has
-        run none, and says whether it had to. Is told whether the window ends."""
-        self._stand_in = callback
-
-    def stand_in_for_forward(self, *, ends_window: bool = True) -> None:
-        """Do what the others do in a forward, if this rank has left out one that they count on. Collective then."""
-        if self._stand_in is not None and self._stand_in(ends_window):
-            self.engine.forwards.missed()
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
@@ -180,7 +165,7 @@ class Synchronizer:
         """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
-        self._settle()
+        self.debts.settle()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
         tenant = self.engine.sharing.tenant
@@ -191,34 +176,23 @@ class Synchronizer:
     def begin_forward(self) -> None:
         """A forward with gradients on is about to run."""
         engine = self.engine
-        self._settle()
+        self.debts.settle()
         if engine.phases.busy and current_task() == NO_TASK:
-            engine.recover()
+            engine.failed_backwards.recover()
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
         engine.abstention.end()
-        engine.expect_backward()
+        engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward to come."""
         engine = self.engine
-        synchronizes, task, reference = self.enabled, current_task(), weakref.ref(engine)
-        offer = engine.abstention.offer
+        synchronizes, offer = self.enabled, engine.abstention.offer
         engine.forwards.end(synchronizes=synchronizes)
         if synchronizes:
-            self.window.forward_ran(engine.has_gradients)
-
-        def hook(_: torch.Tensor) -> None:
-            listener = reference()
-            if listener is not None:
-                listener.on_output_gradient(synchronizes, task, offer)
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(hook)
-                if task == NO_TASK:
-                    mark_output(tensor.grad_fn, reference, synchronizes, offer)
+            self.window.forward_ran(engine.arrangement.has_gradients)
+        watch_outputs(output, engine, synchronizes, offer)
         if engine.observer is not None:
             engine.observer.forward_ended()
 
@@ -244,7 +218,7 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
-        self._settle()
+        self.debts.settle()
         self.blocks.enter(block)
 
     def leave_block(self) -> None:
@@ -256,7 +230,7 @@ class Synchronizer:
 
     def take_part(self) -> None:
         """Finish a window in whose last micro-batch this rank had no backward."""
-        self.stand_in_for_forward()
+        self.debts.stand_in_for_forward()
         self.synchronize()
 
     # -- without a backward ------------------------------------------------------------------------------------------
@@ -264,10 +238,10 @@ class Synchronizer:
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         self._require_attached("synchronize")
-        self._settle()
+        self.debts.settle()
         if self.engine.phases.busy:
-            self.engine.recover()
-        self.engine.require_whole()
+            self.engine.failed_backwards.recover()
+        self.engine.failed_backwards.require_whole()
         self.engine.synchronize()
 
     def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
@@ -280,27 +254,31 @@ class Synchronizer:
         has_run = engine.forwards.awaits_backward
         self._require_attached("abstain")
         # That is what it says to those who wait.
-        self._owes_failure = False
+        self.debts.has_other_word()
         if engine.phases.busy:
-            engine.recover()
+            engine.failed_backwards.recover()
         engine.abstention.refuse_another()
-        told = engine.has_told and not engine.abstention.answers_failure and not engine.forwards.any_in_window
+        told = (
+            engine.failed_backwards.has_told
+            and not engine.abstention.answers_failure
+            and not engine.forwards.any_in_window
+        )
         if self._is_over() and not engine.forwards.any_in_window:
             raise MisuseError(
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
             )
         self.clear()
-        engine.require_whole()
+        engine.failed_backwards.require_whole()
         if told:
             # Its backward has failed, and the others have heard of that.
             self.window.is_vetoed = engine.veto.forgives
-            engine.abstained()
+            engine.synchronization.abstained()
             return
         has_run = engine.forwards.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
             engine.forwards.missed()
-        engine.expect_backward()
+        engine.store.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and (not self.in_block or self.blocks.is_finished):
             self.take_part()
@@ -312,27 +290,6 @@ class Synchronizer:
             self.reduction.scatters or has_nonzero_gradients(self.parameters)
         )
         return has_usable_means or self.window.stays_vetoed or self.blocks.is_finished
-
-    def fail(self) -> None:
-        """Take part in the synchronization of the other ranks, telling them that this rank failed."""
-        try:
-            if not self.engine.has_told:
-                self.stand_in_for_forward()
-        finally:
-            self.engine.fail()
-
-    def fail_later(self) -> None:
-        """The same, but not now: when this rank next touches the model."""
-        self._owes_failure = True
-
-    def _settle(self) -> None:
-        if self._owes_failure:
-            self._owes_failure = False
-            LOGGER.warning(
-                "a loop over accumulate() was left in its last micro-batch, before its backward: the other ranks are "
-                "told that this rank failed. Call abstain() to have them skip the window"
-            )
-            self.fail()
 
     def _require_attached(self, what: str) -> None:
         if current_task() != NO_TASK:
@@ -367,18 +324,18 @@ class Synchronizer:
     def before_step(self, *, by_closure: bool = False) -> None:
         """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure]."""
         engine = self.engine
-        self._settle()
+        self.debts.settle()
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
             )
         if engine.phases.busy:
-            engine.recover()
-        engine.require_whole()
+            engine.failed_backwards.recover()
+        engine.failed_backwards.require_whole()
         self.finish_last()
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
-        engine.expect_step()
+        engine.store.expect_step()
         # Of several optimizers each steps: the veto that the first has found is that of the others, too.
         is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
         self.window.step_was_skipped = self.window.is_vetoed or (is_another and self.window.step_was_skipped)
@@ -401,7 +358,7 @@ class Synchronizer:
         if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.homeless()):
             # [Note: a rank without gradients], or a backward of which no hook told.
             if not is_open:
-                self.engine.count_always()
+                self.engine.synchronization.count_always()
             self.synchronize()
 
     # -- saving; what has accumulated is in :mod:`gradsync.engine.saved_window` ------------------------------------
@@ -418,7 +375,7 @@ class Synchronizer:
                 "belongs to another model"
             )
         self.engine.arrangement.load_state_dict(state)
-        self.engine.build()
+        self.engine.store.build()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -437,4 +394,4 @@ class Synchronizer:
         if len(arrangement.taken) == len(self.parameters):
             self.detach()
         else:
-            self.engine.build()
+            self.engine.store.build()

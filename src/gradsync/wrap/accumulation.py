@@ -74,13 +74,13 @@ class MicroBatches:
                     self._finish()
                 elif issubclass(kind, Exception):
                     for synchronizer in self._unfinished():
-                        synchronizer.fail()
+                        synchronizer.debts.fail()
                 elif issubclass(kind, GeneratorExit):
                     for synchronizer in self._unfinished():
-                        synchronizer.fail_later()
+                        synchronizer.debts.fail_later()
             elif kind is None:
                 for synchronizer in self._synchronizers:
-                    synchronizer.stand_in_for_forward(ends_window=False)
+                    synchronizer.debts.stand_in_for_forward(ends_window=False)
         finally:
             for synchronizer in self._synchronizers:
                 synchronizer.leave_block()
@@ -103,7 +103,7 @@ class MicroBatches:
                 synchronizer.take_part()
             except GradsyncError as error:
                 if synchronizer.ends == before:
-                    synchronizer.fail()
+                    synchronizer.debts.fail()
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -125,7 +125,7 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
         for synchronizer, count in zip(synchronizers, before, strict=True):
             # Inside accumulate() the others are told when the block is left.
             if synchronizer.owes_backward and synchronizer.ends == count and not synchronizer.in_block:
-                synchronizer.fail()
+                synchronizer.debts.fail()
         raise
 
 
