@@ -255,6 +255,23 @@ def test_who_stands_by_is_not_compared() -> None:
     assert judge.look(0.0) == []
 
 
+@pytest.mark.parametrize("slow", [(0.120, 0.120, 0.120), (0.120, 0.120, 0.180)], ids=["equal", "named"])
+def test_who_has_stood_by_for_long_says_nothing_new(slow: Sequence[float]) -> None:
+    """Its data has run out, or it is gone: it may be in none of the windows that are kept."""
+    judge = Stragglers()
+    for window in range(1, 41):
+        judge.hear(told(window, slow))
+        judge.look(0.0)
+    for window in range(41, 241):
+        judge.hear(told(window, (0.120, 0.120)))
+        assert judge.look(1e6) == []
+    said = judged(judge, slowed(equal(2, 0.0), 1, 0.5, since=240), range(241, 300))
+    assert [(verdict.straggler.member, verdict.is_over) for _, verdict in said] == [(1, False)]
+    # Alone there is nobody to compare with.
+    judge.hear(told(300, (0.120,)))
+    assert judge.look(1e9) == []
+
+
 def test_another_model_is_another_story_and_who_is_gone_is_not_waited_for() -> None:
     rounds = Rounds(2)
     assert list(rounds.hear(0, Pace(model=0, last=5, own=(0.1,), waited=(0.0,)))) == []
