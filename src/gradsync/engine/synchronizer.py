@@ -244,11 +244,13 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
+        # A loop over accumulate() was left, and somebody keeps its iterator.
+        self._owes_failure = self._owes_failure or self.blocks.is_owed
         self._settle()
         self.blocks.enter(block)
 
-    def leave_block(self) -> None:
-        self.blocks.leave()
+    def leave_block(self, block: Block) -> None:
+        self.blocks.leave(block)
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
@@ -300,6 +302,7 @@ class Synchronizer:
         has_run = engine.forwards.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
             engine.forwards.missed()
+        engine.forwards.give_up_backward()
         engine.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and (not self.in_block or self.blocks.is_finished):

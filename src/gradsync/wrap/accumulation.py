@@ -83,7 +83,7 @@ class MicroBatches:
                     synchronizer.stand_in_for_forward(ends_window=False)
         finally:
             for synchronizer in self._synchronizers:
-                synchronizer.leave_block()
+                synchronizer.leave_block(self._block)
 
     def _unfinished(self) -> list[Synchronizer]:
         """Those that no backward has synchronized, or tried to: a failure that was caught has been told to all."""
@@ -213,7 +213,8 @@ class Accumulation:
         """In the place of a backward: this rank has nothing for the window, and gives up what it has accumulated.
 
         The other ranks hear of it in the ballot, and all do what ``on_veto`` says; without that they skip the window.
-        After an error in backward they have heard already.
+        After an error in backward they have heard already. Under ``no_sync`` call it once for each backward that is
+        left out.
         """
         self.synchronizer.abstain(reason, self._miss_forward)
 
