@@ -268,8 +268,8 @@ def test_in_a_join_a_forward_is_that_of_one_micro_batch() -> None:
 
 
 def leave_and_keep(last: bool) -> list[Any]:
-    """Rank 1 leaves the last micro-batch of a window, or both ranks the first, and the iterator is kept until they are in
-    the next window. The gradients of two windows."""
+    """Rank 1 leaves the last micro-batch of a window, or both ranks the first, and the iterator is kept until the next
+    one runs. The gradients of two windows."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), bucket_cap_mb=TINY)
     seen: list[Any] = []
