@@ -454,9 +454,15 @@ class BackwardEngine:
         """All ranks have heard that this one abstains, or would."""
         self.abstention.told(self.buckets, self.arrangement.outside())
 
+    def begin_another(self) -> None:
+        """Whatever comes now is of another window than one that failed, or from which this rank has abstained: of that
+        the others have not heard. See [Note: the same window]."""
+        self.abstention.end()
+        self.told = False
+
     @property
     def has_told(self) -> bool:
-        """Whether a failure has broken this engine of which the others know."""
+        """Whether a failure has broken this engine of which the others know, and nothing has begun since."""
         return self.phase is Phase.BROKEN and self.told
 
     def failed_on_all(self) -> None:

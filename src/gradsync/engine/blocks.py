@@ -54,7 +54,7 @@ class Blocks:
         )
         engine.switches.enabled = block.synchronizes and block.finish_all is None
         engine.window.weights.enter_block(deferred=block.synchronizes and not block.last)
-        engine.abstention.end()
+        engine.begin_another()
         engine.forwards.enter_block()
         engine.expect_backward()
 

@@ -197,7 +197,7 @@ class Synchronizer:
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
-        engine.abstention.end()
+        engine.begin_another()
         engine.expect_backward()
 
     def end_forward(self, output: Any) -> None:
@@ -335,6 +335,8 @@ class Synchronizer:
                 "a loop over accumulate() was left in its last micro-batch, before its backward: the other ranks are "
                 "told that this rank failed. Call abstain() to have them skip the window"
             )
+            # What it had counted is forgotten: with gradients that nobody has counted it would be at odds with them.
+            self.window.discard()
             self.fail()
 
     def _require_attached(self, what: str) -> None:

@@ -59,10 +59,11 @@ class MicroBatches:
         self._block = Block(last=last, synchronizes=last or synchronizes, finish_all=finish_all)
 
     def __enter__(self) -> None:
-        self._before = [synchronizer.ends for synchronizer in self._synchronizers]
         self._finished = False
         for synchronizer in self._synchronizers:
             synchronizer.enter_block(self._block)
+        # Entering may have ended a window before, of which the others had still to hear.
+        self._before = [synchronizer.ends for synchronizer in self._synchronizers]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
