@@ -280,6 +280,58 @@ def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
         run(replace(plan, resumes=True, out=tmp_path / "elsewhere"), Screen())
 
 
+class Once(Halves):
+    """Cells of which each is measured in one go."""
+
+    name, adds_rounds = "once", False
+
+    def drive(self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress) -> None:
+        for seed in range(cell.rounds):
+            rows.write("sample", variant="ours", round=seed, seconds=1.0, ranks=[], sent=0, parts={})
+
+
+class OnHosts(Halves):
+    """Of which the lab is wanted."""
+
+    name = "on-hosts"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        return [Cell(name="one", ranks=2, hosts=2, rounds=2)]
+
+
+def test_a_run_goes_on_after_half_a_line(tmp_path: Path) -> None:
+    """As a full disk leaves it: else it would be one line with the first that follows."""
+    plan = RunPlan(scenarios=[Once()], out=tmp_path / "out")
+    path = run(plan, Screen()).folder.path / "once.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: -len('{"kind": "done"}\n') - 5])
+    records = run(replace(plan, resumes=True), Screen()).folder.records("once")
+    assert [(record.outcome, record.rounds) for record in records] == [("done", 2), ("done", 2)]
+
+
+def test_a_run_goes_on_with_the_settings_it_was_begun_with(tmp_path: Path) -> None:
+    plan = RunPlan(scenarios=[Once(), Halves()], out=tmp_path / "out")
+    before = run(plan, Screen()).folder
+    written = (before.path / "once.jsonl").read_text()
+    with pytest.raises(ConfigurationError, match=r"results of 'one' with other settings \(rounds 2, asked for 3\)"):
+        run(replace(plan, resumes=True, rounds=3), Screen())
+    run(replace(plan, resumes=True), Screen())
+    assert (before.path / "once.jsonl").read_text() == written
+
+
+def test_what_cannot_be_gone_on_with_stays_what_it_is(tmp_path: Path) -> None:
+    plan = RunPlan(scenarios=[OnHosts()], out=tmp_path / "out", no_lab="no hosts here")
+    folder = ResultFolder.create(plan.out)
+    folder.write_config({"scenarios": ["on-hosts"]})
+    cell = plan.cells(plan.scenarios[0])[0]
+    with folder.rows("on-hosts") as rows:
+        rows.cell(cell)
+        Halves().drive(cell, None, rows, Screen().cell(plan.scenarios[0], cell, 0.0))
+        rows.write("done")
+    (record,) = run(replace(plan, resumes=True), Screen()).folder.records("on-hosts")
+    assert (record.outcome, record.rounds) == ("done", 1)
+
+
 @pytest.mark.program
 @pytest.mark.parametrize("peer", ["gradsync", "gradsync elastic"])
 def test_a_real_fault_is_named_gone_on_after_and_leaves_nothing(peer: str) -> None:

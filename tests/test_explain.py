@@ -16,7 +16,7 @@ from gradsync import DistributedDataParallel
 from gradsync.errors import ConfigurationError
 from gradsync.explain import explain_recordings
 from gradsync.explain.link import Link, fit_link
-from gradsync.explain.merging import Timeline, merge
+from gradsync.explain.merging import WARM_UP, Timeline, merge
 from gradsync.explain.other_buckets import regroup
 from gradsync.explain.replay import duration
 from gradsync.recording.files import lines_of, parse_recording, read_recordings, write_lines
@@ -330,7 +330,13 @@ def test_files_say_what_was_recorded(tmp_path: Path) -> None:
     [
         (lambda text: text.replace('"format":1', '"format":9'), "format 9, and 1 is read here"),
         (lambda text: text.replace('"kind":"recording"', '"kind":"else"'), "no recording of a rank"),
-        (lambda text: text[:200], "no recording of a rank"),
+        (lambda text: text[:200], "line 1 is no JSON, or cut off"),
+        (lambda text: text[:-3], "line 6 is no JSON, or cut off"),
+        (lambda text: "[" * 100_000, "line 1 is no JSON"),
+        (lambda text: text.replace('"kind":"layout"', '"kind":[]'), "line 2 is of no kind that is known"),
+        (lambda text: text.replace('"number":1', '"number":"x"'), "line 4: number: expected a whole number, got 'x'"),
+        (lambda text: text.replace('"layout":0', '"layout":-1'), "layout -1, which is not there"),
+        (lambda text: text.replace('"rank":0', f'"rank":{10**400}'), "rank: expected a whole number of 64 bits"),
         (lambda text: "", "no recording of a rank"),
         (lambda text: "[1]\n", "no recording of a rank"),
     ],
@@ -339,6 +345,21 @@ def test_what_no_rank_has_written_is_refused(spoil: object, words: str) -> None:
     text = "\n".join(lines_of(World(ranks=[Loop()], steps=3).record()[0]))
     with pytest.raises(ConfigurationError, match=words):
         parse_recording(spoil(text), "a file")  # type: ignore[operator]
+
+
+def test_nobody_is_called_slow_for_the_first_steps() -> None:
+    """In them ranks allocate, compile and learn, each at its own pace."""
+    for steps, kinds in ((WARM_UP, []), (WARM_UP + 1, ["slow rank"])):
+        slow = World(ranks=[Loop(), Loop(forward=0.02, backward=0.04)], steps=steps)
+        found = explain_recordings(slow.record()).advice
+        assert [advice.kind for advice in found if advice.kind == "slow rank"] == kinds
+
+
+def test_ranks_may_differ_in_how_often_they_synchronize() -> None:
+    """As where one of them steps half as often."""
+    first = World(ranks=[Loop(), Loop()], busy=0.9).record()[0]
+    second = World(ranks=[Loop(), Loop()], busy=0.9, synchronizations=2, micro_batches=2).record()[1]
+    assert explain_recordings([first, second]).split.mean.step > 0
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:

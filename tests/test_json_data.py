@@ -23,7 +23,7 @@ from gradsync.running.words import tell
 from tests.recordings import Loop, World
 
 GONE = object()
-WRONG = (None, "x", -1, 0, float("nan"), float("inf"), [], {}, True, 1e300, 10**300, GONE)
+WRONG = (None, "x", -1, 0, float("nan"), float("inf"), [], {}, True, 1e300, 10**300, 10**400, GONE)
 
 
 def spoiled(data: Any) -> Iterator[Any]:

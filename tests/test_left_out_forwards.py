@@ -238,3 +238,62 @@ def abstain_in_blocks(where: int, times: int) -> list[Any]:
 def test_in_a_join_a_block_has_one_forward_however_often_its_rank_abstains(where: int, times: int) -> None:
     for seen in pool_of(2).run(abstain_in_blocks, where, times):
         assert seen == [mean([1.0, 2.0]), mean([2.0]), mean([3.0, 4.0])]
+
+
+def abstain_under_no_sync(plans: Sequence[Sequence[str]]) -> list[Any]:
+    """Inside a join, micro-batches that rank 1 gives up after their forward (``f``) or without one (``-``)."""
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto="skip-window")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[Any] = []
+    with warnings.catch_warnings(), model.join():
+        for plan in plans:
+            for number, way in enumerate(plan):
+                with contextlib.nullcontext() if number == len(plan) - 1 else model.no_sync():
+                    loss = None if rank == 1 and way == "-" else model(1.0)
+                    if rank == 1 and way != "b":
+                        model.abstain()
+                    elif loss is not None:
+                        loss.backward()
+            optimizer.step()
+            seen.append(model.step_was_skipped)
+            optimizer.zero_grad()
+    return seen
+
+
+def test_in_a_join_a_forward_is_that_of_one_micro_batch() -> None:
+    """Who gives one up after its forward and then one without has left the second forward out."""
+    plans = ["bbb", "f-b", "ff-", "-f-", "f--", "b-f", "bbb"]
+    assert pool_of(2).run(abstain_under_no_sync, plans) == [[plan != "bbb" for plan in plans]] * 2
+
+
+def leave_and_keep(last: bool) -> list[Any]:
+    """Rank 1 leaves the last micro-batch of a window, or both ranks the first, and the iterator is kept until the next
+    one runs. The gradients of two windows."""
+    rank = choose_communicator().rank
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY)
+    seen: list[Any] = []
+    kept = model.accumulate([1.0, 2.0])
+    try:
+        for x in kept:
+            if (last and rank == 1 and x == 2.0) or (not last and x == 1.0):
+                break
+            model(x).backward()
+    except PeerFailedError as error:
+        seen.append(type(error).__name__)
+    model.discard()
+    for batches in ([rank + 1.0, rank + 2.0, rank + 6.0], [rank + 1.0, rank + 3.0]):
+        for number, x in enumerate(model.accumulate(batches)):
+            if number == 1:
+                kept = iter(())
+            model(x).backward()
+        seen.append([float(each.grad) for each in model.parameters()])  # type: ignore[arg-type]
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_iterator_that_is_kept_has_no_part_in_the_next_window(last: bool) -> None:
+    """Its block is closed while another runs, and neither ends that nor its window. The others have heard by then."""
+    good = [mean([1.0, 2.0, 6.0, 2.0, 3.0, 7.0]), mean([1.0, 3.0, 2.0, 4.0])]
+    assert pool_of(2).run(leave_and_keep, last) == [[*(["PeerFailedError"] if last else []), *good], good]

@@ -244,6 +244,8 @@ def test_the_same_numbers_give_the_same_text() -> None:
     svg = draw()
     assert svg == draw()
     assert "date" not in svg
+    light, dark = PALETTE["blue"]
+    assert f'[style*="stroke: {light}"] {{ stroke: {dark} !important }}' in svg, "a file of its own bears dark paper"
     part = page_svg(svg, slug="slug", title="<&>")
     assert "A title &amp; more $" in part, "letters are letters"
     assert "var(--blue)" in part

@@ -82,6 +82,7 @@ def test_whatever_a_rank_says_of_its_links_does_no_harm(data: object) -> None:
     for member in range(2):
         assert judge.hear_links(member, Sent.read(data)) == []
     true = Sent(source="a", target="b", size=5, seconds=0.5)
+    assert Sent.read([["a", "b", 10**400, 0.5]]) == []
     assert Sent.read([true.as_data(), data]) == [true]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator.collective import Fate, waited_here
+from gradsync.watch import leave_watch
 from gradsync.watch import straggling as said_so_far
 from gradsync.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
 from gradsync.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceJudge, PaceTeller
@@ -255,6 +256,23 @@ def test_who_stands_by_is_not_compared() -> None:
     assert judge.look(0.0) == []
 
 
+@pytest.mark.parametrize("slow", [(0.120, 0.120, 0.120), (0.120, 0.120, 0.180)], ids=["equal", "named"])
+def test_who_has_stood_by_for_long_says_nothing_new(slow: Sequence[float]) -> None:
+    """Its data has run out, or it is gone: it may be in none of the windows that are kept."""
+    judge = Stragglers()
+    for window in range(1, 41):
+        judge.hear(told(window, slow))
+        judge.look(0.0)
+    for window in range(41, 241):
+        judge.hear(told(window, (0.120, 0.120)))
+        assert judge.look(1e6) == []
+    said = judged(judge, slowed(equal(2, 0.0), 1, 0.5, since=240), range(241, 300))
+    assert [(verdict.straggler.member, verdict.is_over) for _, verdict in said] == [(1, False)]
+    # Alone there is nobody to compare with.
+    judge.hear(told(300, (0.120,)))
+    assert judge.look(1e9) == []
+
+
 def test_another_model_is_another_story_and_who_is_gone_is_not_waited_for() -> None:
     rounds = Rounds(2)
     assert list(rounds.hear(0, Pace(model=0, last=5, own=(0.1,), waited=(0.0,)))) == []
@@ -346,7 +364,6 @@ def train_with_a_slow_one(slow: int, seconds: float) -> list[str]:
     logging.getLogger("gradsync").setLevel(logging.ERROR)
     group = dist.new_group()
     model = gradsync.DistributedDataParallel(nn.Linear(64, 64), process_group=group)
-    said: list[str] = []
     for _ in range(300):
         time.sleep(2 * seconds if dist.get_rank() == slow else seconds)
         model(torch.randn(4, 64)).square().mean().backward()
@@ -355,9 +372,10 @@ def train_with_a_slow_one(slow: int, seconds: float) -> list[str]:
         gradsync.communicator.ProcessGroupCommunicator(group).all_reduce(found).wait()
         if found:
             break
-    said = said_so_far()
     dist.destroy_process_group(group)
-    return said
+    leave_watch(group, "is done")
+    # They are for a report of the whole run, whatever becomes of the group.
+    return said_so_far()
 
 
 @pytest.mark.program

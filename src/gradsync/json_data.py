@@ -5,7 +5,7 @@ the kind its class expects, and what is wrong is said with its place: ``profile.
 finite. Names that the class does not have are passed over, those it has a default for may be missing.
 """
 
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -17,6 +17,8 @@ __all__ = ["from_json"]
 
 T = TypeVar("T")
 Reader = Callable[[Any], Any]
+
+LARGEST = 2**63
 
 
 def from_json(kind: type[T], told: object) -> T:
@@ -60,7 +62,7 @@ def _reader(kind: Any) -> Reader:
         return lambda told: None if told is None else _reader(other)(told)
     simple: dict[Any, Reader] = {
         float: _number,
-        int: lambda told: _wanted(int, told, "a whole number"),
+        int: _whole,
         bool: lambda told: _wanted(bool, told, "true or false"),
         str: lambda told: _wanted(str, told, "words"),
     }
@@ -74,8 +76,15 @@ def _wanted(kind: type[T], told: Any, words: str) -> T:
     return told
 
 
+def _whole(told: Any) -> int:
+    # In JSON it may have any number of digits, and nobody computes with those.
+    if abs(_wanted(int, told, "a whole number")) >= LARGEST:
+        raise _ValueError(f"expected a whole number of 64 bits, got {_short(told)}")
+    return typing.cast(int, told)
+
+
 def _number(told: Any) -> float:
-    if type(told) not in (float, int) or not math.isfinite(told):
+    if type(told) not in (float, int) or not abs(told) <= sys.float_info.max:
         raise _ValueError(f"expected a finite number, got {_short(told)}")
     return float(told)
 

@@ -155,7 +155,13 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._drop_half_a_line()
+
+    def _drop_half_a_line(self) -> None:
+        """Of an earlier run whose disk was full, or whose machine stopped: what follows would be one line with it."""
+        written = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        os.truncate(self._descriptor, written.rfind(b"\n") + 1)
 
     def write(self, kind: str, **content: Any) -> None:
         line = json.dumps({"kind": kind, **content}, allow_nan=False) + "\n"

@@ -6,6 +6,7 @@ cell that fails leaves the others alone, and after Ctrl-C the report is made of 
 
 import dataclasses
 import importlib
+import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -122,14 +123,16 @@ def run(plan: RunPlan, screen: Screen) -> Outcome:
             earlier = {record.cell.name: record for record in folder.records(scenario.name)}
             with folder.rows(scenario.name) as rows:
                 for cell in plan.cells(scenario):
-                    if not _begin(scenario, cell, rows, earlier.get(cell.name)):
+                    known, runs = earlier.get(cell.name), plan.runs(cell)
+                    later -= cell.seconds if runs else 0.0
+                    if _is_measured(scenario, known):
                         screen.note(f"{cell.name} is measured already")
-                    elif not plan.runs(cell):
-                        rows.write("skipped", reason=plan.no_lab)
-                        screen.note(f"{cell.name} is skipped: {plan.no_lab}")
-                    else:
-                        later -= cell.seconds
+                    elif runs:
+                        _begin(scenario, cell, rows, known)
                         _run_cell(scenario, cell, rows, screen, later)
+                    else:
+                        _skip(cell, rows, known, plan.no_lab)
+                        screen.note(f"{cell.name} is skipped: {plan.no_lab}")
     except KeyboardInterrupt:
         interrupted = True
         screen.note("interrupted; the report shows what was measured until now")
@@ -146,20 +149,47 @@ def _resumed(plan: RunPlan) -> ResultFolder:
         raise ConfigurationError(
             f"{plan.out} has results of {known}, and none of {strangers[0]}: choose another folder"
         )
+    for scenario in plan.scenarios:
+        earlier = {record.cell.name: record for record in folder.records(scenario.name)}
+        for cell in plan.cells(scenario):
+            _require_same(scenario, cell, earlier.get(cell.name), plan.out)
     again = {key: value for key, value in _config(plan).items() if key in ("command", "started", "commit")}
     folder.write_config({**config, "resumed": [*config.get("resumed", []), again]})
     return folder
 
 
-def _begin(scenario: Scenario, cell: Cell, rows: RowFile, known: CellRecord | None) -> bool:
-    """Whether there is something to measure: cells are whole or not, unless a scenario adds to what is known."""
+def _require_same(scenario: Scenario, cell: Cell, known: CellRecord | None, out: Path) -> None:
+    """What is measured already must be what is asked for: a report is of one kind of cells."""
+    if known is None or not _is_measured(scenario, known):
+        return
+    # As it was written.
+    asked, done = json.loads(json.dumps(dataclasses.asdict(cell))), dataclasses.asdict(known.cell)
+    differs = [name for name, value in asked.items() if done[name] != value and name != "seconds"]
+    if differs:
+        name = differs[0]
+        raise ConfigurationError(
+            f"{out} has results of {cell.name!r} with other settings ({name} {done[name]!r}, asked for "
+            f"{asked[name]!r}): go on with the settings it was begun with, or choose another folder"
+        )
+
+
+def _is_measured(scenario: Scenario, known: CellRecord | None) -> bool:
+    """Cells are whole or not, unless a scenario adds to what is known."""
+    return known is not None and known.outcome == DONE and not scenario.adds_rounds
+
+
+def _begin(scenario: Scenario, cell: Cell, rows: RowFile, known: CellRecord | None) -> None:
     if known is not None and scenario.adds_rounds:
         rows.resume(cell)
-    elif known is not None and known.outcome == DONE:
-        return False
     else:
         rows.cell(cell)
-    return True
+
+
+def _skip(cell: Cell, rows: RowFile, known: CellRecord | None, reason: str) -> None:
+    # What an earlier run has measured of it stays what it is.
+    if known is None:
+        rows.cell(cell)
+        rows.write("skipped", reason=reason)
 
 
 def _config(plan: RunPlan) -> dict[str, object]:

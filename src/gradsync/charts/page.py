@@ -25,7 +25,7 @@ NAMES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 
 
 def svg_file(figure: "Figure", slug: str) -> str:
-    """A picture as the text of a file of its own, on the paper of whoever shows it."""
+    """A picture as the text of a file of its own, on the paper of whoever shows it: light or dark."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -35,7 +35,19 @@ def svg_file(figure: "Figure", slug: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": slug}):
         # Figure.savefig writes the same, and draws everything twice for it.
         FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None})
-    return target.getvalue()
+    svg = target.getvalue()
+    return svg.replace("</style>", f"{_on_dark_paper(svg)}</style>", 1)
+
+
+def _on_dark_paper(svg: str) -> str:
+    """Rules for readers that know of it; others see what was drawn."""
+    rules = [
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
+        for light, dark in PALETTE.values()
+        for kind in ("fill", "stroke")
+        if f"{kind}: {light}" in svg
+    ]
+    return f":root {{ color-scheme: light dark }} @media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}"
 
 
 def read_out(figure: "Figure", words: Mapping[float, str]) -> dict[str, Any]:

@@ -84,7 +84,9 @@ def run(
 def _leave_to_the_launcher(error: Exception) -> bool:
     """To show the error of the rank that failed first, and a line of each other one. A script that has a hook for its
     errors has it called instead."""
-    has_own_hook = sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith(USUAL_HOOKS)
+    # Of a hook that was made by exec() nobody knows the module.
+    module = str(getattr(sys.excepthook, "__module__", None))
+    has_own_hook = sys.excepthook is not sys.__excepthook__ and not module.startswith(USUAL_HOOKS)
     if has_own_hook or read_environment().world_size == 1:
         return False
     # Where a script was when another rank failed says nothing of why.

@@ -226,3 +226,9 @@ class BackwardEngine:
         reaches = not self.phases.busy and any(parameter.requires_grad for parameter in self.parameters)
         if reaches and self.switches.let_synchronize(forward_synchronizes):
             self.failed_backwards.fail_again()
+
+    def begin_another(self) -> None:
+        """Whatever comes now is of another window than one that failed, or from which this rank has abstained: of that
+        the others have not heard. See [Note: the same window]."""
+        self.abstention.end()
+        self.failed_backwards.begin_another()

@@ -31,44 +31,64 @@ class _Entered:
 
 
 class Blocks:
-    """The blocks of one engine that have been entered and not left."""
+    """The block of one engine that has been entered and not left.
+
+    There is one at a time: whoever enters another has left the one before, and will not come back. Of a loop over
+    ``accumulate()`` that was left, somebody may still keep the iterator, whose block is then closed at any time, or
+    never.
+    """
 
     def __init__(self, engine: BackwardEngine) -> None:
         self._engine = engine
-        self._entered: list[_Entered] = []
+        self._entered: _Entered | None = None
 
     def enter(self, block: Block) -> None:
         engine = self._engine
-        self._entered.append(
-            _Entered(
-                block=block,
-                enabled=engine.switches.enabled,
-                synchronizations=engine.synchronization.count,
-                failures=engine.failed_backwards.count,
-            )
+        if self._entered is not None:
+            self.leave(self._entered.block)
+        self._entered = _Entered(
+            block=block,
+            enabled=engine.switches.enabled,
+            synchronizations=engine.synchronization.count,
+            failures=engine.failed_backwards.count,
         )
         engine.switches.enabled = block.synchronizes and block.finish_all is None
         engine.window.weights.enter_block(deferred=block.synchronizes and not block.last)
-        engine.abstention.end()
+        engine.begin_another()
         engine.forwards.enter_block()
         engine.store.expect_backward()
 
-    def leave(self) -> None:
-        entered = self._entered.pop()
+    def leave(self, block: Block) -> None:
+        """Does nothing if it was left already."""
+        entered = self._entered
+        if entered is None or entered.block is not block:
+            return
+        self._entered = None
         self._engine.switches.enabled = entered.enabled
-        self._engine.window.weights.leave_block(last=entered.block.last)
+        self._engine.window.weights.leave_block(last=block.last)
 
     @property
     def is_finished(self) -> bool:
         """Whether the running one has been synchronized: leaving it will do nothing more."""
-        return bool(self._entered) and self._entered[-1].synchronizations != self._engine.synchronization.count
+        return self._entered is not None and self._entered.synchronizations != self._engine.synchronization.count
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the other ranks wait for a synchronization of the running one, and have not heard of it."""
+        entered, engine = self._entered, self._engine
+        if entered is None or not entered.block.synchronizes:
+            return False
+        return (entered.synchronizations, entered.failures) == (
+            engine.synchronization.count,
+            engine.failed_backwards.count,
+        )
 
     def finish(self, take_part: Callable[[], None]) -> None:
         """See that the window is synchronized in its last micro-batch, without a backward if there was none."""
-        if not self._entered or not self._entered[-1].block.synchronizes:
+        if self._entered is None or not self._entered.block.synchronizes:
             return
-        engine, block = self._engine, self._entered[-1].block
-        has_failed = engine.phase is Phase.BROKEN or engine.failed_backwards.count != self._entered[-1].failures
+        engine, block = self._engine, self._entered.block
+        has_failed = engine.phase is Phase.BROKEN or engine.failed_backwards.count != self._entered.failures
         unfinished = engine.window.state is not WindowState.SYNCHRONIZED and not has_failed
         if block.finish_all is not None:
             block.finish_all()

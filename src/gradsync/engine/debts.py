@@ -61,4 +61,6 @@ class Debts:
                 "a loop over accumulate() was left in its last micro-batch, before its backward: the other ranks are "
                 "told that this rank failed. Call abstain() to have them skip the window"
             )
+            # What it had counted is forgotten: with gradients that nobody has counted it would be at odds with them.
+            self._engine.window.discard()
             self.fail()

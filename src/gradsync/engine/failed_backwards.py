@@ -33,8 +33,12 @@ class FailedBackwards:
 
     @property
     def has_told(self) -> bool:
-        """Whether a failure has broken this engine of which the others know."""
+        """Whether a failure has broken this engine of which the others know, and nothing has begun since."""
         return self._phases.now is Phase.BROKEN and self._told
+
+    def begin_another(self) -> None:
+        """Of the window that begins the others have not heard."""
+        self._told = False
 
     # -- the others are told ---------------------------------------------------------------------------------------
 

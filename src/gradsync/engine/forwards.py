@@ -34,6 +34,10 @@ class Forwards:
         """This rank has done its part in a forward of the others, without one of its own."""
         self.any_in_window = self.any_in_block = True
 
+    def give_up_backward(self) -> None:
+        """The backward of the last one will not come. What is asked for next belongs to another micro-batch."""
+        self.awaits_backward = False
+
     def announce_absent(self, indices: Iterable[int]) -> None:
         """The running forward leaves these parameters out. Says nothing outside a forward."""
         if self._absent_now is not None:

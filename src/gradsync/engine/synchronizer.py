@@ -182,7 +182,7 @@ class Synchronizer:
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
-        engine.abstention.end()
+        engine.begin_another()
         engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
@@ -218,11 +218,14 @@ class Synchronizer:
         return self.window.weights.in_block
 
     def enter_block(self, block: Block) -> None:
+        if self.blocks.is_owed:
+            # A loop over accumulate() was left, and somebody keeps its iterator.
+            self.debts.fail_later()
         self.debts.settle()
         self.blocks.enter(block)
 
-    def leave_block(self) -> None:
-        self.blocks.leave()
+    def leave_block(self, block: Block) -> None:
+        self.blocks.leave(block)
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
@@ -278,6 +281,7 @@ class Synchronizer:
         has_run = engine.forwards.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
             engine.forwards.missed()
+        engine.forwards.give_up_backward()
         engine.store.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and (not self.in_block or self.blocks.is_finished):

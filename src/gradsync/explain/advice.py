@@ -57,7 +57,7 @@ class Advice:
 
 
 def advise(timeline: Timeline, split: Split) -> list[Advice]:
-    """What would gain something, most first."""
+    """What would gain something, most first; see :data:`FREE`."""
     step = split.mean.step
     base = played(timeline)
     if base <= 0 or step <= 0:
@@ -69,7 +69,7 @@ def advise(timeline: Timeline, split: Split) -> list[Advice]:
 
     link = fit_link(timeline, split)
     found = [
-        *_slow_ranks(split, after),
+        *(_slow_ranks(split, after) if timeline.is_warm else ()),
         *_slow_data(split, after),
         *_forgotten_no_sync(split, after),
         *(_buckets(timeline, split, link, after) if link is not None else ()),

@@ -109,7 +109,8 @@ def _kept_off(timeline: Timeline) -> float:
     seconds = []
     for merged in timeline.steps:
         for place, step in enumerate(merged.ranks):
-            for part, wires in list(zip(step.synchronizations, merged.wires, strict=True))[-1:]:
+            # Where ranks differ in how often they have synchronized, only what all did is on the wire.
+            for part, wires in list(zip(step.synchronizations, merged.wires, strict=False))[-1:]:
                 if part.busy is not None and part.buckets:
                     off_core = part.backward_end - part.begin - part.busy
                     on_wire = sum(wire.seconds(place) for wire in wires)

@@ -120,30 +120,53 @@ def read_recording(path: Path) -> Recording:
 def parse_recording(text: str, path: str) -> Recording:
     """What a rank has written, or sent; ``path`` is where it came from."""
     try:
-        first, *lines = [json.loads(line) for line in text.splitlines() if line] or [None]
-        if not isinstance(first, dict) or first.get("kind") != "recording":
-            raise ValueError("it does not begin as one")
-        if first.get("format") != FORMAT:
-            raise ConfigurationError(
-                f"{path} has format {first.get('format')}, and {FORMAT} is read here: read it with the gradsync that "
-                f"has written it{_version(first)}, or record anew"
-            )
-        kinds: dict[str, list[Any]] = {"layout": [], "step": [], "end": []}
-        for line in lines:
-            kinds[line["kind"]].append(line)
-        return _checked(
-            Recording(
-                header=from_json(Header, first),
-                layouts=tuple(from_json(_Layout, line).buckets for line in kinds["layout"]),
-                steps=tuple(from_json(Step, line) for line in kinds["step"]),
-                **vars(from_json(_End, kinds["end"][0]) if kinds["end"] else _End()),
-            )
+        return _checked(_assembled(_objects(text), path))
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is no recording of a rank: {error}") from error
+
+
+def _objects(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What the lines say, with their numbers."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            told = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"line {number} is no JSON, or cut off") from None
+        if not isinstance(told, dict):
+            raise ValueError(f"line {number} is no object")
+        yield number, told
+
+
+def _assembled(objects: Iterator[tuple[int, dict[str, Any]]], path: str) -> Recording:
+    _, first = next(objects, (0, {}))
+    if first.get("kind") != "recording":
+        raise ValueError("it does not begin as one")
+    if first.get("format") != FORMAT:
+        raise ConfigurationError(
+            f"{path} has format {first.get('format')}, and {FORMAT} is read here: read it with the gradsync that "
+            f"has written it{_version(first)}, or record anew"
         )
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        words = str(error) if type(error) is not KeyError else f"there is a line without a kind that is known: {error}"
-        raise ConfigurationError(f"{path} is no recording of a rank: {words}") from error
+    header = from_json(Header, first)
+    kinds: dict[str, type[Any]] = {"layout": _Layout, "step": Step, "end": _End}
+    parts: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    for number, told in objects:
+        kind = str(told.get("kind"))
+        if kind not in kinds:
+            raise ValueError(f"line {number} is of no kind that is known: {kind}")
+        try:
+            parts[kind].append(from_json(kinds[kind], told))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return Recording(
+        header=header,
+        layouts=tuple(layout.buckets for layout in parts["layout"]),
+        steps=tuple(parts["step"]),
+        **vars(parts["end"][0] if parts["end"] else _End()),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +191,7 @@ def _checked(recording: Recording) -> Recording:
     if not 0 <= header.rank < header.world_size:
         raise ValueError(f"it is of rank {header.rank} of {header.world_size}")
     for step in recording.steps:
-        if step.layout >= len(recording.layouts):
+        if not 0 <= step.layout < len(recording.layouts):
             raise ValueError(f"step {step.number} has buckets of layout {step.layout}, which is not there")
     return recording
 

@@ -24,6 +24,7 @@ ACKED_AT, BUSY_AT = 120, 168
 WINDOWS = 5
 MOST_SECONDS = 5.0
 MOST_LINKS = 256
+MOST_BYTES = 1 << 64
 MOST_LETTERS = 64
 
 
@@ -48,7 +49,8 @@ class Sent:
                 continue
             source, target, size, seconds = each
             is_named = all(isinstance(name, str) and len(name) <= MOST_LETTERS for name in (source, target))
-            if is_named and type(size) is int and type(seconds) in (int, float) and size >= 0 and 0 <= seconds < 1e9:
+            is_counted = type(size) is int and type(seconds) in (int, float)
+            if is_named and is_counted and 0 <= size < MOST_BYTES and 0 <= seconds < 1e9:
                 found.append(cls(source=source, target=target, size=size, seconds=float(seconds)))
         return found
 

@@ -80,6 +80,8 @@ class Post:
         self._guards = Guards(group)
         self.sampler = Sampler(self._guards, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self.on_dump: Callable[[], None] | None = None
+        # What is said of slow ranks and of the wire, for reports.
+        self.on_words: Callable[[str], None] | None = None
         self._group = weakref.ref(group)
         # Not all are: then nobody can tell when they are destroyed.
         self._is_registered = group in dist.distributed_c10d._world.pg_map
@@ -90,8 +92,6 @@ class Post:
         self._told: list[Suspicion] = []
         ways = Ways(tell=self._tell, say=self._say, meter=self._meter, models=lambda: len(self.sampler.models))
         self._pacing = Pacing(plan.members, plan.me, ways)
-        # What was said of slow ranks and of the wire, for reports.
-        self.straggling: list[str] = []
         # Held while what is known changes; whoever waits for news waits here.
         self._news = threading.Condition()
         self._selector = selectors.PollSelector()
@@ -344,8 +344,9 @@ class Post:
     def _say(self, words: str) -> None:
         # Who waits for one that has ended is not slow.
         if not self._judge.endings:
-            self.straggling.append(words)
             LOGGER.warning("%s", words)
+            if self.on_words is not None:
+                self.on_words(words)
 
     def _meter(self) -> tuple[int, PaceMeter] | None:
         # Where the host only queues work it knows neither how long that takes, nor who waits.

@@ -37,6 +37,8 @@ MODES = ("on", "off", "stacks")
 
 # None where the ranks have agreed to do without. Posts hold no group: they end with it.
 _posts: "weakref.WeakKeyDictionary[Any, Post | None]" = weakref.WeakKeyDictionary()
+# Kept when a group is made anew: a report is of the whole run.
+_said: list[str] = []
 
 
 def set_watch(communicator: Communicator) -> None:
@@ -75,8 +77,9 @@ def posts() -> list[Post]:
 
 
 def straggling() -> list[str]:
-    """What was said of ranks that others wait for, so far. On the hub, rank 0; nothing elsewhere."""
-    return [words for post in posts() for words in post.straggling]
+    """What was said of ranks that others wait for, so far, over whichever group. On the hub, rank 0; nothing
+    elsewhere."""
+    return list(_said)
 
 
 def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
@@ -111,6 +114,7 @@ def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
     # What multiprocessing has forked ends by os._exit, and calls this before.
     multiprocessing.util.Finalize(None, say_goodbye, exitpriority=0)
     post.on_dump = lambda: write_dump(posts())
+    post.on_words = _said.append
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
     post.guard(wire)
     return post
@@ -174,6 +178,7 @@ def _forsake_all() -> None:
     for post in posts():
         post.forsake()
     _posts.clear()
+    _said.clear()
 
 
 os.register_at_fork(after_in_child=_forsake_all)

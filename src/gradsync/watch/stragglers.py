@@ -67,6 +67,8 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._model, self._window = 0, 0
+        # Those of whom something is new. Who stands by for long, or is gone, may be in none of the last windows.
+        self._present: tuple[int, ...] = ()
         # By what share each was slower than the others, window by window, and the last windows as they were told of.
         self._slower: dict[int, Series] = {}
         self._rounds: deque[Round] = deque(maxlen=LENGTHS[-1])
@@ -77,10 +79,11 @@ class Stragglers:
         if told.model != self._model:
             self._model, self._slower, self._named = told.model, {}, {}
             self._rounds.clear()
-        self._window = told.window
+        self._window, self._present = told.window, ()
         if len(told.own) < 2:
             return
         self._rounds.append(told)
+        self._present = tuple(told.own)
         for member, others in against_the_others(told.own).items():
             if member not in self._slower:
                 self._slower[member] = Series()
@@ -94,8 +97,8 @@ class Stragglers:
         """
         verdicts = []
         self._excused = max(LEAST_SECONDS, excused)
-        for member, slower in list(self._slower.items()):
-            naming = self._named.get(member)
+        for member in self._present:
+            naming, slower = self._named.get(member), self._slower[member]
             verdict = self._judge(member, slower, now) if naming is None else self._again(naming, slower, now)
             if verdict is not None:
                 verdicts.append(verdict)
@@ -114,14 +117,14 @@ class Stragglers:
 
     def _matters(self, found: Straggler, count: int) -> bool:
         excess = found.own - found.others
-        slowest = max(self._straggler(member, count).own for member in self._slower)
+        slowest = max(self._straggler(member, count).own for member in self._present)
         # Nobody waits for one that is slow itself where another one is much slower.
         least = max(self._excused, LEAST_SHARE * (found.own + found.wire))
         return excess >= least and found.own >= AS_SLOW * slowest
 
     def _straggler(self, member: int, count: int) -> Straggler:
         """As it was over its last ``count`` windows."""
-        rounds = [told for told in self._rounds if member in told.own and len(told.own) > 1][-count:]
+        rounds = [told for told in self._rounds if member in told.own][-count:]
         return Straggler(
             member=member,
             window=self._window,

@@ -59,10 +59,11 @@ class MicroBatches:
         self._block = Block(last=last, synchronizes=last or synchronizes, finish_all=finish_all)
 
     def __enter__(self) -> None:
-        self._before = [synchronizer.ends for synchronizer in self._synchronizers]
         self._finished = False
         for synchronizer in self._synchronizers:
             synchronizer.enter_block(self._block)
+        # Entering may have ended a window before, of which the others had still to hear.
+        self._before = [synchronizer.ends for synchronizer in self._synchronizers]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -83,7 +84,7 @@ class MicroBatches:
                     synchronizer.debts.stand_in_for_forward(ends_window=False)
         finally:
             for synchronizer in self._synchronizers:
-                synchronizer.leave_block()
+                synchronizer.leave_block(self._block)
 
     def _unfinished(self) -> list[Synchronizer]:
         """Those that no backward has synchronized, or tried to: a failure that was caught has been told to all."""
@@ -213,7 +214,8 @@ class Accumulation:
         """In the place of a backward: this rank has nothing for the window, and gives up what it has accumulated.
 
         The other ranks hear of it in the ballot, and all do what ``on_veto`` says; without that they skip the window.
-        After an error in backward they have heard already.
+        After an error in backward they have heard already. Under ``no_sync`` call it once for each backward that is
+        left out.
         """
         self.synchronizer.abstain(reason, self._miss_forward)
 
