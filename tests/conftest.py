@@ -4,10 +4,12 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests import zygote
 from tests.ranks import RankPool, Ranks, ThreadRanks, close_pools, pool_of
 
 # No deadline: the first example may start processes. No database: no run remembers another. How deep laws are tried is
@@ -18,6 +20,17 @@ settings.load_profile("gradsync")
 
 THREADS = (1, 3)
 PROCESSES = (2, 4)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist, for each worker: what they all would import is imported by one process."""
+    node.workerinput["zygote"] = zygote.address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        zygote.share(config.workerinput["zygote"])
 
 
 @pytest.fixture(scope="session", autouse=True)
