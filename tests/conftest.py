@@ -4,6 +4,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,15 +99,24 @@ KIND = re.compile(r"(?:threads|processes)-\d+")
 def mark_breadth(items: list[pytest.Item]) -> None:
     """Not all combinations of settings with all kinds of ranks: those that are marked are left to `make more`.
 
-    Four processes on two cores take longest, and each of their cases also runs on two or on threads: of a test's cases
-    on four one of six is not marked, and none of a law's. Of those on other ranks half are not, by turns, so that every
-    setting is tried on one kind at least. Where there is one kind only, two of three of many are not.
+    Four processes on two cores take longest, and each of their cases also runs on two or on threads: of a file's tests
+    every second runs on four, with one of six of its cases, and no law does. Of the cases on other ranks half are not
+    marked, by turns, so that every setting is tried on one kind at least. Where there is one kind only, two of three of
+    many are not.
     """
-    on_four, on_others = defaultdict[str, list[pytest.Item]](list), defaultdict[str, list[pytest.Item]](list)
+    on_four = defaultdict[Path, dict[str, list[pytest.Item]]](lambda: defaultdict(list))
+    on_others = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if KIND.search(item.name):
-            (on_four if "processes-4" in item.name else on_others)[item.nodeid.partition("[")[0]].append(item)
-    left = [item for cases in on_four.values() for number, item in enumerate(cases) if number % 6 or is_law(item)]
+            test = item.nodeid.partition("[")[0]
+            (on_four[item.path] if "processes-4" in item.name else on_others)[test].append(item)
+    left = [
+        item
+        for tests in on_four.values()
+        for place, cases in enumerate(tests.values())
+        for number, item in enumerate(cases)
+        if place % 2 or number % 6 or is_law(item)
+    ]
     left += [item for cases in on_others.values() for item in left_out(cases)]
     for item in left:
         item.add_marker(pytest.mark.breadth)
