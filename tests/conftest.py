@@ -1,12 +1,16 @@
 import gc
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests import zygote
 from tests.ranks import RankPool, Ranks, ThreadRanks, close_pools, pool_of
 
 # No deadline: the first example may start processes. No database: no run remembers another. How deep laws are tried is
@@ -17,6 +21,17 @@ settings.load_profile("gradsync")
 
 THREADS = (1, 3)
 PROCESSES = (2, 4)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist, for each worker: what they all would import is imported by one process."""
+    node.workerinput["zygote"] = zygote.address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        zygote.share(config.workerinput["zygote"])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,21 +89,53 @@ def is_law(item: pytest.Item) -> bool:
     return item.get_closest_marker("hypothesis") is not None
 
 
-# Cases of one test, from which on they are combinations of settings that are also tried one by one.
+# Settings of a test, from which on each is tried on some of the kinds of ranks, and not on all.
+SEVERAL = 3
+# The same, from which on some are left out where there is only one kind.
 MANY = 25
+KIND = re.compile(r"(?:threads|processes)-\d+")
 
 
 def mark_breadth(items: list[pytest.Item]) -> None:
     """Not all combinations of settings with all kinds of ranks: those that are marked are left to `make more`.
 
-    Four processes on two cores take longest, and each of their cases also runs on two and on threads: of a test's cases
-    on four one of three is not marked, and none of a law's. Of many cases on other ranks, two of three are not.
+    Four processes on two cores take longest, and each of their cases also runs on two or on threads: of a file's tests
+    every second runs on four, with one of six of its cases, and no law does. Of the cases on other ranks half are not
+    marked, by turns, so that every setting is tried on one kind at least. Where there is one kind only, two of three of
+    many are not.
     """
-    on_four, on_others = defaultdict[str, list[pytest.Item]](list), defaultdict[str, list[pytest.Item]](list)
+    on_four = defaultdict[Path, dict[str, list[pytest.Item]]](lambda: defaultdict(list))
+    on_others = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if "processes-" in item.name or "threads-" in item.name:
-            (on_four if "processes-4" in item.name else on_others)[item.nodeid.partition("[")[0]].append(item)
-    left = [item for cases in on_four.values() for number, item in enumerate(cases) if number % 3 or is_law(item)]
-    left += [item for cases in on_others.values() if len(cases) >= MANY for item in cases[2::3]]
+        if KIND.search(item.name):
+            test = item.nodeid.partition("[")[0]
+            (on_four[item.path] if "processes-4" in item.name else on_others)[test].append(item)
+    left = [
+        item
+        for tests in on_four.values()
+        for place, cases in enumerate(tests.values())
+        for number, item in enumerate(cases)
+        if place % 2 or number % 6 or is_law(item)
+    ]
+    left += [item for cases in on_others.values() for item in left_out(cases)]
     for item in left:
         item.add_marker(pytest.mark.breadth)
+
+
+def left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the cases of one test."""
+    settings = defaultdict[str, list[pytest.Item]](list)
+    for case in cases:
+        settings[KIND.sub("", case.name, count=1)].append(case)
+    if len(settings) == len(cases):
+        return cases[2::3] if len(cases) >= MANY else []
+    if len(settings) < SEVERAL or any(case.get_closest_marker("breadth") for case in cases):
+        # Few, or chosen by the test itself.
+        return []
+    # The turns are those of Thue and Morse: whatever the period of a parameter, its values meet every kind.
+    return [
+        case
+        for number, kinds in enumerate(settings.values())
+        for place, case in enumerate(kinds)
+        if len(kinds) > 1 and (number.bit_count() + place) % 2
+    ]

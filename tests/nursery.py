@@ -56,10 +56,8 @@ class Order:
 
 
 def serve(connection: int, listener: int) -> None:
-    """Fork what pytest asks for, and programs that it has not started itself, until it hangs up."""
+    """Fork what pytest, its workers and programs ask for, until pytest hangs up."""
     _die_with_parent()
-    for name in IMPORTED:
-        importlib.import_module(name)
     _Nursery(socket.socket(fileno=connection), socket.socket(fileno=listener)).run()
 
 
@@ -71,7 +69,7 @@ class _Nursery:
         self._path = list(sys.path)
         # Where to tell the end of each, and whom each must not outlive.
         self._statuses: dict[int, int] = {}
-        self._programs: dict[socket.socket, int] = {}
+        self._askers: dict[socket.socket, set[int]] = {pytest: set()}
 
     def run(self) -> None:
         woken, wake = os.pipe()
@@ -80,68 +78,74 @@ class _Nursery:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._own = (woken, wake)
         while True:
-            ready, _, _ = select.select([self._pytest, self._listener, woken, *self._programs], [], [])
+            ready, _, _ = select.select([self._listener, woken, *self._askers], [], [])
             if woken in ready:
                 os.read(woken, 4096)
                 self._tell_ends()
-            if self._pytest in ready and self._take_order(self._pytest) is None:
-                return
             if self._listener in ready:
                 self._welcome()
-            for program in self._programs.keys() & set(ready):
-                self._lose(program)
+            for asker in self._askers.keys() & set(ready):
+                if not self._take_order(asker):
+                    if asker is self._pytest:
+                        return
+                    self._lose(asker)
 
     def _welcome(self) -> None:
-        """A program asks for the process that it stands for. When it goes, that goes."""
-        program, _ = self._listener.accept()
-        credentials = program.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid = self._take_order(program) if struct.unpack("3i", credentials)[1] == os.getuid() else None
-        if pid:
-            self._programs[program] = pid
+        """A worker of pytest, or a program that asks for the process it stands for."""
+        asker, _ = self._listener.accept()
+        credentials = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] == os.getuid():
+            self._askers[asker] = set()
         else:
-            program.close()
+            asker.close()
 
-    def _lose(self, program: socket.socket) -> None:
-        pid = self._programs.pop(program)
-        program.close()
-        if pid in self._statuses:
-            os.killpg(pid, signal.SIGKILL)
+    def _lose(self, asker: socket.socket) -> None:
+        """Who has asked is gone, and so goes what was forked for it."""
+        for pid in self._askers.pop(asker):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        asker.close()
 
-    def _take_order(self, connection: socket.socket) -> int | None:
-        """The process that was forked for it, 0 if it could not be; None if there is no more to come."""
-        message, files, _, _ = socket.recv_fds(connection, LARGEST_ORDER, MOST_FILES)
+    def _take_order(self, connection: socket.socket) -> bool:
+        """Fork what is asked for. Whether there may be more to come."""
+        try:
+            message, files, _, _ = socket.recv_fds(connection, LARGEST_ORDER, MOST_FILES)
+        except ConnectionResetError:
+            return False
         if not message:
-            return None
+            return False
         order: Order = pickle.loads(message)
         try:
             sys.path[:] = order.path or self._path
-            for name in (order.function.partition(":")[0], *order.imports):
+            # Not before somebody asks: many a run of a few tests forks nothing.
+            for name in (*IMPORTED, order.function.partition(":")[0], *order.imports):
                 importlib.import_module(name)
             # What was imported stays: no collection in a forked process need look at it, and touch its pages.
             gc.freeze()
             threads = _threads()
             assert not threads, f"an import has started threads, which a fork would lose: {threads}"
         except BaseException:
-            pid, answer = 0, pickle.dumps(traceback.format_exc())
+            answer = pickle.dumps(traceback.format_exc())
         else:
             pid = os.fork()
             if not pid:
-                self._forget(connection, files[0])
+                self._forget(files[0])
                 _live(order, files[1:])
             self._statuses[pid] = os.dup(files[0])
+            self._askers[connection].add(pid)
             answer = pickle.dumps(pid)
         with contextlib.suppress(BrokenPipeError):
             connection.send(answer)
         for each in files:
             os.close(each)
-        return pid
+        return True
 
-    def _forget(self, connection: socket.socket, status: int) -> None:
+    def _forget(self, status: int) -> None:
         """In a forked process: nothing of the zygote's stays open."""
         signal.set_wakeup_fd(-1)
         for each in (*self._own, status, *self._statuses.values()):
             os.close(each)
-        for each in (self._pytest, self._listener, connection, *self._programs):
+        for each in (self._listener, *self._askers):
             each.close()
 
     def _tell_ends(self) -> None:
@@ -153,6 +157,8 @@ class _Nursery:
             if not pid:
                 return
             descriptor = self._statuses.pop(pid)
+            for pids in self._askers.values():
+                pids.discard(pid)
             # Whoever asked may have been killed.
             with contextlib.suppress(BrokenPipeError):
                 os.write(descriptor, str(os.waitstatus_to_exitcode(status)).encode())

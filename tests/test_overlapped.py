@@ -14,7 +14,7 @@ from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.sharded.gather import AwaitedParameter
 from gradsync.sharded.mode import DECIDED_AFTER, SETTLED_AFTER, TRIALS
-from tests.ranks import Ranks, ThreadRanks
+from tests.ranks import Ranks, ThreadRanks, run_once
 from tests.test_sharded import TINY, assert_same, batch, filled, in_threads_and_processes, net, parameters_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -202,10 +202,10 @@ def trained_and_saved(steps: int, state: dict[str, Any] | None, kind: str) -> tu
 @in_threads_and_processes
 def test_states_are_those_of_a_plain_optimizer(ranks: Ranks, writer: str, reader: str) -> None:
     _, state = ranks.run(trained_and_saved, 5, None, writer)[0]
-    _, plain = ranks.run(trained_and_saved, 5, None, "plain")[0]
+    _, plain = run_once(ranks, trained_and_saved, 5, None, "plain")[0]
     assert state["optimizer"].keys() == plain["optimizer"].keys()
     assert state["optimizer"]["state"].keys() == plain["optimizer"]["state"].keys()
-    whole, _ = ranks.run(trained_and_saved, 9, None, "plain")[0]
+    whole, _ = run_once(ranks, trained_and_saved, 9, None, "plain")[0]
     assert_same([mine for mine, _ in ranks.run(trained_and_saved, 4, state, reader)], whole)
 
 
@@ -447,7 +447,7 @@ def test_auto_takes_what_is_faster_and_stays_exact(
 ) -> None:
     """The state moves from every rank to its owner and back, through all trials."""
     steps = DECIDED_AFTER + 3
-    theirs = ranks.run(choose, "plain", None, steps)[0]
+    theirs = run_once(ranks, choose, "plain", None, steps)[0]
     ours = ranks.run(choose, kind, Clock(plain, behind), steps)
     assert_same([mine["parameters"] for mine in ours], theirs["parameters"])
     tried = [number for number, scattered in enumerate(ours[0]["scattered"]) if scattered]

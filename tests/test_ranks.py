@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankError, RankFailure, RankPool, pool_of
+from tests.zygote import address, fork, share
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -260,3 +262,26 @@ def test_ranks_die_with_their_parent() -> None:
         parent.kill()
     assert len(pids) == 2
     assert wait_until_gone(pids)
+
+
+def have_one_forked(address: str, told: int) -> None:
+    """As a worker of pytest does, whose zygote is the main process's."""
+    share(address)
+    with tempfile.TemporaryFile() as output:
+        os.write(told, str(fork("time:sleep", 1000, output=output).pid).encode())
+        time.sleep(1000)
+
+
+def test_a_process_dies_with_the_worker_that_asked_a_shared_zygote_for_it() -> None:
+    before = pool_of(2).run(sum_of_ranks)
+    told, theirs = os.pipe()
+    with tempfile.TemporaryFile() as output, os.fdopen(told, "rb", buffering=0) as reader:
+        worker = fork(f"{__name__}:have_one_forked", address(), output=output, passed=[theirs])
+        os.close(theirs)
+        pid = int(reader.read(100))
+        assert is_running(pid)
+        worker.kill_all()
+    assert wait_until_gone([pid])
+    pids = pool_of(2).pids()
+    assert pool_of(2).run(sum_of_ranks) == before
+    assert pool_of(2).pids() == pids, "what others have asked for lives on"

@@ -3,7 +3,7 @@
 import copy
 import gc
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -179,8 +179,16 @@ def train_branches(kind: str, optimizer_class: Any, options: dict[str, Any], *, 
     return parameters_of(model)
 
 
-@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", ""))
-@pytest.mark.parametrize("alone", [False, True], ids=["unused by all", "used by one"])
+def optimizers_and_users() -> Iterator[Any]:
+    """Every optimizer with both; which one `make test` leaves out is told by turns."""
+    for place, who in enumerate(("unused by all", "used by one")):
+        for number, (optimizer_class, options) in enumerate(OPTIMIZERS):
+            marks = [pytest.mark.breadth] if (number + place) % 2 else []
+            name = f"{who}-{number}-{optimizer_class.__name__}"
+            yield pytest.param(optimizer_class, options, bool(place), marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("optimizer_class", "options", "alone"), list(optimizers_and_users()))
 def test_optimizers_that_know_elements_only(optimizer_class: Any, options: dict[str, Any], alone: bool) -> None:
     """What nobody uses is left alone: neither decayed nor counted. Weights may be tied."""
     ranks = ThreadRanks(3)

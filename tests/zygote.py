@@ -1,7 +1,7 @@
 """Processes that begin with everything imported: forked from one that has done it once.
 
-Importing torch costs seconds of a core, and a suite of real processes starts hundreds. So each process of pytest has a
-*zygote*: it imports, computes nothing, starts no thread, and forks.
+Importing torch costs seconds of a core, and a suite of real processes starts hundreds. So pytest has a *zygote*, which
+its workers share: it imports, computes nothing, starts no thread, and forks.
 
     pytest                                    zygote                            forked
     fork("tests.x:function", …)  ── order ──▶ import tests.x, fork   ────────▶  call the function, run exit handlers
@@ -13,10 +13,11 @@ the zygote fork one, and passes on files, variables and signals, and its end.
 What a test says of a fresh interpreter (what it imports, what variables do at its start, that its end is clean) needs a
 fresh one: subprocess. Tearing all modules down takes a second of a core, too, and is left out here.
 
-A forked process is the leader of a session of its own and dies with its zygote, which dies with pytest. Linux only.
-The other end is tests/nursery.py.
+A forked process is the leader of a session of its own, and dies with whoever asked for it and with the zygote, which
+dies with pytest. Linux only. The other end is tests/nursery.py.
 """
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -34,7 +35,7 @@ from typing import IO, Any, NoReturn
 
 from tests.nursery import LARGEST_ORDER, Order
 
-__all__ = ["Forked", "fork", "program", "run_python"]
+__all__ = ["Forked", "address", "fork", "program", "run_python", "share"]
 
 ROOT = Path(__file__).parents[1]
 # Who reads them: tests/forking_python.
@@ -81,18 +82,22 @@ class Forked:
 
 
 class _Zygote:
-    """This process's end of its zygote."""
+    """This process's end of a zygote: its own, or one that it was told of."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, connection: socket.socket, address: str, process: "subprocess.Popen[bytes] | None") -> None:
+        self._socket, self.address, self._process = connection, address, process
+
+    @classmethod
+    def start(cls) -> "_Zygote":
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # As in processes that a user starts: the library sets it too, and it is read when torch is imported.
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.address = f"gradsync-tests-{secrets.token_hex(8)}"
+        address = f"gradsync-tests-{secrets.token_hex(8)}"
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0" + self.address)
+            listener.bind("\0" + address)
             listener.listen()
             files = [theirs.fileno(), listener.fileno()]
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", __name__, "serve", *map(str, files)],
                 cwd=ROOT,
                 env=variables,
@@ -100,10 +105,27 @@ class _Zygote:
                 pass_fds=files,
                 start_new_session=True,
             )
+        return cls(ours, address, process)
+
+    @classmethod
+    def join(cls, address: str) -> "_Zygote":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect("\0" + address)
+        except OSError:
+            connection.close()
+            raise
+        return cls(connection, address, None)
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """Unasked it says nothing. What there is to read is its end, or meant for somebody who was interrupted."""
+        return not select.select([self._socket], [], [], 0)[0]
+
+    def leave(self) -> None:
+        self._socket.close()
+        if self._process is not None:
+            self._process.wait()
 
     def fork(self, order: Order, files: Sequence[int]) -> Forked:
         status, theirs = os.pipe()
@@ -121,13 +143,32 @@ class _Zygote:
 
 
 _zygote: _Zygote | None = None
+_shared: str | None = None
 _lock = threading.Lock()
+
+
+def address() -> str:
+    """Where others may ask this process's zygote, too."""
+    with _lock:
+        return _living().address
+
+
+def share(address: str) -> None:
+    """Have this process's forks come from the zygote at that address. They die with this process all the same."""
+    global _shared
+    _shared = address
 
 
 def _living() -> _Zygote:
     global _zygote
-    if _zygote is None or not _zygote.alive:
-        _zygote = _Zygote()
+    if _zygote is not None and not _zygote.alive:
+        _zygote.leave()
+        _zygote = None
+    if _zygote is None and _shared is not None:
+        with contextlib.suppress(OSError):
+            _zygote = _Zygote.join(_shared)
+    if _zygote is None:
+        _zygote = _Zygote.start()
     return _zygote
 
 
