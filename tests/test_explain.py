@@ -347,6 +347,16 @@ def test_what_no_rank_has_written_is_refused(spoil: object, words: str) -> None:
         parse_recording(spoil(text), "a file")  # type: ignore[operator]
 
 
+def test_what_gives_the_same_results_comes_first_unless_others_gain_twice_as_much() -> None:
+    found = explain_recordings(World(ranks=[Loop(), Loop()], per_byte=6e-9).record()).advice
+    sharded = next(advice for advice in found if "same results" in advice.change)
+    places = {advice.change: place for place, advice in enumerate(found)}
+    lossy = [advice for advice in found if "rounded" in advice.change or "larger batches" in advice.change]
+    assert lossy
+    for advice in lossy:
+        assert (places[sharded.change] < places[advice.change]) == (2 * sharded.gain > advice.gain)
+
+
 def test_nobody_is_called_slow_for_the_first_steps() -> None:
     """In them ranks allocate, compile and learn, each at its own pace."""
     for steps, kinds in ((WARM_UP, []), (WARM_UP + 1, ["slow rank"])):

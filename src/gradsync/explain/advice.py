@@ -237,4 +237,5 @@ def _slow_link(
                 change=f"ShardedOptimizer(torch.optim.{header.optimizer or 'AdamW'}, model, …): new parameters cross "
                 "the wire behind the next forward (same results)",
                 after=after(changes.next_forward()),
+                free=True,
             )
