@@ -18,7 +18,7 @@ from gradsync.communicator.collective import Fate, waited_here
 from gradsync.watch import leave_watch
 from gradsync.watch import straggling as said_so_far
 from gradsync.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
-from gradsync.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceJudge, PaceTeller
+from gradsync.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceJudge, PaceTeller, Pacing, Ways
 from gradsync.watch.rounds import Round, Rounds, against_the_others
 from gradsync.watch.scatter import middle
 from gradsync.watch.slow_wire import SlowWire, WireVerdict
@@ -454,3 +454,28 @@ def test_who_stands_by_says_nothing_of_the_wire() -> None:
         seconds = 0.004 if window < 100 else 0.1
         wire.hear(Round(model=0, window=window, own={0: 0.02}, waited={0: seconds}, is_whole=False))
         assert wire.look(0.0) is None
+
+
+def test_an_error_in_judging_who_is_slow_ends_that_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever watches for lost ranks calls it on the same thread."""
+    asked = []
+
+    def fail(*_: object) -> None:
+        asked.append(1)
+        raise IndexError("on purpose")
+
+    monkeypatch.setattr(Rounds, "hear", fail)
+    said: list[str] = []
+    ways = Ways(tell=lambda message: None, say=said.append, meter=lambda: None, models=lambda: 1)
+    pacing = Pacing(MEMBERS, 0, ways)
+    pacing.tick(1.0)
+    assert pacing.next < math.inf
+    for number in (1, 2, 1):
+        pacing.take(number, {"pace": NO_PACE.as_data()}, 1.0)
+    pacing.tick(2.0)
+    pacing.forget(1)
+    assert (asked, said, pacing.next) == ([1], [], math.inf)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "lost ones still are" in caplog.text

@@ -9,6 +9,8 @@ Of the links to other hosts nobody tells unless the hub asks: when the wire has 
 where most of a window is spent waiting for it.
 """
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,8 @@ from gradsync.watch.stragglers import Stragglers
 from gradsync.watch.words import Member, slow_link, slow_wire, straggling
 
 __all__ = ["PaceJudge", "PaceTeller", "Pacing", "Ways"]
+
+LOGGER = logging.getLogger("gradsync")
 
 Message = dict[str, Any]
 Meter = tuple[int, PaceMeter]
@@ -124,18 +128,45 @@ class Ways:
 
 
 class Pacing:
-    """A rank's part of it, on the thread of the watch."""
+    """A rank's part of it, on the thread of the watch.
+
+    Who is slow is good to know, who is lost must be known: an error in here ends this part alone.
+    """
 
     def __init__(self, members: Sequence[Member], me: int, ways: Ways) -> None:
         self._me, self._ways = me, ways
         self._teller, self._judge, self._links = PaceTeller(len(members)), PaceJudge(members), LinkMeter()
+        self._has_failed = False
 
     @property
     def next(self) -> float:
         """When :meth:`tick` is to be called."""
-        return self._teller.next
+        return math.inf if self._has_failed else self._teller.next
 
     def tick(self, now: float) -> None:
+        """Tell what is new."""
+        self._unless_failed(self._tick, now)
+
+    def take(self, number: int, message: Message, now: float) -> None:
+        """What a rank has told the hub, or the hub asks for."""
+        self._unless_failed(self._take, number, message, now)
+
+    def forget(self, member: int) -> None:
+        """Of this one nothing more will come."""
+        self._unless_failed(self._judge.forget, member)
+
+    def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
+        if self._has_failed:
+            return
+        try:
+            action(*arguments)
+        except Exception:
+            self._has_failed = True
+            LOGGER.exception(
+                "slow ranks are not looked for any more, by an error of gradsync; lost ones still are. Please report it"
+            )
+
+    def _tick(self, now: float) -> None:
         meter = self._ways.meter()
         pace = self._teller.tell(meter, now)
         if pace is not None:
@@ -146,12 +177,11 @@ class Pacing:
 
     def _pass_on(self, message: Message, now: float) -> None:
         if self._me == HUB:
-            self.take(HUB, message, now)
+            self._take(HUB, message, now)
         else:
             self._ways.tell(message)
 
-    def take(self, number: int, message: Message, now: float) -> None:
-        """What a rank has told the hub, or the hub asks for."""
+    def _take(self, number: int, message: Message, now: float) -> None:
         if self._me != HUB:
             if number == HUB and "measure links" in message:
                 self._measure(now)
@@ -172,6 +202,3 @@ class Pacing:
     def _measure(self, now: float) -> None:
         meter = self._ways.meter()
         self._links.begin(0 if meter is None else meter[1].count, now)
-
-    def forget(self, member: int) -> None:
-        self._judge.forget(member)
