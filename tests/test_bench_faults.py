@@ -1,10 +1,12 @@
 """The scoreboard of faults: what notes and output are taken for, moments from seeds, and a real fault."""
 
 import json
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ from gradsync.bench.record import Cell, CellRecord, ResultFolder, RowFile
 from gradsync.bench.runner import RunPlan, run
 from gradsync.bench.scenario import Picture, Scenario, Table
 from gradsync.bench.scenarios import find_scenarios
-from gradsync.bench.scenarios.faults import Faults
+from gradsync.bench.scenarios.faults import Faults, Planned, outcomes
 from gradsync.bench.screen import Screen
 from gradsync.errors import ConfigurationError
 from gradsync.lab import Lab
@@ -330,6 +332,44 @@ def test_what_cannot_be_gone_on_with_stays_what_it_is(tmp_path: Path) -> None:
         rows.write("done")
     (record,) = run(replace(plan, resumes=True), Screen()).folder.records("on-hosts")
     assert (record.outcome, record.rounds) == ("done", 1)
+
+
+class Pretended(Planned):
+    """A trial that ends when two others are under way as well, or when it is not wanted any more."""
+
+    together = threading.Barrier(3)
+    given_up: ClassVar[list[int]] = []
+
+    def run(self, is_wanted: Callable[[], bool]) -> Outcome | None:
+        if self.seed < 3:
+            self.together.wait(60.0)
+            return Outcome(noticed=float(self.seed), named=True, lost=0, went_on=1.0)
+        while is_wanted():
+            time.sleep(0.01)
+        self.given_up.append(self.seed)
+        return None
+
+
+def test_trials_at_once_come_as_they_end_and_nobody_waits_for_those_that_are_not_read() -> None:
+    planned = [Pretended(peer="gradsync", seed=seed, case="NaN", lab=None) for seed in range(9)]
+    coming = outcomes(planned, 3, time.monotonic() + 60.0)
+    found = [next(coming) for _ in range(3)]
+    assert sorted(trial.seed for trial, _ in found) == [0, 1, 2]
+    assert all(outcome is not None and outcome.noticed == trial.seed for trial, outcome in found)
+    assert isinstance(coming, Generator)
+    coming.close()
+    assert set(Pretended.given_up) <= {3, 4, 5}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_after_the_deadline_only_the_first_seeds_begin(jobs: int) -> None:
+    class Known(Planned):
+        def run(self, is_wanted: Callable[[], bool]) -> Outcome | None:
+            return None
+
+    planned = [Known(peer=peer, seed=seed, case="NaN", lab=None) for seed in range(2) for peer in ("one", "other")]
+    found = outcomes(planned, jobs, time.monotonic() - 1.0)
+    assert sorted((trial.peer, trial.seed) for trial, _ in found) == [("one", 0), ("other", 0)]
 
 
 @pytest.mark.program

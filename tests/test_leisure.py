@@ -1,5 +1,6 @@
 """Small collectives come to their end whatever their ranks do meanwhile, as large ones do and as those of Gloo."""
 
+import threading
 import time
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, patrol
+from gradsync.communicator.background import Background
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
 
@@ -115,3 +117,21 @@ def test_what_is_added_while_the_patrol_leaves_is_looked_after() -> None:
     walk._look(queue, None)
     assert queue.is_looked_after
     assert queue in walk._queues
+
+
+@pytest.mark.parametrize("at_leisure", [True, False])
+def test_who_looks_on_hurries_nothing(at_leisure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be another training that is recorded than the one that is not."""
+    monkeypatch.setattr(patrol._Patrol, "_look", lambda *_: None)
+    queue, threads = Background("of a test"), list[str]()
+    task = queue.start(lambda: threads.append(threading.current_thread().name), at_leisure=at_leisure)
+    task.when_done(lambda: threads.append("told"))
+    if at_leisure:
+        time.sleep(0.05)
+        assert not threads
+        task.wait()
+    deadline = time.monotonic() + SECONDS
+    while len(threads) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threads == [threading.current_thread().name if at_leisure else "of a test", "told"]
+    queue.close()

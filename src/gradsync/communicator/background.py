@@ -74,12 +74,13 @@ class Task:
         return self.ended
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it has ended, on the thread that ran it, or now if it has."""
+        """Call ``callback`` when it has ended, on the thread that ran it, or now if it has.
+
+        What is at leisure stays so: who only looks on must not change what is to be seen.
+        """
         self._callbacks.append(callback)
         if self.ended:
             self._call_back()
-        else:
-            self._hurry()
 
     def wait(self) -> None:
         if not self.ended:
@@ -104,7 +105,7 @@ class Task:
             self._call_back()
 
     def _hurry(self) -> None:
-        """Somebody wants to know of the end but does not wait: what was at leisure must come to it by itself."""
+        """Somebody asks for the end but does not wait: what was at leisure must come to it by itself."""
         if not self._hurries:
             self._hurries = True
             self._queue.wake()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from gradsync.lab import Lab
 
-__all__ = ["Faults"]
+__all__ = ["Faults", "Planned", "outcomes"]
 
 SEEDS = 20
 QUICK = ("kill -9", "exception", "NaN", "bit flip")
@@ -82,7 +82,7 @@ class Faults(Scenario):
         rows.fact("case", CASES[cell.name].words)
         known = rows.known(cell).samples
         planned = [
-            _Planned(peer=peer, seed=seed, case=cell.name, lab=lab)
+            Planned(peer=peer, seed=seed, case=cell.name, lab=lab)
             for seed in range(cell.rounds)
             for peer in peers
             if seed not in known.get(peer, {})
@@ -90,7 +90,7 @@ class Faults(Scenario):
         jobs = 1 if lab is not None else int(cell.options.get("jobs", 1))
         deadline = time.monotonic() + float(cell.options.get("seconds", float("inf")))
         before = cell.rounds * len(peers) - len(planned)
-        for number, (trial, outcome) in enumerate(_outcomes(planned, jobs, deadline), before + 1):
+        for number, (trial, outcome) in enumerate(outcomes(planned, jobs, deadline), before + 1):
             if outcome is None:
                 rows.fact(f"no fault with {trial.peer}, seed {trial.seed}", "its ranks did not get that far")
             else:
@@ -136,7 +136,7 @@ class Faults(Scenario):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Planned:
+class Planned:
     """A trial that is to be made."""
 
     peer: str
@@ -153,11 +153,11 @@ class _Planned:
                 self.lab.heal(injury.victim)
 
 
-def _outcomes(planned: Sequence[_Planned], jobs: int, deadline: float) -> "Iterator[tuple[_Planned, Outcome | None]]":
+def outcomes(planned: Sequence[Planned], jobs: int, deadline: float) -> "Iterator[tuple[Planned, Outcome | None]]":
     """As they come. None begins after the deadline, but those of the first seed: else there is nothing to show."""
     stop = threading.Event()
 
-    def run(each: _Planned) -> tuple[_Planned, Outcome | None] | None:
+    def run(each: Planned) -> tuple[Planned, Outcome | None] | None:
         if stop.is_set() or (each.seed and time.monotonic() > deadline):
             return None
         return each, each.run(lambda: not stop.is_set())
