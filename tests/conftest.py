@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests import zygote
@@ -61,6 +63,16 @@ def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     kind, world_size = request.param
     return ThreadRanks(world_size) if kind == "threads" else pool_of(world_size)
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    """Of a rank that is alone on a CUDA device: two would need two devices."""
+    torch.cuda.set_device(0)
+    store, device = f"file://{tmp_path}/nccl", torch.device("cuda", 0)
+    dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=device)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_runtest_teardown() -> None:

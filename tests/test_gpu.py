@@ -1,7 +1,6 @@
 """The engine on a CUDA device. Skipped where there is none; run there with ``pytest tests/test_gpu.py``."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,16 +14,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29517")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def make_model() -> nn.Module:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,16 +55,6 @@ def adds_up(explanation: Explanation) -> None:
         steps = [merged.ranks[place].seconds for merged in explanation.timeline.steps]
         assert parts.step == pytest.approx(sum(steps) / len(steps), rel=0.01)
         assert min(dataclasses.astuple(parts)) >= 0.0
-
-
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29519")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_device_s_time_is_split_and_not_the_host_s(nccl: None) -> None:

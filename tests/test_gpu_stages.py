@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,16 +19,10 @@ pytestmark = [
 
 
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroupCommunicator]:
-    """NCCL, over a rank that is alone: two would need two devices."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29519")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def wire(nccl: None) -> ProcessGroupCommunicator:
     group = dist.group.WORLD
     assert group is not None
-    yield ProcessGroupCommunicator(group)
-    dist.destroy_process_group()
+    return ProcessGroupCommunicator(group)
 
 
 def test_the_host_never_waits_for_a_stage(wire: ProcessGroupCommunicator) -> None:
