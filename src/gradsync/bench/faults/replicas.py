@@ -14,28 +14,24 @@ from types import FrameType
 
 from gradsync.bench.faults.contenders import ELASTIC_PROGRAM, REPLICA, RESTARTS
 from gradsync.bench.faults.judging import RANKS
-from gradsync.elastic import LIGHTHOUSE, require_torchft
+from gradsync.elastic import LIGHTHOUSE, Elastic, Lighthouse
 
 __all__ = ["main"]
 
 HOST = "127.0.0.1"
-# As torchft's own example starts it.
-JOIN_MILLISECONDS, TICK_MILLISECONDS = 10_000, 100
 GRACE_SECONDS, POLL_SECONDS = 5.0, 0.1
 
 
 def main(settings: str) -> int:
-    lighthouse = require_torchft().LighthouseServer(
-        bind=f"{HOST}:0", min_replicas=1, join_timeout_ms=JOIN_MILLISECONDS, quorum_tick_ms=TICK_MILLISECONDS
-    )
-    port = lighthouse.address().rpartition(":")[2]
-    replicas = [_start(rank, f"http://{HOST}:{port}", settings) for rank in range(RANKS)]
+    # As gradsync's elastic ranks have it: it takes ranks for lost sooner than that of torchft's example.
+    lighthouse = Lighthouse(HOST, min_ranks=1, join_seconds=Elastic().timeout)
+    replicas = [_start(rank, lighthouse.address, settings) for rank in range(RANKS)]
     signal.signal(signal.SIGTERM, _leave)
     try:
         _wait(replicas)
     finally:
         _end(replicas)
-        lighthouse.shutdown()
+        lighthouse.close()
     return 0
 
 
