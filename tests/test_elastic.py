@@ -341,6 +341,7 @@ def test_when_the_rank_that_records_is_killed_another_one_goes_on_with_the_recor
             [sys.executable, "-m", "tests.elastic_run", str(roll_call.port), str(text), str(folder), str(steps), *more],
             env=os.environ | {name: str(value) for name, value in variables.items()},
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if rank == 1 else None,
         )
 
     ranks = [start(0), start(1)]
@@ -350,7 +351,8 @@ def test_when_the_rank_that_records_is_killed_another_one_goes_on_with_the_recor
             assert all(rank.poll() is None for rank in ranks)
             time.sleep(0.01)
         ranks[0].kill()
-        assert ranks[1].wait(120) == 0
+        _, said = ranks[1].communicate(timeout=120)
+        assert ranks[1].returncode == 0
     finally:
         for rank in ranks:
             rank.kill()
@@ -362,6 +364,10 @@ def test_when_the_rank_that_records_is_killed_another_one_goes_on_with_the_recor
     assert len(set(range(1, steps + 1)) - set(done)) <= 2
     assert any("1 ranks go on, after 2" in record.get("text", "") for record in records)
     assert json.loads((folder / "summary.json").read_text())["step"] == steps
+    # By the next number, since number 0 cannot say so: at once, unless it was the store of number 0 that has failed.
+    words = said.decode()
+    assert f"rank 0 (process {ranks[0].pid} on " in words, words
+    assert "generation 2: 1 ranks go on with step " in words, words
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 import gradsync
 from gradsync.cli.main import app
+from gradsync.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigurationError, WireLostError
 from gradsync.lab import fork_ranks
 from gradsync.watch import dump, judge, set_up
@@ -254,6 +255,52 @@ def test_a_slow_rank_is_warned_about_with_what_it_does(pools: dict[int, RankPool
     assert "rank 0 and rank 2 wait in collective " in line
     assert "and it is in window 1, idle (no backward runs)" in line
     assert "wait_for_the_slow_one" in line
+
+
+# -- while memory is shared -------------------------------------------------------------------------------------------
+
+
+def share_memory(victim: int, happens: Callable[[], None]) -> list[str]:
+    """As when buckets are made anew: more than fits into what is shared already."""
+    judge.SLOW_SECONDS = 1.5
+    heard, training = Heard(), Training("auto")
+    training.step()
+    if dist.get_rank() == victim:
+        happens()
+    wire = training.model.communicator
+    assert isinstance(wire, SharedMemoryCommunicator)
+    assert wire.allocate(1 << 20, torch.float32, torch.device("cpu")).numel() == 1 << 20
+    training.step()
+    return heard.lines
+
+
+def stop_a_while() -> None:
+    stop_for(4.0)
+
+
+def exit_at_once() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_keeps_others_from_sharing_memory_is_warned_about(pools: dict[int, RankPool], victim: int) -> None:
+    said = pools[3].run(share_memory, victim, stop_a_while)
+    first = said[1 if victim == 0 else 0]
+    assert first, said
+    assert f"rank {victim} (process {pools[3].pids()[victim]} on " in first[0]
+    assert " in an allocation (shared memory of 1048576 × torch.float32)" in first[0]
+
+
+def test_who_ends_before_it_has_shared_its_memory_is_named(pools: dict[int, RankPool]) -> None:
+    pools[3].run(os.getpid)
+    pid = pools[3].pids()[1]
+    answers = pools[3].run(share_memory, 1, exit_at_once, expect_errors=True)
+    for answer in (answers[0], answers[2]):
+        assert isinstance(answer, RankError)
+        assert answer.kind == WireLostError.__name__
+        assert f"rank 1 (process {pid} on " in answer.message
+        assert "has ended without a word" in answer.message
+        assert "Start all ranks again" in answer.message
 
 
 # -- set-up -----------------------------------------------------------------------------------------------------------

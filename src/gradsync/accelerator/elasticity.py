@@ -30,6 +30,7 @@ from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.world import agree_on_backend, settle_at_exit
+from gradsync.communicator.naming import listed
 from gradsync.elastic.meeting import Generation, MeetingPlace, meet
 from gradsync.elastic.membership import Member, Membership, Standing
 from gradsync.elastic.settings import Elastic
@@ -75,8 +76,9 @@ class Elasticity:
         self._looked = time.monotonic()
         self._running = self._closed = False
         self._stepped = self._begun = 0
-        # Why there is a meeting, if nobody has said so.
+        # Why there is a meeting, if nobody has said so, and who took part before it.
         self._lost = ""
+        self._former: Sequence[Member] = ()
         # Of a window that an error of this rank's own has ended: what its buffers were before.
         self._unfinished: list[torch.Tensor] | None = None
         self._hooked: set[int] = set()
@@ -184,8 +186,9 @@ class Elasticity:
 
     def _lose(self, error: PeerFailedError, buffers: Sequence[torch.Tensor]) -> None:
         """The wire is gone. Keeps no traceback: that would keep the generators of the window alive, in its middle."""
-        # One line is enough. Where it is number 0 that is lost, the next one says so when they have met.
-        speaks = self.generation is not None and self.generation.communicator.rank == 0
+        # One line is enough: of number 0, or of the next one where it is number 0 that is lost. Errors name it first.
+        own = None if self.generation is None else self.generation.communicator.rank
+        speaks = own == (1 if str(error).startswith("rank 0 ") else 0)
         LOGGER.log(logging.WARNING if speaks else logging.INFO, "step %d: %s", self.step, error)
         self._lost = "" if speaks else _first_line(error)
         self._drop_window(buffers)
@@ -207,6 +210,7 @@ class Elasticity:
 
     def _leave(self) -> None:
         if self.generation is not None:
+            self._former = self.generation.members
             self.generation.leave()
             self.generation = None
 
@@ -347,13 +351,19 @@ class Elasticity:
     def _tell(self, generation: Generation, seconds: float) -> None:
         if generation.communicator.rank == 0:
             healed = [str(generation.members[number]) for number in generation.lagging]
+            missing = [
+                f"rank {number} ({member})"
+                for number, member in enumerate(self._former)
+                if member.identity not in generation.identities
+            ]
             LOGGER.warning(
-                "generation %d: %d ranks go on with step %d, after %.1f s%s%s",
+                "generation %d: %d ranks go on with step %d, after %.1f s%s%s%s",
                 generation.number,
                 len(generation.members),
                 generation.newest_step,
                 seconds,
-                f" ({', '.join(healed)} took the state of rank 0)" if healed else "",
+                f", without {listed(missing)}" if missing else "",
+                f" ({listed(healed)} took the state of rank 0)" if healed else "",
                 f". Before: {self._lost}" if self._lost else "",
             )
         self._lost = ""

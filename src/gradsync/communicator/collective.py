@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -20,16 +20,20 @@ from gradsync.errors import GradsyncError
 
 __all__ = [
     "DONE",
+    "Allocation",
     "Collective",
     "Fate",
     "Finishing",
     "Later",
+    "OnTheSpot",
     "StageHandle",
     "Together",
     "Work",
     "again",
     "waited_here",
 ]
+
+T = TypeVar("T")
 
 # By thread: how many seconds it has waited for collectives, of those that do, and who is in one now.
 _waited: dict[int, float] = {}
@@ -207,6 +211,38 @@ class Collective:
     def measured(self) -> str:
         """:meth:`describe`, with the number of bytes."""
         return f"{self.name()} ({self.what()}, {self.numel * self.dtype.itemsize} bytes)"
+
+
+class OnTheSpot(Generic[T]):
+    """Work that whoever waits for it does itself."""
+
+    __slots__ = ("_run", "result")
+
+    result: T
+
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._run = run
+
+    def wait(self) -> None:
+        self.result = self._run()
+
+    def done(self) -> bool:
+        return False
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+class Allocation(Collective):
+    """Memory that all ranks make and share. It has no number: nobody waits for it but who asks."""
+
+    __slots__ = ()
+
+    def __init__(self, wire: Owner, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(wire, "shared", "memory", numel, dtype)
+
+    def name(self) -> str:
+        return "an allocation"
 
 
 class StageHandle(Collective):

@@ -32,7 +32,7 @@ from gradsync.communicator.shared_heap import Heap, Location
 from gradsync.communicator.shared_shares import BLOCK_BYTES, Blocks, cut_share, flatten, in_pieces, put_back
 from gradsync.communicator.shared_signals import Signals
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import GradsyncError, MismatchError, WireLostError
+from gradsync.errors import GradsyncError, MismatchError
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -118,12 +118,7 @@ class SharedMemoryCommunicator(Wire):
         """Collective: every rank allocates the same. Where memory is short, it is memory of this rank alone."""
         if device.type != "cpu":
             return self.over.allocate(numel, dtype, device)
-        self._refuse_after_failure()
-        try:
-            memory = self._heap.allocate(numel * dtype.itemsize)
-        except WireLostError as failure:
-            self._fail(failure)
-            raise
+        memory = self._allocate_together(numel, dtype, lambda: self._heap.allocate(numel * dtype.itemsize))
         if self._heap.shortage:
             LOGGER.warning("rank %d %s: gradients take an extra copy on their way", self.rank, self._heap.shortage)
             self._heap.shortage = ""

@@ -29,7 +29,7 @@ from gradsync.communicator.checks import (
     check_summed,
     check_together,
 )
-from gradsync.communicator.collective import Collective, Fate, Later, StageHandle, Work, again
+from gradsync.communicator.collective import Allocation, Collective, Fate, Later, OnTheSpot, StageHandle, Work, again
 from gradsync.communicator.leaving import keep_track
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.naming import rank_name
@@ -41,6 +41,7 @@ Shares = tuple[int, ...] | None
 """Elements a rank, as :data:`Counts` that were checked. None: all are equal."""
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 
 class Wire:
@@ -265,6 +266,15 @@ class Wire:
             return start()
 
         return run
+
+    def _allocate_together(self, numel: int, dtype: torch.dtype, run: Callable[[], T]) -> T:
+        """Have ``run`` do on this thread what all ranks do together to share memory. It has a place among the
+        collectives: whoever looks on sees that this rank waits, and who has not come."""
+        self._refuse_after_failure()
+        allocation, work = Allocation(self, numel, dtype), OnTheSpot(run)
+        allocation.place, allocation.work = self.fate.next_place(), work
+        allocation.wait()
+        return work.result
 
     def start_stage(self, first: Handle, stage: Stage) -> Handle:
         """:meth:`Handle.then` of this wire's handles."""
