@@ -66,7 +66,8 @@ def test_a_rank_that_was_killed_is_noticed_named_and_made_good_for() -> None:
     assert outcome is not None
     assert outcome.noticed == pytest.approx(0.4)
     assert outcome.named
-    assert outcome.lost == 5
+    # The one under way, and those since the checkpoint.
+    assert outcome.lost == 6
     assert outcome.went_on == pytest.approx(8.5)
 
 
@@ -170,15 +171,16 @@ def test_those_who_go_on_without_it_must_agree(wrong: dict[str, str]) -> None:
     assert (outcome.lost, outcome.went_on) == (None, None)
 
 
-def test_whoever_fails_with_the_rank_is_started_again_and_has_lost_steps() -> None:
-    """torchft's wrapper raises where a collective of Gloo fails."""
+@pytest.mark.parametrize("joins", [6, 20])
+def test_whoever_fails_with_the_rank_is_started_again_and_has_lost_steps(joins: int) -> None:
+    """torchft's wrapper raises where a collective of Gloo fails. The rank that was hurt may be back first."""
     others = [rank for rank in range(RANKS) if rank != INJURY.victim]
     events = [FAULT, *(event("raised", 10.1, rank, text="AssertionError") for rank in others)]
     for rank in range(RANKS):
-        events += [*steps(1, 16.0, range(6, 25), range(rank, rank + 1))]
+        events += [*steps(1, 16.0, range(joins if rank in others else 6, 25), range(rank, rank + 1))]
     outcome = ElasticJudge(INJURY, LIMITS).judge([*events, *ends(1, 20.0)], "")
     assert outcome is not None
-    assert (outcome.named, outcome.lost) == (False, 5)
+    assert (outcome.named, outcome.lost) == (False, 6)
     assert outcome.went_on == pytest.approx(6.0)
 
 
@@ -228,7 +230,10 @@ def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
     assert theirs[3:] == ["not within 20 s", "2 not noticed", "0 of 2", "all since", "never", "2 of 2"]
     assert absent[:3] == ["torchft", "kill -9", "not installed"]
     assert len(faults.pictures(records)) == 1
-    assert "gradsync names the rank in 4 of 4 trials, and goes on in 4 of 4; DDP" in faults.reading(records)
+    assert faults.reading(records) == (
+        "The rank is named: gradsync 4 of 4, DDP stock 0 of 4; training goes on, and right: gradsync 4 of 4, DDP stock "
+        "0 of 4."
+    )
 
 
 def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:

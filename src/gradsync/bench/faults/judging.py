@@ -114,10 +114,15 @@ class Judge:
     def _lost(self, after: Sequence[Event]) -> int | None:
         lives = [each for each in after if each["what"] == "began" and each["life"] > 0]
         if lives:
-            return max(0, self.injury.step - min(int(each["step"]) for each in lives))
+            return self._done_again([int(each["step"]) for each in lives])
         if not _is_right(after, 0):
             return None
         return len({each["step"] for each in after if each["what"] == "step" and each["skipped"]})
+
+    def _done_again(self, begins: Sequence[int]) -> int:
+        """How many steps were begun by the time of the fault that are done anew, by ranks that go on with these."""
+        begun = self.injury.step + 1
+        return max(0, begun - min(begins, default=begun))
 
 
 def _is_right(after: Sequence[Event], life: int) -> bool:
@@ -148,11 +153,10 @@ class ElasticJudge(Judge):
     def _lost(self, after: Sequence[Event]) -> int | None:
         if not self._are_right(after):
             return None
-        return max(self._lost_of(steps) for steps in self._of_others(after))
-
-    def _lost_of(self, steps: Sequence[Event]) -> int:
-        first = next((int(each["step"]) for each in steps if each["life"]), self.injury.step + 1)
-        return sum(bool(each["skipped"]) for each in steps) + max(0, self.injury.step + 1 - first)
+        # Whoever is started again first goes on from what was kept, and others take that over.
+        again = [int(each["step"]) - 1 for each in after if each["what"] == "step" and each["life"]]
+        skipped = [sum(bool(each["skipped"]) for each in steps) for steps in self._of_others(after)]
+        return max(self._done_again(again), *skipped)
 
     def _of_others(self, after: Sequence[Event]) -> list[list[Event]]:
         others = [rank for rank in range(RANKS) if rank != self.injury.victim]

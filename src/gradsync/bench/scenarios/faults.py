@@ -122,17 +122,16 @@ class Faults(Scenario):
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         """In how many trials, of all cases, the rank was named, and all ranks went on with the right parameters."""
-        words = []
+        named, went_on = [], []
         for peer in PEERS:
             samples = [sample for record in records for sample in _samples(record, peer)]
+            started = [each for record in records if record.cell.name != CUT_LINK for each in _samples(record, peer)]
             if samples:
-                named = sum(sample.parts["named"] > 0 for sample in samples)
-                ran = [each for record in records if record.cell.name != CUT_LINK for each in _samples(record, peer)]
-                went_on = len(_known(ran, "went on"))
-                words.append(
-                    f"{peer} names the rank in {named} of {len(samples)} trials, and goes on in {went_on} of {len(ran)}"
-                )
-        return "; ".join(words) + "."
+                named.append(f"{peer} {sum(sample.parts['named'] > 0 for sample in samples)} of {len(samples)}")
+            if started:
+                went_on.append(f"{peer} {len(_known(started, 'went on'))} of {len(started)}")
+        parts = [("The rank is named", named), ("training goes on, and right", went_on)]
+        return "; ".join(f"{what}: {', '.join(each)}" for what, each in parts if each) + "."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +233,9 @@ def _note() -> str:
         "when the ranks that were not hurt do; "
         f"{RESTARTS} restarts each, from a checkpoint every {CHECKPOINT_EVERY} steps. Noticed: by the first rank that "
         "warns or raises, other than the one that was hurt, or else by the launcher's restart. Steps are lost where "
-        "their work is done again, or skipped; all since the fault, where the parameters are wrong in the end, or "
-        f"nobody goes on within {LIMITS.notice + LIMITS.going_on:g} s. Wrong numbers have {AFTERWARDS} steps to be "
-        "noticed in. "
+        "their work is done again, the one under way included, or skipped; all since the fault, where the parameters "
+        f"are wrong in the end, or nobody goes on within {LIMITS.notice + LIMITS.going_on:g} s. Wrong numbers have "
+        f"{AFTERWARDS} steps to be noticed in. "
         "The ranks with a link that is cut have no launcher, and are not started again. Left behind: processes, "
         "temporary files or shared memory, in so many trials."
     )
