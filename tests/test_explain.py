@@ -4,7 +4,9 @@ import dataclasses
 import io
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from gradsync.explain.link import Link, fit_link
 from gradsync.explain.merging import WARM_UP, Timeline, merge
 from gradsync.explain.other_buckets import regroup
 from gradsync.explain.replay import duration
+from gradsync.explain.split import split as split_of
+from gradsync.recording import Step
 from gradsync.recording.files import lines_of, parse_recording, read_recordings, write_lines
 from tests.ranks import RankPool, pool_of
 from tests.recordings import Loop, World
@@ -52,6 +56,35 @@ def test_the_parts_of_every_rank_add_up_to_its_step(world: World) -> None:
         steps = [merged.ranks[place].seconds for merged in explanation.timeline.steps]
         assert parts.step == pytest.approx(sum(steps) / len(steps), rel=1e-6), rank
         assert min(dataclasses.astuple(parts)) >= 0.0
+
+
+def shaken(step: Step, draw: Callable[[float, float], float]) -> Step:
+    """The same step, in which ends were seen at any moment between start and the end of the synchronization: threads
+    that see them are run when there is a core."""
+    parts = tuple(
+        dataclasses.replace(
+            part,
+            buckets=tuple(
+                dataclasses.replace(bucket, reduced=draw(bucket.start, max(bucket.start, part.finished)))
+                for bucket in part.buckets
+            ),
+        )
+        for part in step.synchronizations
+    )
+    return dataclasses.replace(step, synchronizations=parts)
+
+
+@given(worlds, st.randoms(use_true_random=False))
+def test_parts_add_up_in_whichever_order_ends_were_seen(world: World, chance: Random) -> None:
+    recordings = [
+        dataclasses.replace(each, steps=tuple(shaken(step, chance.uniform) for step in each.steps))
+        for each in world.record()
+    ]
+    timeline = merge(recordings)
+    for place, parts in enumerate(split_of(timeline).ranks.values()):
+        steps = [merged.ranks[place].seconds for merged in timeline.steps]
+        assert parts.step == pytest.approx(sum(steps) / len(steps), rel=1e-6)
+        assert min(dataclasses.astuple(parts)) >= -1e-12
 
 
 @given(worlds)

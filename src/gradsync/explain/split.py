@@ -149,7 +149,8 @@ def _exposure(
         if wire is not final:
             told["turn"] += _overlap((begin, end), (come, until))
         told["hidden"] += max(0.0, min(end, since) - begin)
-    told["other"] += max(0.0, until - max(come, final.ends[place]))
+    # Ends are seen by threads, at times the last one first: what came before it still had its turn.
+    told["other"] += max(0.0, until - max(come, final.free[place], final.ends[place]))
     return told
 
 
