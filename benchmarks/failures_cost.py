@@ -1,63 +1,105 @@
 """What it costs to be ready for failures: the watch, vetoes and fingerprints together, against none of them.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/failures_cost.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/failures_cost.py --batch 12
 
-Blocks of as many steps as lie between two comparisons of fingerprints take turns, so that each block of "on" has one
-comparison: "off", "on" and once more "off", in an order that changes from round to round. The second "off" is the
-noise: a difference as large as its own is none. Every block has a process group and a model of its own, whose set-up is
-not measured, since a watch lives as long as its group. The time is that of the slowest rank; the CPU time that of all
-threads of all ranks. It ends after ``--minutes`` at the latest.
+One model trains, and all of it is switched on and off in place, every few steps: "off", "on", once more "off", and "on"
+with one comparison of fingerprints in the block, in an order that changes from round to round. Two models would differ
+by up to 1 % by where their memory lies alone. The second "off" is the noise: a difference as large as its own is none.
+The time is that of the slowest rank; the CPU time that of all threads of all ranks. It ends after ``--minutes`` at the
+latest.
 """
 
 import argparse
-import os
+import itertools
+import statistics
+import threading
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_and_off import VARIANTS, Took, has_time, report, timed
+from on_and_off import LIMIT, VARIANTS, Took, has_time, report, timed
 
 import gradsync
 from gradsync.llm.model import build_model, loss_of
+from gradsync.watch.set_up import posts
 
 VOCABULARY = 512
-WARMUP = 15
+# Bucket sizes are tried in the first 36 steps.
+WARMUP = 45
+COMPARED = "compared"
+# Steps between two comparisons of fingerprints, for which their cost is told.
+EVERY = 100
 
 
-class Block:
-    """The steps of one variant, over a group of its own."""
+class Training:
+    """A model that is ready for failures, and can be made not to be."""
 
-    def __init__(self, variant: str, options: argparse.Namespace) -> None:
-        is_on = variant == "on"
-        os.environ["GRADSYNC_WATCH"] = "on" if is_on else "off"
-        self._group = dist.new_group()
+    def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = build_model(options.model, vocab_size=VOCABULARY, sequence_length=options.length)
         self._model = gradsync.DistributedDataParallel(
-            model,
-            process_group=self._group,
-            on_veto="raise" if is_on else None,
-            fingerprints=gradsync.Fingerprints(every=options.steps) if is_on else None,
+            model, on_veto="raise", fingerprints=gradsync.Fingerprints(every=1)
         )
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1))
-        self._steps = options.steps
-
-    def run(self) -> Took:
+        synchronization: Any = self._model.synchronizer.engine.synchronization
+        self._pipeline, self._meeting = synchronization._store.pipeline, synchronization._meeting
+        self._check, self._comparison = self._pipeline._check, self._meeting.comparison
+        self._is_watched = threading.Event()
+        (post,) = posts()
+        self._hold(post._selector)
+        self.switch("on")
         for _ in range(WARMUP):
             self._step()
-        return timed(self._step, self._steps, self._group)
+
+    def _hold(self, selector: Any) -> None:
+        """The thread of the watch, where it sleeps anyway, as long as it is not to watch."""
+        select = selector.select
+
+        def hold(timeout: float) -> Any:
+            ready = select(timeout)
+            self._is_watched.wait()
+            return ready
+
+        selector.select = hold
+
+    def switch(self, variant: str) -> None:
+        is_on = variant in ("on", COMPARED)
+        self._pipeline._check = self._check if is_on else None
+        self._meeting.comparison = self._comparison if variant == COMPARED else None
+        (self._is_watched.set if is_on else self._is_watched.clear)()
+
+    def run(self, variant: str, steps: int) -> Took:
+        # One step is not measured: the watch has time to fall asleep, or to catch up.
+        self.switch("on" if variant == COMPARED else variant)
+        self._step()
+        self.switch(variant)
+        return timed(self._step, steps)
 
     def _step(self) -> None:
         loss_of(self._model(self._tokens[:, :-1]), self._tokens[:, 1:]).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        # One comparison a block.
+        self._meeting.comparison = None
 
-    def close(self) -> None:
-        dist.barrier(self._group)
-        dist.destroy_process_group(self._group)
-        # What still watches over the group finds that it is gone at its next beat.
-        time.sleep(1.2)
+
+def with_fingerprints(rounds: list[dict[str, Took]], steps: int) -> str:
+    """What a comparison takes, by the blocks that have one, and what all of it comes to."""
+    lines = []
+    for kind in ("wall", "cpu"):
+        on, compared = ([getattr(each[name], kind) for each in rounds] for name in ("on", COMPARED))
+        off = [statistics.mean(getattr(each[name], kind) for name in VARIANTS if name != "on") for each in rounds]
+        takes = statistics.median(a - b for a, b in zip(compared, on, strict=True)) * steps
+        ready = statistics.median(a / b for a, b in zip(on, off, strict=True)) - 1
+        more = ready + takes / EVERY / statistics.median(off)
+        lines.append(
+            f"{kind}: a comparison of fingerprints takes {1e3 * takes:.2f} ms; all of it, with one in {EVERY} steps: "
+            f"{100 * more:+.2f} %, to be below {100 * LIMIT:g} %: {'yes' if more < LIMIT else 'NO'}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -65,24 +107,24 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="of gradsync train")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=100, help="in a block, and between two fingerprints")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--minutes", type=float, default=8.0, help="no round begins that would end later")
+    parser.add_argument("--steps", type=int, default=10, help="in a block")
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--minutes", type=float, default=6.0, help="no round begins that would end later")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    training = Training(options)
+    orders = list(itertools.permutations((*VARIANTS, COMPARED)))
     began, rounds = time.monotonic(), list[dict[str, Took]]()
     for number in range(options.rounds):
-        took = {}
-        for variant in (VARIANTS, VARIANTS[::-1], ("on", "off", "off again"))[number % 3]:
-            block = Block(variant, options)
-            took[variant] = block.run()
-            block.close()
-        rounds.append(took)
+        # Not the next one in the list, which begins the same way.
+        order = orders[number * 7 % len(orders)]
+        rounds.append({variant: training.run(variant, options.steps) for variant in order})
         if not has_time(began, len(rounds), options.minutes):
             break
+    training.switch("on")
     if dist.get_rank() == 0:
-        print(report(rounds))
+        print("watch and vetoes alone:", report(rounds), with_fingerprints(rounds, options.steps), sep="\n")
     dist.destroy_process_group()
 
 
