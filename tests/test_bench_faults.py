@@ -164,6 +164,20 @@ def test_ranks_go_on_without_the_one_that_was_hurt(comes_back: str) -> None:
     assert outcome.went_on == pytest.approx(2.5)
 
 
+def test_what_the_rank_that_was_hurt_does_again_is_nothing_lost_where_others_have_gone_on() -> None:
+    """It comes back from an old checkpoint, and takes over what the others have."""
+    alone = [event("step", 14.1, INJURY.victim, 1, step=number, skipped=number == 5) for number in (5, 6)]
+    outcome = ElasticJudge(INJURY, LIMITS).judge([*without_the_victim(comes_back="a"), *alone], "")
+    assert outcome is not None
+    assert outcome.lost == 1
+
+
+def test_who_is_started_again_and_does_not_come_to_the_end_has_lost_all() -> None:
+    outcome = Judge(INJURY, LIMITS).judge([each for each in RESTARTED if each["what"] != "ended"], "")
+    assert outcome is not None
+    assert (outcome.lost, outcome.went_on) == (None, None)
+
+
 @pytest.mark.parametrize("wrong", [{"digests": "a-b"}, {"comes_back": "b"}])
 def test_those_who_go_on_without_it_must_agree(wrong: dict[str, str]) -> None:
     outcome = ElasticJudge(INJURY, LIMITS).judge(without_the_victim(**wrong), "")

@@ -104,6 +104,19 @@ def test_it_says_who_it_is(ranks: Ranks) -> None:
         assert said["memory"].dtype == torch.bfloat16
 
 
+def allocate_where_there_is_no_device() -> float:
+    wire = choose_communicator()
+    with pytest.raises((AssertionError, RuntimeError)):
+        wire.allocate(5, torch.float32, torch.device("cuda", 99))
+    total = wire.allocate(1 << 17, torch.float32, torch.device("cpu")).add_(1.0)
+    wire.all_reduce(total).wait()
+    return float(total.max())
+
+
+def test_an_allocation_that_is_refused_breaks_nothing(ranks: Ranks) -> None:
+    assert ranks.run(allocate_where_there_is_no_device) == [ranks.world_size] * ranks.world_size
+
+
 # -- the collectives --------------------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ class Elasticity:
         self._looked = time.monotonic()
         self._running = self._closed = False
         self._stepped = self._begun = 0
-        # Why there is a meeting, if nobody has said so, and who took part before it.
+        # Why there is a meeting, if nobody has said so, and who took part in the last one that came about.
         self._lost = ""
         self._former: Sequence[Member] = ()
         # Of a window that an error of this rank's own has ended: what its buffers were before.
@@ -210,7 +210,6 @@ class Elasticity:
 
     def _leave(self) -> None:
         if self.generation is not None:
-            self._former = self.generation.members
             self.generation.leave()
             self.generation = None
 
@@ -366,7 +365,7 @@ class Elasticity:
                 f" ({listed(healed)} took the state of rank 0)" if healed else "",
                 f". Before: {self._lost}" if self._lost else "",
             )
-        self._lost = ""
+        self._lost, self._former = "", generation.members
 
 
 def _first_line(error: BaseException) -> str:

@@ -113,10 +113,10 @@ class Judge:
 
     def _lost(self, after: Sequence[Event]) -> int | None:
         lives = [each for each in after if each["what"] == "began" and each["life"] > 0]
+        if not _is_right(after, max((each["life"] for each in lives), default=0)):
+            return None
         if lives:
             return self._done_again([int(each["step"]) for each in lives])
-        if not _is_right(after, 0):
-            return None
         return len({each["step"] for each in after if each["what"] == "step" and each["skipped"]})
 
     def _done_again(self, begins: Sequence[int]) -> int:
@@ -153,9 +153,13 @@ class ElasticJudge(Judge):
     def _lost(self, after: Sequence[Event]) -> int | None:
         if not self._are_right(after):
             return None
-        # Whoever is started again first goes on from what was kept, and others take that over.
-        again = [int(each["step"]) - 1 for each in after if each["what"] == "step" and each["life"]]
-        skipped = [sum(bool(each["skipped"]) for each in steps) for steps in self._of_others(after)]
+        others = self._of_others(after)
+        # Where others failed, too, whoever is started again first goes on from what was kept, and they take that over.
+        again: list[int] = []
+        if any(each["life"] for steps in others for each in steps):
+            steps = [each for each in after if each["what"] == "step" and not each["skipped"]]
+            again = [int(each["step"]) - 1 for each in steps if each["life"]]
+        skipped = [sum(bool(each["skipped"]) for each in steps) for steps in others]
         return max(self._done_again(again), *skipped)
 
     def _of_others(self, after: Sequence[Event]) -> list[list[Event]]:
