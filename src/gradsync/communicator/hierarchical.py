@@ -117,10 +117,7 @@ class HierarchicalCommunicator(Wire):
         return self.fate.failure or self.inside.failure or between
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu":
-            # Nobody waits for anybody.
-            return self.inside.allocate(numel, dtype, device)
-        return self._allocate_together(numel, dtype, lambda: self.inside.allocate(numel, dtype, device))
+        return self._allocate_below(self.inside, numel, dtype, device)
 
     def _make_queue(self) -> Background:
         return Background("gradsync hierarchy")

@@ -70,10 +70,7 @@ class RoundRobinCommunicator(Wire):
         return all(each.averages(device) for each in self.communicators)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type != "cpu":
-            # Nobody waits for anybody.
-            return self.communicators[0].allocate(numel, dtype, device)
-        return self._allocate_together(numel, dtype, lambda: self.communicators[0].allocate(numel, dtype, device))
+        return self._allocate_below(self.communicators[0], numel, dtype, device)
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         return self._give(collective, tensor, lambda wire: wire.all_reduce(tensor, op))

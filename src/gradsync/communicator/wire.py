@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradsync.communicator.background import Background, GivenUpError, Numbering
-from gradsync.communicator.base import Counts, Handle, ReduceOp, Stage
+from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.checks import (
     SUMMED_BY_TORCH,
     check_dense,
@@ -266,6 +266,13 @@ class Wire:
             return start()
 
         return run
+
+    def _allocate_below(self, wire: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory of a ``wire`` that this one is made of, and whose waits others see on this one. It counts here also
+        where that one needs nobody, as on a host with one rank: places are the same on all ranks."""
+        if device.type != "cpu" or self._is_forked:
+            return wire.allocate(numel, dtype, device)
+        return self._allocate_together(numel, dtype, lambda: wire.allocate(numel, dtype, device))
 
     def _allocate_together(self, numel: int, dtype: torch.dtype, run: Callable[[], T]) -> T:
         """Have ``run`` do on this thread what all ranks do together to share memory. It has a place among the
