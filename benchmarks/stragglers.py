@@ -2,11 +2,13 @@
 
     python benchmarks/stragglers.py                        all, three times each: some minutes, as root
     python benchmarks/stragglers.py --parts ranks,cost     without hosts
+    python benchmarks/stragglers.py --parts device         on a CUDA device, which all ranks share
 
-Steps sleep for most of their time, as one whose work is on other cores does. A rank becomes slow after 40 steps; the
-table counts from there (from the first step, for one that is slow from the beginning) to the step in which rank 0
-logged its name. "Nobody" are loops without a slow rank, or in which ranks differ and none is to blame. The wire is that
-of three hosts in network namespaces, where the link of one gets a quarter of its rate.
+Steps sleep for most of their time, as one whose work is on other cores does; on a device it is a kernel that spins. A
+rank becomes slow after 40 steps; the table counts from there (from the first step, for one that is slow from the
+beginning) to the step in which rank 0 logged its name. "Nobody" are loops without a slow rank, or in which ranks differ
+and none is to blame. The wire is that of three hosts in network namespaces, where the link of one gets a quarter of its
+rate.
 """
 
 import argparse
@@ -36,11 +38,12 @@ WARMUP = 20
 COST_SECONDS = 10
 RANKS = 3
 STEPS_MS = (10, 20, 100, 300)
+DEVICE_STEPS_MS = (20, 100)
 SHARES = (0.10, 0.15, 0.30, 1.0)
 QUIET_STEPS = 500
 RATE, SLOW_RATE = "400mbit", "100mbit"
 LOGGER = logging.getLogger("gradsync")
-PARTS = ("ranks", "nobody", "cost", "wire")
+PARTS = ("ranks", "nobody", "cost", "wire")  # and, where there is one, "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +55,20 @@ class Loop:
     pause: Callable[[int, int], float]
     width: int = 64
     before_step: Callable[[int], None] = lambda step: None
+    device: str = "cpu"
 
     def run(self) -> dict[str, Any]:
         """On one rank: what was said there, and in which step; and what the watch's thread has cost."""
         group = dist.new_group()
-        model = gradsync.DistributedDataParallel(nn.Linear(self.width, self.width), process_group=group)
-        inputs, rank = torch.randn(2, self.width), dist.get_rank()
+        layer = nn.Linear(self.width, self.width, device=self.device)
+        model = gradsync.DistributedDataParallel(layer, process_group=group)
+        inputs, rank = torch.randn(2, self.width, device=self.device), dist.get_rank()
+        sleep = time.sleep if self.device == "cpu" else device_sleep()
         began = used = 0.0
         with Listener() as listener:
             for listener.step in range(1, self.steps + 1):
                 self.before_step(listener.step)
-                time.sleep(self.seconds * self.pause(rank, listener.step))
+                sleep(self.seconds * self.pause(rank, listener.step))
                 model(inputs).mean().backward()
                 model.zero_grad()
                 if listener.step == WARMUP:
@@ -74,6 +80,18 @@ class Loop:
         # What watches over the group finds that it is gone at its next beat.
         time.sleep(1.1)
         return {"said": listener.said, "cost": cost}
+
+
+def device_sleep() -> Callable[[float], None]:
+    """Queues a kernel that spins for so many seconds. The host is not held."""
+    cycles = 100_000_000
+    torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    rate = cycles / (time.perf_counter() - began)
+    return lambda seconds: torch.cuda._sleep(round(rate * seconds))
 
 
 class Listener(logging.Handler):
@@ -178,6 +196,23 @@ def ranks_table(rounds: int) -> Iterator[str]:
             yield f"| {milliseconds} ms | {name} | " + " | ".join(cells) + " |"
 
 
+def device_table(rounds: int) -> Iterator[str]:
+    yield "\nThe same with steps on a CUDA device; and lines about somebody where nobody is to blame\n"
+    yield "| step | " + " | ".join(f"{share:.0%} slower" for share in SHARES) + f" | equal, {QUIET_STEPS} steps |"
+    yield "|---|" + "---|" * (len(SHARES) + 1)
+    for milliseconds in DEVICE_STEPS_MS:
+        begun = partial(Loop, seconds=milliseconds / 1e3, device="cuda")
+        slow = [
+            begun(steps=BECOMES + MOST_STEPS, pause=slow_rank(share, BECOMES))
+            for share in SHARES
+            for _ in range(rounds)
+        ]
+        told = run([*slow, begun(steps=QUIET_STEPS, pause=equal)])
+        steps = [first(each["said"], "rank 1 ", BECOMES) for each in told[:-1]]
+        cells = [shown(steps[start : start + rounds]) for start in range(0, len(steps), rounds)]
+        yield f"| {milliseconds} ms | {' | '.join(cells)} | {len(told[-1]['said'])} |"
+
+
 def nobody_table(rounds: int) -> Iterator[str]:
     yield f"\nLines about somebody, in {rounds} runs of {QUIET_STEPS} steps of 20 ms where nobody is to blame\n"
     yield "| loop | lines |"
@@ -227,7 +262,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
-    tables = {"ranks": ranks_table, "nobody": nobody_table, "cost": cost_table, "wire": wire_table}
+    tables = {
+        "ranks": ranks_table,
+        "nobody": nobody_table,
+        "cost": cost_table,
+        "wire": wire_table,
+        "device": device_table,
+    }
     for part in options.parts.split(","):
         for line in tables[part](options.rounds):
             print(line, flush=True)

@@ -1,5 +1,6 @@
 """A rank that all others wait for is named, with what it computes; the wire is told apart."""
 
+import contextlib
 import logging
 import math
 import random
@@ -350,6 +351,25 @@ def meet_late() -> Pace:
     meter.window_ended(worked=False)
     assert meter.since(10).own == (0.0,)
     return meter.since(0)
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["buffers", "join"])
+def test_waiting_in_a_forward_is_no_work(rank_pool: RankPool, joins: bool) -> None:
+    """For rank 0's buffers, and in torch's own collective, which asks who has data."""
+    late, early = rank_pool.run(forward_late, joins)
+    assert middle(late.own[1:]) >= LATE_SECONDS > middle(early.own[1:])
+    assert middle(early.waited[1:]) > middle(late.waited[1:])
+
+
+def forward_late(joins: bool) -> Pace:
+    layers = [nn.Linear(8, 8)] if joins else [nn.Linear(8, 8), nn.BatchNorm1d(8)]
+    model = gradsync.DistributedDataParallel(nn.Sequential(*layers), process_group=dist.new_group())
+    with model.join() if joins else contextlib.nullcontext():
+        for _ in range(10):
+            time.sleep(LATE_SECONDS if dist.get_rank() == 0 else 0.0)
+            model(torch.randn(4, 8)).square().mean().backward()
+            model.zero_grad()
+    return model.synchronizer.pace.since(0)
 
 
 @pytest.fixture(scope="module")

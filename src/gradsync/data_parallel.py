@@ -253,13 +253,17 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
 
     def _prepare_ranks(self, learning: bool) -> None:
         """The collectives of a forward: uneven inputs, buffers."""
+        if self._join_config.enable or self._check_sync_bufs_pre_fwd():
+            with self.synchronizer.pace.waiting():
+                self._meet_before_forward(learning)
+
+    def _meet_before_forward(self, learning: bool) -> None:
         notified = Join.notify_join_context(self)
         if notified is not None:
             notified.wait()
-        joining = self._join_config.enable
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
-        if joining:
+        if self._join_config.enable:
             turnout = Turnout.count(self.communicator, Attendance.of(self.synchronizer, learning=learning))
             turnout.require_in_step(self.synchronizer)
             set_divisor(self, turnout.active)

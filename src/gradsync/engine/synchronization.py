@@ -19,7 +19,7 @@ from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.phase import Phase
 from gradsync.engine.running_backward import RunningBackward
 from gradsync.engine.turns import Turns
-from gradsync.watch import PaceMeter
+from gradsync.watch import make_meter
 from gradsync.window import WindowState
 
 __all__ = ["Synchronization"]
@@ -47,7 +47,7 @@ class Synchronization:
             self._meeting.comparison = Comparison(prints, specs, options.communicator, options.keeper)
         # Those that went well.
         self.count = 0
-        self.pace = PaceMeter()
+        self.pace = make_meter(store.arrangement.specs[0].device)
         # Whether backwards have come that no output told of: then gradients are counted, always.
         self._unwatched = False
 
@@ -108,6 +108,7 @@ class Synchronization:
             self._meet()
         if store.window.is_vetoed:
             store.pipeline.veto.stand()
+        self.pace.work_ended()
         return self._meeting.exchange(contributes=self._contributes, norms=store.norms)
 
     def finish(self, *, has_means: bool) -> None:

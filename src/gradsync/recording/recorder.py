@@ -24,6 +24,7 @@ from gradsync.bucket.bucket import Bucket
 from gradsync.bucket.cost_model import known_link
 from gradsync.bucket.layout import BucketLayout
 from gradsync.communicator import Handle
+from gradsync.communicator.device_clock import DeviceClock
 from gradsync.communicator.topology import host_identity
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.recording.files import end_line, file_name, header_line, layout_line, step_line, write_lines
@@ -107,7 +108,7 @@ class Recorder:
         """It is about to hear of this model. A model that goes on over another wire is attached again."""
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
-            self._now, self._on_core = _DeviceClock(synchronizer.parameters[0].device), _unknown
+            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), _unknown
         number = self._next_number(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
         if self.folder is not None and self not in _unwritten:
@@ -271,7 +272,7 @@ class Recorder:
         ]
 
     def _reader(self) -> Read:
-        if not isinstance(self._now, _DeviceClock):
+        if not isinstance(self._now, DeviceClock):
             return float
         anchor = self._now()
         anchor.synchronize()
@@ -345,25 +346,6 @@ os.register_at_fork(after_in_child=_unwritten.clear)
 
 def _unknown() -> None:
     """Backwards of a GPU run on threads of their own, and the host is ahead of them."""
-
-
-class _DeviceClock:
-    """Marks of a device are events, each on the stream that is current there.
-
-    To ask torch for that stream takes longer than to record an event; its number is at hand, and there are few."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams: dict[int, torch.cuda.Stream] = {}
-
-    def __call__(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        number = torch._C._cuda_getCurrentRawStream(self._device.index)
-        stream = self._streams.get(number)
-        if stream is None:
-            stream = self._streams[number] = torch.cuda.current_stream(self._device)
-        event.record(stream)
-        return event
 
 
 def _describe(synchronizer: Synchronizer, name: str, clock: Clock, number: int) -> Header:

@@ -29,11 +29,6 @@ class Guards:
         # Those on which the host never waits: their collectives are ordered on a device.
         self._ahead: set[int] = set()
 
-    @property
-    def has_devices(self) -> bool:
-        """Whether the host does not wait itself on one of them."""
-        return bool(self._ahead)
-
     def add(self, wire: Wire, witness: Callable[[str], str]) -> None:
         if all(fate is not wire.fate for fate in self.fates) and len(self.fates) < MOST_WIRES:
             # Another list: the thread of the watch may be looking at this one.

@@ -2,13 +2,14 @@
 
 From the end of one synchronization to the end of the next a rank does its own work (data, forward, backward, update),
 or waits in a collective. The rank that all others wait for waits the least itself, and what it waits is the wire's.
-The host's clock tells that where the host computes and waits. Where it only queues work for an accelerator it sees
-neither, and is not asked.
+The host's clock tells that where the host computes and waits. Where it only queues work for a CUDA device it sees
+neither, and the device is asked: see :mod:`gradsync.watch.device_pace`. Of other accelerators nothing is known.
 """
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,22 +72,33 @@ class PaceMeter:
 
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
+        self._waited_otherwise = 0.0
         # Their numbers, own work and waiting.
         self._windows: deque[tuple[int, float, float]] = deque(maxlen=MOST_WINDOWS)
         # How many windows there were, and how long the last one took.
         self.count = 0
         self.seconds = 0.0
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """This rank waits for others before its work has ended, also in collectives that are not gradsync's."""
+        began, waited = time.perf_counter(), waited_here()
+        yield
+        self._waited_otherwise += time.perf_counter() - began - (waited_here() - waited)
+
+    def work_ended(self) -> None:
+        """What this rank has to do for the window is done, or queued: from here on it waits for others."""
+
     def window_ended(self, *, worked: bool = True) -> None:
         """A window is synchronized. One whose data has run out has not ``worked`` on it: it only stands by."""
         now, waited = time.perf_counter(), waited_here()
         own = waiting = 0.0
         if self._last is not None:
-            self.seconds, waiting = now - self._last[0], waited - self._last[1]
+            self.seconds, waiting = now - self._last[0], waited - self._last[1] + self._waited_otherwise
             # Another thread trains from here on: it has waited for other things.
             if worked and 0 <= waiting <= self.seconds:
                 own = self.seconds - waiting
-        self._last = now, waited
+        self._last, self._waited_otherwise = (now, waited), 0.0
         self.count += 1
         self._windows.append((self.count, own, waiting if own else 0.0))
 

@@ -29,7 +29,6 @@ from gradsync.communicator.first_cause import BEFORE
 from gradsync.watch.door import Door
 from gradsync.watch.guards import Guards
 from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
-from gradsync.watch.pace import PaceMeter
 from gradsync.watch.pacing import Pacing, Ways
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
 from gradsync.watch.standing import Model, Sampler, Standing
@@ -90,7 +89,8 @@ class Post:
         self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
         self._told: list[Suspicion] = []
-        ways = Ways(tell=self._tell, say=self._say, meter=self._meter, models=lambda: len(self.sampler.models))
+        sampler = self.sampler
+        ways = Ways(tell=self._tell, say=self._say, meter=lambda: sampler.meter, models=lambda: len(sampler.models))
         self._pacing = Pacing(plan.members, plan.me, ways)
         # Held while what is known changes; whoever waits for news waits here.
         self._news = threading.Condition()
@@ -347,10 +347,6 @@ class Post:
             LOGGER.warning("%s", words)
             if self.on_words is not None:
                 self.on_words(words)
-
-    def _meter(self) -> tuple[int, PaceMeter] | None:
-        # Where the host only queues work it knows neither how long that takes, nor who waits.
-        return None if self._guards.has_devices else self.sampler.meter
 
     def _lose_stranded(self, now: float) -> None:
         """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""

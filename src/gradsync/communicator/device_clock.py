@@ -1,0 +1,32 @@
+"""Moments on a CUDA device: events, which the device passes by when it has done what was queued before them."""
+
+from typing import Any
+
+import torch
+
+__all__ = ["DeviceClock"]
+
+
+class DeviceClock:
+    """Called, it is an event on the stream that is current on ``device``.
+
+    To ask torch for that stream takes longer than to record an event; its number is at hand, and there are few.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._spare: list[Any] = []
+
+    def __call__(self) -> Any:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        number = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = self._streams.get(number)
+        if stream is None:
+            stream = self._streams[number] = torch.cuda.current_stream(self._device)
+        event.record(stream)
+        return event
+
+    def reuse(self, event: Any) -> None:
+        """Nobody asks for this one any more: to make another one would take longer."""
+        self._spare.append(event)

@@ -1,0 +1,157 @@
+"""The same of a rank whose host only queues work, for a CUDA device: marks on the device's own timeline tell.
+
+::
+
+    began   waiting             work ended      ended
+      │ own ├───────┤ own work      │  waiting    │    what the stream that computes has to do, and has to wait for
+    ──┴─────┴───────┴───────────────┴─────────────┴──▶
+
+What a device waits for its host (slow data, a slow process) lies between the same marks, and is the rank's own. So is
+what a forward waits for parameters of a sharded optimizer: all ranks wait for these alike.
+
+The training's thread reads, at the end of a window, the marks that the device has passed by then. It never waits for
+one, and nobody else touches them: a thread of its own would have device 0 before it, and make a context there; and
+whatever it asks of CUDA would break a graph that the training captures meanwhile.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from gradsync.communicator.device_clock import DeviceClock
+from gradsync.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
+
+__all__ = ["DevicePaceMeter", "UnknownPaceMeter", "make_meter"]
+
+# To mark a window costs the host some hundredths of a millisecond. Of shorter ones one in two, four, eight is marked,
+# which are the same on all ranks.
+SHORTEST_SECONDS = 0.02
+MOST_APART = 32
+# Forwards that no backward follows have waits, too, and their window may never end.
+MOST_WAITS = 64
+
+
+class Marks(Protocol):
+    """Called, it gives a mark that is queued now: something that can be asked for the time until another one."""
+
+    def __call__(self) -> Any: ...
+
+    def reuse(self, mark: Any) -> None:
+        """Nobody asks for this one any more."""
+
+
+class Marked(NamedTuple):
+    """A window that was not read yet. Where nothing is known of its work, there is no mark of its end."""
+
+    number: int
+    began: Any
+    work_ended: Any
+    ended: Any
+    waits: list[tuple[Any, Any]]
+
+    @property
+    def marks(self) -> tuple[Any, ...]:
+        return self.began, self.work_ended, self.ended, *(mark for wait in self.waits for mark in wait)
+
+
+class DevicePaceMeter(PaceMeter):
+    """With ``marks`` of the device."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+        # Of the window that goes on, if it is marked.
+        self._began: Any = None
+        self._work_ended: Any = None
+        self._waits: list[tuple[Any, Any]] = []
+        self._unread: deque[Marked] = deque()
+        self._last_read = 0
+        self._ended_at = 0.0
+        # By the watch. Where there is none, nothing is marked.
+        self._is_asked = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        if self._began is None or len(self._waits) >= MOST_WAITS:
+            yield
+            return
+        began = self._marks()
+        yield
+        self._waits.append((began, self._marks()))
+
+    def work_ended(self) -> None:
+        if self._began is not None:
+            self._work_ended = self._marks()
+
+    def window_ended(self, *, worked: bool = True) -> None:
+        now = time.perf_counter()
+        if self._ended_at:
+            self.seconds = now - self._ended_at
+        self._ended_at = now
+        self.count += 1
+        began, marks_next = self._began, self._is_asked and (self.count + 1) % self._apart == 0
+        ended = self._marks() if began is not None or marks_next else None
+        if began is not None:
+            work_ended = self._work_ended if worked else None
+            self._unread.append(Marked(self.count, began, work_ended, ended, self._waits))
+        self._began, self._work_ended, self._waits = ended if marks_next else None, None, []
+        while self._unread and self._unread[0].ended.query():
+            self._read(self._unread.popleft())
+
+    @property
+    def _apart(self) -> int:
+        """A power of two: ranks whose windows differ a little mark at least one of two alike."""
+        apart = 1
+        while apart < MOST_APART and apart * self.seconds < SHORTEST_SECONDS:
+            apart *= 2
+        return apart
+
+    def _read(self, window: Marked) -> None:
+        # Those between were not marked. Told of are windows in a row, and nothing is known of these.
+        first = max(self._last_read + 1, window.number - MOST_WINDOWS) if self._last_read else window.number
+        self._windows.extend((number, 0.0, 0.0) for number in range(first, window.number))
+        self._windows.append((window.number, *_times(window)))
+        self._last_read = window.number
+        for mark in window.marks:
+            # Where the next one is marked, too, it begins with the end of this one.
+            if mark is not None and mark is not (self._unread[0].began if self._unread else self._began):
+                self._marks.reuse(mark)
+
+    def since(self, number: int, *, model: int = 0) -> Pace:
+        self._is_asked = True
+        return super().since(number, model=model)
+
+
+def _times(window: Marked) -> tuple[float, float]:
+    """Own work and waiting, in seconds."""
+    if window.work_ended is None:
+        return 0.0, 0.0
+    before = sum(_seconds(*wait) for wait in window.waits)
+    own = _seconds(window.began, window.work_ended) - before
+    waited = before + _seconds(window.work_ended, window.ended)
+    return (own, waited) if own > 0 and waited >= 0 else (0.0, 0.0)
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+class UnknownPaceMeter(PaceMeter):
+    """Of a device whose times nobody asks for: the host's would be told in their place."""
+
+    def since(self, number: int, *, model: int = 0) -> Pace:
+        return NO_PACE
+
+
+def make_meter(device: torch.device) -> PaceMeter:
+    """Of a model whose gradients are computed there."""
+    match device.type:
+        case "cuda":
+            return DevicePaceMeter(DeviceClock(device))
+        case "cpu":
+            return PaceMeter()
+    return UnknownPaceMeter()
