@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
+from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import Fate, waited_here
 from gradsync.watch import leave_watch
 from gradsync.watch import straggling as said_so_far
@@ -27,7 +28,8 @@ from gradsync.watch.standing import Sampler
 from gradsync.watch.stragglers import AS_SLOW, FIRST_PAUSE_SECONDS, OVER, SLOWER, Stragglers, Verdict
 from gradsync.watch.words import Member, straggling
 from gradsync.watch.words import slow_wire as slow_wire_words
-from tests.ranks import RankPool
+from tests.fuse import Explosion, Fuse
+from tests.ranks import RankPool, ThreadRanks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -370,6 +372,35 @@ def forward_late(joins: bool) -> Pace:
             model(torch.randn(4, 8)).square().mean().backward()
             model.zero_grad()
     return model.synchronizer.pace.since(0)
+
+
+def windows_around_a_failure(on_veto: str | None) -> tuple[int, tuple[float, ...]]:
+    """Rank 1's backward fails in the third of five."""
+    rank = choose_communicator().rank
+    model = gradsync.DistributedDataParallel(Lit(), on_veto=on_veto)
+    for window in range(5):
+        with contextlib.suppress(Explosion, gradsync.PeerFailedError):
+            model(window == 2 and rank == 1).backward()
+        model.zero_grad()
+    pace = model.synchronizer.pace
+    return pace.count, pace.since(0).own
+
+
+class Lit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, lit: bool) -> torch.Tensor:
+        return Fuse.apply(2 * self.scale, lit)
+
+
+@pytest.mark.parametrize("on_veto", [None, "skip-window", "drop-rank"])
+def test_a_window_that_failed_has_a_number_too(on_veto: str | None) -> None:
+    """On all ranks: from then on other windows would be compared, and of some that are marked on devices all others."""
+    (first, _), (second, own) = ThreadRanks(2).run(windows_around_a_failure, on_veto)
+    assert (first, second) == (5, 5)
+    assert own[2] == 0.0, "that is no work to be compared"
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,9 @@ class FailedBackwards:
         abstained = self._told and veto.abstains
         if self._told:
             self.count += 1
+            # Others may have ended this window well, or learn of it in the next one. Their windows and this rank's are
+            # compared by number.
+            self._synchronization.pace.window_ended(worked=False)
             veto.forget()
             # What was skipped was another window; a step that follows has nothing to skip.
             window.step_was_skipped = False
