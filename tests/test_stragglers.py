@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -355,23 +356,40 @@ def meet_late() -> Pace:
     return meter.since(0)
 
 
-@pytest.mark.parametrize("joins", [False, True], ids=["buffers", "join"])
-def test_waiting_in_a_forward_is_no_work(rank_pool: RankPool, joins: bool) -> None:
+@pytest.mark.parametrize("place", ["buffers", "join", "another thread"])
+def test_waiting_in_a_forward_is_no_work(rank_pool: RankPool, place: str) -> None:
     """For rank 0's buffers, and in torch's own collective, which asks who has data."""
-    late, early = rank_pool.run(forward_late, joins)
+    late, early = rank_pool.run(forward_late, place)
     assert middle(late.own[1:]) >= LATE_SECONDS > middle(early.own[1:])
     assert middle(early.waited[1:]) > middle(late.waited[1:])
 
 
-def forward_late(joins: bool) -> Pace:
+def forward_late(place: str) -> Pace:
+    joins = place == "join"
     layers = [nn.Linear(8, 8)] if joins else [nn.Linear(8, 8), nn.BatchNorm1d(8)]
     model = gradsync.DistributedDataParallel(nn.Sequential(*layers), process_group=dist.new_group())
-    with model.join() if joins else contextlib.nullcontext():
+    with model.join() if joins else contextlib.nullcontext(), ThreadPoolExecutor(1) as other:
         for _ in range(10):
             time.sleep(LATE_SECONDS if dist.get_rank() == 0 else 0.0)
-            model(torch.randn(4, 8)).square().mean().backward()
+            inputs = torch.randn(4, 8)
+            outputs = other.submit(model, inputs).result() if place == "another thread" else model(inputs)
+            outputs.square().mean().backward()
             model.zero_grad()
     return model.synchronizer.pace.since(0)
+
+
+def test_waiting_is_counted_once_and_also_where_it_fails() -> None:
+    meter = PaceMeter()
+    meter.window_ended()
+    with contextlib.suppress(ValueError), meter.waiting(), meter.waiting():
+        time.sleep(LATE_SECONDS)
+        raise ValueError
+    time.sleep(LATE_SECONDS)
+    meter.window_ended()
+    pace = meter.since(1)
+    assert pace.own[0] >= LATE_SECONDS
+    assert pace.waited[0] >= LATE_SECONDS
+    assert sum(pace.own + pace.waited) == pytest.approx(meter.seconds)
 
 
 def windows_around_a_failure(on_veto: str | None) -> tuple[int, tuple[float, ...]]:

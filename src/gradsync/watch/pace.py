@@ -7,6 +7,7 @@ neither, and the device is asked: see :mod:`gradsync.watch.device_pace`. Of othe
 """
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,9 @@ class PaceMeter:
 
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
-        self._waited_otherwise = 0.0
+        # In a forward, all in all; and what the threads that did so have noted of it themselves.
+        self._waited_before, self._noted = 0.0, dict[int, float]()
+        self._is_waiting = False
         # Their numbers, own work and waiting.
         self._windows: deque[tuple[int, float, float]] = deque(maxlen=MOST_WINDOWS)
         # How many windows there were, and how long the last one took.
@@ -82,9 +85,17 @@ class PaceMeter:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """This rank waits for others before its work has ended, also in collectives that are not gradsync's."""
-        began, waited = time.perf_counter(), waited_here()
-        yield
-        self._waited_otherwise += time.perf_counter() - began - (waited_here() - waited)
+        if self._is_waiting:
+            yield
+            return
+        began, waited, thread = time.perf_counter(), waited_here(), threading.get_ident()
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
+            self._waited_before += time.perf_counter() - began
+            self._noted[thread] = self._noted.get(thread, 0.0) + waited_here() - waited
 
     def work_ended(self) -> None:
         """What this rank has to do for the window is done, or queued: from here on it waits for others."""
@@ -94,11 +105,13 @@ class PaceMeter:
         now, waited = time.perf_counter(), waited_here()
         own = waiting = 0.0
         if self._last is not None:
-            self.seconds, waiting = now - self._last[0], waited - self._last[1] + self._waited_otherwise
+            # Backwards may run on another thread than forwards, and waited_here() is of this one alone.
+            noted = self._noted.get(threading.get_ident(), 0.0)
+            self.seconds, waiting = now - self._last[0], waited - self._last[1] - noted + self._waited_before
             # Another thread trains from here on: it has waited for other things.
             if worked and 0 <= waiting <= self.seconds:
                 own = self.seconds - waiting
-        self._last, self._waited_otherwise = (now, waited), 0.0
+        self._last, self._waited_before, self._noted = (now, waited), 0.0, {}
         self.count += 1
         self._windows.append((self.count, own, waiting if own else 0.0))
 
