@@ -1,5 +1,6 @@
 """How long windows take on a device whose host only queues work, with a device of chosen times."""
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass, field
@@ -181,6 +182,65 @@ def test_forwards_without_end_do_not_pile_marks_up() -> None:
         with meter.waiting():
             pass
     assert len(device.marks) == 2 * MOST_WAITS + 1
+
+
+def test_nothing_is_known_of_a_window_of_which_not_all_waits_are() -> None:
+    device = Device()
+    meter = asked(device)
+    meter.window_ended()
+    for _ in range(MOST_WAITS + 1):
+        with meter.waiting():
+            device.queued += 30.0
+    device.window(meter, 10.0, 2.0)
+    device.window(meter, 10.0, 2.0)
+    device.catch_up(meter)
+    assert meter.since(1).own == pytest.approx((0.010, 0.0))
+
+
+def test_a_wait_is_one_however_deep_it_is_and_however_it_ends() -> None:
+    device = Device()
+    meter = asked(device)
+    meter.window_ended()
+    with contextlib.suppress(ValueError), meter.waiting():
+        with meter.waiting():
+            device.queued += 20.0
+        device.queued += 10.0
+        raise ValueError
+    device.window(meter, 10.0, 2.0)
+    device.catch_up(meter)
+    pace = meter.since(1)
+    assert pace.own == pytest.approx((0.010, 0.0))
+    assert pace.waited == pytest.approx((0.032, 0.0))
+
+
+@pytest.mark.parametrize("place", ["recorded", "queried", "read"])
+def test_a_device_that_cannot_be_asked_ends_no_training(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As one that has failed, of which training hears by itself; or events that a graph has captured."""
+
+    class Captured(Mark):
+        def query(self) -> bool:
+            if place == "queried":
+                raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+            return True
+
+        def elapsed_time(self, other: Mark) -> float:
+            raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+
+    class Capturing(Device):
+        def __call__(self) -> Mark:
+            if place == "recorded":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return Captured(self.queued, self)
+
+    device = Capturing()
+    meter = asked(device)
+    for _ in range(4):
+        with meter.waiting():
+            device.queued += 1.0
+        device.window(meter, 10.0, 2.0)
+    assert meter.count == 4
+    assert meter.since(0) == NO_PACE
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "once"
 
 
 @pytest.mark.parametrize("is_noted", [False, True], ids=["no backward", "stood by"])

@@ -15,9 +15,10 @@ whatever it asks of CUDA would break a graph that the training captures meanwhil
 """
 
 import contextlib
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,8 @@ from gradsync.communicator.device_clock import DeviceClock
 from gradsync.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
 
 __all__ = ["DevicePaceMeter", "UnknownPaceMeter", "make_meter"]
+
+LOGGER = logging.getLogger("gradsync")
 
 # To mark a window costs the host some hundredths of a millisecond. Of shorter ones one in two, four, eight is marked,
 # which are the same on all ranks.
@@ -68,24 +71,26 @@ class DevicePaceMeter(PaceMeter):
         self._began: Any = None
         self._work_ended: Any = None
         self._waits: list[tuple[Any, Any]] = []
+        # In how many waits it is, one in the other, and where the first of them began.
+        self._depth = 0
+        self._stopped: Any = None
         self._unread: deque[Marked] = deque()
         self._last_read = 0
         self._ended_at = 0.0
         # By the watch. Where there is none, nothing is marked.
         self._is_asked = False
+        self._has_failed = False
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        if self._began is None or len(self._waits) >= MOST_WAITS:
+        self._unless_failed(self._stop)
+        try:
             yield
-            return
-        began = self._marks()
-        yield
-        self._waits.append((began, self._marks()))
+        finally:
+            self._unless_failed(self._go_on)
 
     def work_ended(self) -> None:
-        if self._began is not None:
-            self._work_ended = self._marks()
+        self._unless_failed(self._end_work)
 
     def window_ended(self, *, worked: bool = True) -> None:
         now = time.perf_counter()
@@ -93,12 +98,50 @@ class DevicePaceMeter(PaceMeter):
             self.seconds = now - self._ended_at
         self._ended_at = now
         self.count += 1
+        self._unless_failed(self._end_window, worked)
+
+    def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Who is slow is good to know. A device that cannot be asked ends this part alone: if it is lost, training
+        hears so from whatever it asks next."""
+        if self._has_failed:
+            return
+        try:
+            action(*arguments)
+        except Exception as error:
+            self._has_failed = True
+            self._began, self._work_ended, self._stopped = None, None, None
+            self._waits, self._unread = [], deque()
+            LOGGER.warning("slow ranks are not looked for any more, as this device could not be asked: %s", error)
+
+    def _stop(self) -> None:
+        self._depth += 1
+        if self._began is None or self._depth > 1:
+            return
+        if len(self._waits) < MOST_WAITS:
+            self._stopped = self._marks()
+        else:
+            # Those that are not known would be its work.
+            self._began, self._waits = None, []
+
+    def _go_on(self) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._stopped is not None and not self._depth:
+            self._waits.append((self._stopped, self._marks()))
+            self._stopped = None
+
+    def _end_work(self) -> None:
+        if self._began is not None:
+            self._work_ended = self._marks()
+
+    def _end_window(self, worked: bool) -> None:
         began, marks_next = self._began, self._is_asked and (self.count + 1) % self._apart == 0
         ended = self._marks() if began is not None or marks_next else None
         if began is not None:
-            work_ended = self._work_ended if worked else None
+            # Nor is anything known of one that ends while it waits.
+            work_ended = self._work_ended if worked and self._stopped is None else None
             self._unread.append(Marked(self.count, began, work_ended, ended, self._waits))
         self._began, self._work_ended, self._waits = ended if marks_next else None, None, []
+        self._depth, self._stopped = 0, None
         while self._unread and self._unread[0].ended.query():
             self._read(self._unread.popleft())
 
