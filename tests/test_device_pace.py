@@ -14,6 +14,7 @@ from gradsync.watch.device_pace import (
     MOST_WAITS,
     SHORTEST_SECONDS,
     DevicePaceMeter,
+    Neighbours,
     UnknownPaceMeter,
     make_meter,
 )
@@ -241,6 +242,36 @@ def test_a_device_that_cannot_be_asked_ends_no_training(place: str, caplog: pyte
     assert meter.count == 4
     assert meter.since(0) == NO_PACE
     assert [record.levelname for record in caplog.records] == ["WARNING"], "once"
+
+
+def test_what_another_model_waits_for_is_no_work_of_the_one_that_is_asked() -> None:
+    """Else a rank that is slow in the first would look slower than one that is as slow in the second."""
+    device, beside = Device(), Neighbours()
+    first, second = (DevicePaceMeter(device, beside) for _ in range(2))
+    assert first.since(0) == NO_PACE
+    for _ in range(3):
+        with second.waiting():
+            device.queued += 100.0
+        device.window(second, 20.0, 30.0)
+        device.window(first, 10.0, 2.0)
+    device.catch_up(first)
+    pace = first.since(0)
+    assert pace.own == pytest.approx((0.030, 0.030, 0.0))
+    assert pace.waited == pytest.approx((0.132, 0.132, 0.0))
+    assert second.since(0) == NO_PACE
+
+
+def test_nothing_is_known_of_a_window_in_which_another_model_has_never_ended_to_wait() -> None:
+    device, beside = Device(), Neighbours()
+    first, second = (DevicePaceMeter(device, beside) for _ in range(2))
+    first.since(0)
+    first.window_ended()
+    second.work_ended()
+    device.queued += 30.0
+    device.window(first, 10.0, 2.0)
+    device.window(first, 10.0, 2.0)
+    device.catch_up(first)
+    assert first.since(1).own == pytest.approx((0.0, 0.010, 0.0))
 
 
 @pytest.mark.parametrize("is_noted", [False, True], ids=["no backward", "stood by"])

@@ -16,8 +16,10 @@ whatever it asks of CUDA would break a graph that the training captures meanwhil
 
 import contextlib
 import logging
+import threading
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +28,7 @@ import torch
 from gradsync.communicator.device_clock import DeviceClock
 from gradsync.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
 
-__all__ = ["DevicePaceMeter", "UnknownPaceMeter", "make_meter"]
+__all__ = ["DevicePaceMeter", "Neighbours", "UnknownPaceMeter", "make_meter"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -61,12 +63,30 @@ class Marked(NamedTuple):
         return self.began, self.work_ended, self.ended, *(mark for wait in self.waits for mark in wait)
 
 
-class DevicePaceMeter(PaceMeter):
-    """With ``marks`` of the device."""
+class Neighbours:
+    """The meters of one device that are asked. Where several models are trained, what one of them waits for others is
+    no work of another one, in whose window it lies."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: list[weakref.ref[DevicePaceMeter]] = []
+
+    def add(self, meter: "DevicePaceMeter") -> None:
+        with self._lock:
+            # Another list: training may be going through this one.
+            self._asked = [*(each for each in self._asked if each() is not None), weakref.ref(meter)]
+
+    def of(self, meter: "DevicePaceMeter") -> "Iterator[DevicePaceMeter]":
+        return (other for each in self._asked if (other := each()) is not None and other is not meter)
+
+
+class DevicePaceMeter(PaceMeter):
+    """With ``marks`` of the device, which other models may use, too: their meters are its ``neighbours``."""
+
+    def __init__(self, marks: Marks, neighbours: Neighbours | None = None) -> None:
         super().__init__()
         self._marks = marks
+        self._neighbours = Neighbours() if neighbours is None else neighbours
         # Of the window that goes on, if it is marked.
         self._began: Any = None
         self._work_ended: Any = None
@@ -83,14 +103,17 @@ class DevicePaceMeter(PaceMeter):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        self._unless_failed(self._stop)
+        self._stop()
+        self._stop_neighbours()
         try:
             yield
         finally:
-            self._unless_failed(self._go_on)
+            self._go_on()
+            self._let_neighbours_go_on()
 
     def work_ended(self) -> None:
         self._unless_failed(self._end_work)
+        self._stop_neighbours()
 
     def window_ended(self, *, worked: bool = True) -> None:
         now = time.perf_counter()
@@ -99,6 +122,21 @@ class DevicePaceMeter(PaceMeter):
         self._ended_at = now
         self.count += 1
         self._unless_failed(self._end_window, worked)
+        self._let_neighbours_go_on()
+
+    def _stop_neighbours(self) -> None:
+        for other in self._neighbours.of(self):
+            other._stop()
+
+    def _let_neighbours_go_on(self) -> None:
+        for other in self._neighbours.of(self):
+            other._go_on()
+
+    def _stop(self) -> None:
+        self._unless_failed(self._begin_wait)
+
+    def _go_on(self) -> None:
+        self._unless_failed(self._end_wait)
 
     def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
         """Who is slow is good to know. A device that cannot be asked ends this part alone: if it is lost, training
@@ -113,7 +151,7 @@ class DevicePaceMeter(PaceMeter):
             self._waits, self._unread = [], deque()
             LOGGER.warning("slow ranks are not looked for any more, as this device could not be asked: %s", error)
 
-    def _stop(self) -> None:
+    def _begin_wait(self) -> None:
         self._depth += 1
         if self._began is None or self._depth > 1:
             return
@@ -123,7 +161,7 @@ class DevicePaceMeter(PaceMeter):
             # Those that are not known would be its work.
             self._began, self._waits = None, []
 
-    def _go_on(self) -> None:
+    def _end_wait(self) -> None:
         self._depth = max(0, self._depth - 1)
         if self._stopped is not None and not self._depth:
             self._waits.append((self._stopped, self._marks()))
@@ -165,7 +203,9 @@ class DevicePaceMeter(PaceMeter):
                 self._marks.reuse(mark)
 
     def since(self, number: int, *, model: int = 0) -> Pace:
-        self._is_asked = True
+        if not self._is_asked:
+            self._is_asked = True
+            self._neighbours.add(self)
         return super().since(number, model=model)
 
 
@@ -183,6 +223,10 @@ def _seconds(began: Any, ended: Any) -> float:
     return float(began.elapsed_time(ended)) / 1e3
 
 
+# By device. All models of a process are there: whatever group one of them waits for, no other works meanwhile.
+_neighbours: defaultdict[torch.device, Neighbours] = defaultdict(Neighbours)
+
+
 class UnknownPaceMeter(PaceMeter):
     """Of a device whose times nobody asks for: the host's would be told in their place."""
 
@@ -194,7 +238,7 @@ def make_meter(device: torch.device) -> PaceMeter:
     """Of a model whose gradients are computed there."""
     match device.type:
         case "cuda":
-            return DevicePaceMeter(DeviceClock(device))
+            return DevicePaceMeter(DeviceClock(device), _neighbours[device])
         case "cpu":
             return PaceMeter()
     return UnknownPaceMeter()
