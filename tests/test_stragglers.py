@@ -356,7 +356,10 @@ def meet_late() -> Pace:
     return meter.since(0)
 
 
-@pytest.mark.parametrize("place", ["buffers", "join", "another thread"])
+@pytest.mark.parametrize(
+    "place",
+    ["buffers", "join", *(pytest.param(each, marks=pytest.mark.breadth) for each in ("a hook", "another thread"))],
+)
 def test_waiting_in_a_forward_is_no_work(rank_pool: RankPool, place: str) -> None:
     """For rank 0's buffers, and in torch's own collective, which asks who has data."""
     late, early = rank_pool.run(forward_late, place)
@@ -368,6 +371,8 @@ def forward_late(place: str) -> Pace:
     joins = place == "join"
     layers = [nn.Linear(8, 8)] if joins else [nn.Linear(8, 8), nn.BatchNorm1d(8)]
     model = gradsync.DistributedDataParallel(nn.Sequential(*layers), process_group=dist.new_group())
+    if place == "a hook":
+        model._register_buffer_comm_hook(None, broadcast_means)
     with model.join() if joins else contextlib.nullcontext(), ThreadPoolExecutor(1) as other:
         for _ in range(10):
             time.sleep(LATE_SECONDS if dist.get_rank() == 0 else 0.0)
@@ -376,6 +381,11 @@ def forward_late(place: str) -> Pace:
             outputs.square().mean().backward()
             model.zero_grad()
     return model.synchronizer.pace.since(0)
+
+
+def broadcast_means(state: None, buffers: dict[str, torch.Tensor]) -> None:
+    """By torch, after the forward."""
+    dist.broadcast(buffers["1.running_mean"], 0)
 
 
 def test_waiting_is_counted_once_and_also_where_it_fails() -> None:

@@ -176,6 +176,11 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             self.require_forward_param_sync = True
         return super().will_sync_module_buffers()
 
+    def _sync_module_buffers(self, authoritative_rank: int = 0) -> None:
+        # Before a forward or after it, and in a hook's own collectives.
+        with self.synchronizer.pace.waiting():
+            super()._sync_module_buffers(authoritative_rank)
+
     # -- forward and backward ----------------------------------------------------------------------------------
 
     # torch.compiler.disable would import the whole compiler along with gradsync.
