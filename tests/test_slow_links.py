@@ -72,6 +72,19 @@ def test_a_single_direction_is_named_and_what_nobody_explains_is_not() -> None:
     assert find_slow_link(few, HOSTS) is None
 
 
+def test_links_to_others_than_ranks_carry_no_gradients() -> None:
+    """Checkpoints that go to a store. On devices whose wire is no connection of the kernel's there is nothing else."""
+    judge = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+    quick, slow = Sent.read(
+        [["10.0.0.1", "10.0.0.0", 8 * MILLION, 0.1], ["10.0.0.1", "192.0.2.7", 8 * MILLION, 1.0]],
+    )
+    assert judge.hear_links(0, Sent.read([["10.0.0.0", "10.0.0.1", 8 * MILLION, 0.1]])) == []
+    assert judge.hear_links(1, [quick, slow]) == []
+    # Of a rank it is named.
+    assert judge.hear_links(0, Sent.read([["10.0.0.0", "10.0.0.1", 8 * MILLION, 1.0]])) == []
+    assert len(judge.hear_links(1, [quick, slow])) == 1
+
+
 @given(
     st.recursive(
         st.none() | st.integers() | st.floats() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=5)

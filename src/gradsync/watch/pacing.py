@@ -108,7 +108,9 @@ class PaceJudge:
             return []
         links, self._links = self._links, {}
         hosts = {each.source: self._members[number].host for number, told in links.items() for each in told}
-        found = find_slow_link([each for told in links.values() for each in told], hosts)
+        # Both ends of what ranks send each other are told of. What else they send somewhere is not waited for.
+        between = [each for told in links.values() for each in told if each.target in hosts]
+        found = find_slow_link(between, hosts)
         return [] if found is None else [slow_link(found)]
 
     def forget(self, member: int) -> None:
