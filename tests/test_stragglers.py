@@ -306,6 +306,20 @@ def test_of_several_models_the_pace_is_always_that_of_the_first_that_is_left() -
     assert sampler.meter == (1, models[0].pace)
 
 
+def test_a_straggler_is_named_also_where_the_last_window_told_of_was_not_measured_by_all() -> None:
+    """Of short windows on devices one rank may know all, and another one every second."""
+    judge, said = PaceJudge(MEMBERS[:2]), []
+    for last in range(8, 161, 8):
+        numbers = range(last - 7, last + 1)
+        every_second = tuple(0.013 if number % 2 == 0 else 0.0 for number in numbers)
+        said += judge.hear(1, Pace(last=last, own=every_second, waited=(0.001,) * 8), 0.0)
+        # It tells of an odd one last.
+        own = (0.010,) * 8 if last > 8 else (0.010,) * 7
+        said += judge.hear(0, Pace(last=last - 1, own=own, waited=(0.004,) * len(own)), 0.0)
+    (words,) = said
+    assert words.startswith("rank 1 ")
+
+
 # -- what a rank tells ------------------------------------------------------------------------------------------------
 
 

@@ -77,9 +77,9 @@ class Stragglers:
 
     def hear(self, told: Round) -> None:
         if told.model != self._model:
-            self._model, self._slower, self._named = told.model, {}, {}
+            self._model, self._slower, self._named, self._present = told.model, {}, {}, ()
             self._rounds.clear()
-        self._window, self._present = told.window, ()
+        self._window = told.window
         if len(told.own) < 2:
             return
         self._rounds.append(told)
@@ -102,6 +102,7 @@ class Stragglers:
             verdict = self._judge(member, slower, now) if naming is None else self._again(naming, slower, now)
             if verdict is not None:
                 verdicts.append(verdict)
+        self._present = ()
         return verdicts
 
     def _judge(self, member: int, slower: Series, now: float) -> Verdict | None:
