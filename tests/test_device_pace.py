@@ -3,10 +3,14 @@
 import contextlib
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradsync.watch import device_pace
 from gradsync.watch.device_pace import (
@@ -16,9 +20,11 @@ from gradsync.watch.device_pace import (
     DevicePaceMeter,
     Neighbours,
     UnknownPaceMeter,
+    is_marked,
     make_meter,
 )
-from gradsync.watch.pace import NO_PACE, Pace, PaceMeter
+from gradsync.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
+from gradsync.watch.stragglers import LENGTHS
 
 
 @pytest.fixture(autouse=True)
@@ -111,10 +117,19 @@ def test_short_windows_are_not_all_marked_and_on_all_ranks_the_same(monkeypatch:
         found[milliseconds] = marked(meter, device, 62)
         assert len(device.marks) <= 1, "the others were given back"
     assert found[30.0] == list(range(3, 65))
-    assert found[19.0] == found[11.0] == list(range(4, 65, 2))
-    assert found[6.0] == list(range(4, 65, 4))
-    assert found[2.0] == list(range(16, 65, 16))
-    assert found[0.01] == list(range(MOST_APART, 65, MOST_APART))
+    for milliseconds, apart in ((19.0, 2), (11.0, 2), (6.0, 4), (2.0, 16), (0.01, MOST_APART)):
+        assert found[milliseconds] == [number for number in range(3, 65) if is_marked(number, apart)]
+
+
+@given(st.integers(1, 10**9), st.sampled_from([2, 4, 8, 16, MOST_APART]), st.integers(3, 128))
+def test_what_comes_round_in_some_windows_is_never_in_most_that_are_marked(start: int, apart: int, rhythm: int) -> None:
+    """As where one rank writes a log in each eighth: it is no straggler."""
+    chosen = [number for number in range(start, start + 20 * apart) if is_marked(number, apart)]
+    assert all(is_marked(number, apart // 2) for number in chosen), "ranks that mark more have marked these, too"
+    assert all(later - earlier < MOST_WINDOWS for earlier, later in pairwise(chosen))
+    for first in range(len(chosen) - LENGTHS[0] + 1):
+        beats = Counter(number % rhythm for number in chosen[first : first + LENGTHS[0]])
+        assert max(beats.values()) <= LENGTHS[0] // 2
 
 
 def test_who_was_slow_once_is_told_of_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +143,9 @@ def test_who_was_slow_once_is_told_of_without_a_gap(monkeypatch: pytest.MonkeyPa
         device.window(meter, 20.0, 2.0)
         device.now = device.queued
     pace = meter.since(1)
-    assert pace.last == 2 * MOST_APART
-    assert [place for place, own in enumerate(pace.own, 2) if own] == [2, 3, MOST_APART, 2 * MOST_APART]
+    later = [number for number in range(4, meter.count) if is_marked(number, MOST_APART)]
+    assert pace.last == later[-1]
+    assert [place for place, own in enumerate(pace.own, 2) if own] == [2, 3, *later]
 
 
 def test_work_and_waiting_are_those_of_the_device() -> None:

@@ -28,14 +28,17 @@ import torch
 from gradsync.communicator.device_clock import DeviceClock
 from gradsync.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
 
-__all__ = ["DevicePaceMeter", "Neighbours", "UnknownPaceMeter", "make_meter"]
+__all__ = ["DevicePaceMeter", "Neighbours", "UnknownPaceMeter", "is_marked", "make_meter"]
 
 LOGGER = logging.getLogger("gradsync")
 
 # To mark a window costs the host some hundredths of a millisecond. Of shorter ones one in two, four, eight is marked,
-# which are the same on all ranks.
+# which are the same on all ranks. Not each eighth: what a rank does once in eight windows, as writing a log, would be
+# in all that are marked, or in none. Steps of the golden section round a circle keep to no rhythm.
 SHORTEST_SECONDS = 0.02
 MOST_APART = 32
+ROUND = 1 << 32
+GOLDEN_STEP = 0x9E3779B1
 # Forwards that no backward follows have waits, too, and their window may never end.
 MOST_WAITS = 64
 
@@ -172,7 +175,7 @@ class DevicePaceMeter(PaceMeter):
             self._work_ended = self._marks()
 
     def _end_window(self, worked: bool) -> None:
-        began, marks_next = self._began, self._is_asked and (self.count + 1) % self._apart == 0
+        began, marks_next = self._began, self._is_asked and is_marked(self.count + 1, self._apart)
         ended = self._marks() if began is not None or marks_next else None
         if began is not None:
             # Nor is anything known of one that ends while it waits.
@@ -207,6 +210,11 @@ class DevicePaceMeter(PaceMeter):
             self._is_asked = True
             self._neighbours.add(self)
         return super().since(number, model=model)
+
+
+def is_marked(number: int, apart: int) -> bool:
+    """Whether the window of that number is, of one in ``apart``. Those of one in four are among those of one in two."""
+    return number * GOLDEN_STEP % ROUND * apart < ROUND
 
 
 def _times(window: Marked) -> tuple[float, float]:
