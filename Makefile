@@ -28,7 +28,7 @@ help:
 	@echo 'make docs      build the site of the documentation in build/site: open build/site/index.html'
 	@echo 'make doctor    say whether this machine is fit, and how fast its wire is'
 	@echo 'make install   create .venv with the pinned packages and gradsync itself'
-	@echo 'make bench     measure what synchronization costs, against all peers (about 20 minutes, as root)'
+	@echo 'make bench     measure what synchronization costs, against all peers (about 40 minutes, as root)'
 	@echo 'make bench-engine       time a step against DDP, tuned and stock (about 4 minutes)'
 	@echo 'make bench-accumulate   time what accumulate() adds to a micro-batch (seconds)'
 	@echo 'make dist      build wheel and source archive in dist/, and check both'

@@ -49,7 +49,8 @@ CLIPPED, AUTO = ", clipped", f"{SHARDED}, auto"
 # In seconds of forward and backward together.
 COMPUTE, LAYERS, RATE = 0.06, 12, "400mbit"
 # The wire against forward and backward: hidden by half of backward, as long as both, and far longer.
-SHARES = {"half of backward": 1 / 3, "forward and backward": 1.0, "four times as long": 4.0}
+BALANCED = "forward and backward"
+SHARES = {"half of backward": 1 / 3, BALANCED: 1.0, "four times as long": 4.0}
 STEPS_A_SAMPLE = 10
 MAX_NORM = 1.0
 PLAIN_BOUND, BOUND = "bound F + W", "bound max(F + B, W)"
@@ -67,6 +68,7 @@ class NextForward(MeasuredScenario):
 
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 6 if quick else 20
+        balanced = {BALANCED: SHARES[BALANCED]}
         emulated = [
             Cell(
                 name=f"{hosts} hosts, wire {words}",
@@ -79,7 +81,7 @@ class NextForward(MeasuredScenario):
                 emulated=True,
                 options={"share": share, "parameters": _parameters(share, hosts), "layers": LAYERS, "seconds": COMPUTE},
             )
-            for hosts, shares in ((2, SHARES), (4, {"forward and backward": 1.0}))
+            for hosts, shares in ((2, balanced if quick else SHARES), (4, balanced))
             for words, share in shares.items()
         ]
         transformers = [
@@ -103,7 +105,8 @@ class NextForward(MeasuredScenario):
             emulated=False,
             options={"layers": 8, "width": 512, "batch": 1, "length": 8, "optimizer": "AdamW"},
         )
-        return [*emulated, *transformers, one_host]
+        # Steps of a second, of ten variants: too long for a quick look.
+        return [*emulated, one_host] if quick else [*emulated, *transformers, one_host]
 
     def measure(self, rounds: Rounds) -> None:
         options = rounds.cell.options
