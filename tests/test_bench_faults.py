@@ -24,6 +24,7 @@ from gradsync.bench.runner import RunPlan, run
 from gradsync.bench.scenario import Picture, Scenario, Table
 from gradsync.bench.scenarios import find_scenarios
 from gradsync.bench.scenarios.faults import Faults, Planned, outcomes
+from gradsync.bench.scenarios.peers import Peers
 from gradsync.bench.screen import Screen
 from gradsync.errors import ConfigurationError
 from gradsync.lab import Lab
@@ -257,6 +258,9 @@ def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
     assert cells[0].options == {"peers": ["DDP stock"], "seconds": 120.0}
     with pytest.raises(ConfigurationError, match=r"faults has no case 'flood'\. It has: 'kill -9', "):
         RunPlan(scenarios=[Faults()], out=tmp_path, cases=["flood"])
+    # As a command line cuts what it is given: both names have a comma of their own.
+    peers = RunPlan(scenarios=[Peers()], out=tmp_path, cases=["memory", "naive", "2 hosts", "400 Mbit/s"])
+    assert [cell.name for cell in peers.cells(peers.scenarios[0])] == ["2 hosts, 400 Mbit/s", "memory, naive"]
     many = RunPlan(scenarios=[Faults()], out=tmp_path, cases=["NaN"], jobs=3)
     assert many.cells(many.scenarios[0])[0].options == {"jobs": 3}
     with pytest.raises(ConfigurationError, match="--jobs must be at least 1"):

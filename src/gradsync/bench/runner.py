@@ -8,7 +8,7 @@ import dataclasses
 import importlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,12 +70,13 @@ class RunPlan:
 
     def cells(self, scenario: Scenario) -> list[Cell]:
         cells = list(scenario.cells(quick=self.quick))
-        unknown = [name for name in self.cases if name not in {cell.name for cell in cells}]
+        wanted = _whole_names(self.cases, {cell.name for cell in cells})
+        unknown = [name for name in wanted if name not in {cell.name for cell in cells}]
         if unknown:
             names = ", ".join(repr(cell.name) for cell in cells)
             raise ConfigurationError(f"{scenario.name} has no case {unknown[0]!r}. It has: {names}")
-        if self.cases:
-            cells = [cell for cell in cells if cell.name in self.cases]
+        if wanted:
+            cells = [cell for cell in cells if cell.name in wanted]
         cells = [dataclasses.replace(cell, options={**cell.options, **self._wishes(len(cells))}) for cell in cells]
         if self.rounds is None:
             return cells
@@ -225,3 +226,13 @@ def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, lat
         rows.write(DONE)
     finally:
         progress.finish()
+
+
+def _whole_names(parts: Sequence[str], names: Collection[str]) -> list[str]:
+    """What was written with commas between names. Names may have commas, too: parts that make one belong together."""
+    found, rest = [], list(parts)
+    while rest:
+        count = next((count for count in range(len(rest), 0, -1) if ", ".join(rest[:count]) in names), 1)
+        found.append(", ".join(rest[:count]))
+        del rest[:count]
+    return found
