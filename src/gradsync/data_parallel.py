@@ -258,20 +258,21 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
 
     def _prepare_ranks(self, learning: bool) -> None:
         """The collectives of a forward: uneven inputs, buffers."""
-        if self._join_config.enable or self._check_sync_bufs_pre_fwd():
+        if self._join_config.enable:
             with self.synchronizer.pace.waiting():
-                self._meet_before_forward(learning)
+                self._meet_in_join(learning)
+        elif self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
 
-    def _meet_before_forward(self, learning: bool) -> None:
+    def _meet_in_join(self, learning: bool) -> None:
         notified = Join.notify_join_context(self)
         if notified is not None:
             notified.wait()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
-        if self._join_config.enable:
-            turnout = Turnout.count(self.communicator, Attendance.of(self.synchronizer, learning=learning))
-            turnout.require_in_step(self.synchronizer)
-            set_divisor(self, turnout.active)
+        turnout = Turnout.count(self.communicator, Attendance.of(self.synchronizer, learning=learning))
+        turnout.require_in_step(self.synchronizer)
+        set_divisor(self, turnout.active)
 
     def _miss_forward(self) -> bool:
         if not self._join_config.enable:

@@ -70,8 +70,9 @@ class RunPlan:
 
     def cells(self, scenario: Scenario) -> list[Cell]:
         cells = list(scenario.cells(quick=self.quick))
-        wanted = _whole_names(self.cases, {cell.name for cell in cells})
-        unknown = [name for name in wanted if name not in {cell.name for cell in cells}]
+        known = {cell.name for cell in cells}
+        wanted = _whole_names(self.cases, known)
+        unknown = [name for name in wanted if name not in known]
         if unknown:
             names = ", ".join(repr(cell.name) for cell in cells)
             raise ConfigurationError(f"{scenario.name} has no case {unknown[0]!r}. It has: {names}")

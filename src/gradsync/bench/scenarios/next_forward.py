@@ -48,8 +48,8 @@ __all__ = ["NextForward"]
 CLIPPED, AUTO = ", clipped", f"{SHARDED}, auto"
 # In seconds of forward and backward together.
 COMPUTE, LAYERS, RATE = 0.06, 12, "400mbit"
-# The wire against forward and backward: hidden by half of backward, as long as both, and far longer.
 BALANCED = "forward and backward"
+# The wire against forward and backward: hidden by half of backward, as long as both, and far longer.
 SHARES = {"half of backward": 1 / 3, BALANCED: 1.0, "four times as long": 4.0}
 STEPS_A_SAMPLE = 10
 MAX_NORM = 1.0
@@ -105,7 +105,7 @@ class NextForward(MeasuredScenario):
             emulated=False,
             options={"layers": 8, "width": 512, "batch": 1, "length": 8, "optimizer": "AdamW"},
         )
-        # Steps of a second, of ten variants: too long for a quick look.
+        # Steps of half a second and more, of ten variants: too long for a quick look.
         return [*emulated, one_host] if quick else [*emulated, *transformers, one_host]
 
     def measure(self, rounds: Rounds) -> None:
