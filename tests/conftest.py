@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests import zygote
-from tests.ranks import RankPool, Ranks, ThreadRanks, close_pools, pool_of
+from tests.ranks import RankPool, Ranks, ThreadRanks, close_pools, nccl_pool_of, pool_of
 
 # No deadline: the first example may start processes. No database: no run remembers another. How deep laws are tried is
 # for `make laws`; here they only must not rot.
@@ -23,6 +23,7 @@ settings.load_profile("gradsync")
 
 THREADS = (1, 3)
 PROCESSES = (2, 4)
+GPU_RANKS = (2, 3, 4)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -63,6 +64,19 @@ def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     kind, world_size = request.param
     return ThreadRanks(world_size) if kind == "threads" else pool_of(world_size)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[(way, n) for way in ("slices", "mps") for n in GPU_RANKS],
+    ids=lambda way_and_size: "nccl-{}-{}".format(*way_and_size),
+)
+def nccl_ranks(request: pytest.FixtureRequest) -> RankPool:
+    """NCCL ranks that share one GPU, by time slices or side by side."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    way, world_size = request.param
+    return nccl_pool_of(world_size, way)
 
 
 @pytest.fixture

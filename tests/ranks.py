@@ -1,4 +1,4 @@
-"""Run functions as N real processes over Gloo.
+"""Run functions as N real processes over Gloo, or over NCCL on one GPU.
 
 Importing torch costs seconds, so the processes are forked from one that has done it (tests/zygote.py), and they stay: a
 `RankPool` sends them one function after the other, and `pool_of(n)` hands the same pool to every test.
@@ -32,19 +32,25 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, Literal, Protocol, TypeVar, overload
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
 from tests.zygote import Forked, fork
 
+if TYPE_CHECKING:
+    # The tests of the process ranks must not depend on the library under test.
+    from gradsync.lab.gpu import SharedGpu
+
 T = TypeVar("T")
+Sharing = Literal["slices", "mps"]
 
 START_TIMEOUT = 60.0
 # After a first failure the others get this long to fail too: their tracebacks often tell the other half.
@@ -110,10 +116,15 @@ def run_once(ranks: Ranks, function: Callable[..., T], /, *args: Any) -> list[T]
 
 
 class RankPool:
-    """`world_size` processes in one Gloo group, started at the first `run` and again after a failure."""
+    """`world_size` processes in one group, started at the first `run` and again after a failure.
 
-    def __init__(self, world_size: int) -> None:
+    The group is Gloo's, with tensors on the CPU, unless there is a `gpu`: then it is NCCL's, on that GPU, where also
+    tensors are made that say no device.
+    """
+
+    def __init__(self, world_size: int, gpu: "SharedGpu | None" = None) -> None:
         self.world_size = world_size
+        self._gpu = gpu
         self._workers: list[_Worker] = []
         self._store: Any = None  # torch does not export the type to type checkers
 
@@ -197,7 +208,9 @@ class RankPool:
         self._store = _store(0, is_master=True)
         try:
             for rank in range(self.world_size):
-                self._workers.append(_Worker.start(rank, self.world_size, self._store.port))
+                more = {} if self._gpu is None else self._gpu.variables(rank)
+                backend = "gloo" if self._gpu is None else "nccl"
+                self._workers.append(_Worker.start(rank, self.world_size, self._store.port, backend, more))
             self._collect("start", START_TIMEOUT, patient=False)
         except BaseException:
             self.kill()
@@ -255,7 +268,9 @@ class _Worker:
     output: IO[bytes]
 
     @classmethod
-    def start(cls, rank: int, world_size: int, port: int) -> "_Worker":
+    def start(
+        cls, rank: int, world_size: int, port: int, backend: str, more: Mapping[str, str] = MappingProxyType({})
+    ) -> "_Worker":
         ours, theirs = Pipe()
         output = tempfile.TemporaryFile()  # noqa: SIM115 (kill() closes it)
         variables = os.environ | {
@@ -265,6 +280,7 @@ class _Worker:
             "GRADSYNC_WIRE": "auto" if world_size < 4 else "group",
             # A function is sent by name: it must be found where the parent found it.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **more,
         }
         with theirs:
             process = fork(
@@ -272,6 +288,7 @@ class _Worker:
                 rank,
                 world_size,
                 port,
+                backend,
                 output=output,
                 variables=variables,
                 passed=[theirs.fileno()],
@@ -311,12 +328,22 @@ class _Worker:
         self.output.close()
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, Sharing | None], RankPool] = {}
+_gpus: "dict[Sharing, SharedGpu]" = {}
 
 
 def pool_of(world_size: int) -> RankPool:
     """The pool of this size that all tests share."""
-    return _pools.setdefault(world_size, RankPool(world_size))
+    return _pools.setdefault((world_size, None), RankPool(world_size))
+
+
+def nccl_pool_of(world_size: int, sharing: Sharing) -> RankPool:
+    """The pool of NCCL ranks on one GPU that all tests share; how they share the GPU is in gradsync/lab/gpu.py."""
+    from gradsync.lab.gpu import SharedGpu, SharedGpuPlan
+
+    if sharing not in _gpus:
+        _gpus[sharing] = SharedGpu(SharedGpuPlan(mps=sharing == "mps")).__enter__()
+    return _pools.setdefault((world_size, sharing), RankPool(world_size, _gpus[sharing]))
 
 
 @atexit.register
@@ -324,9 +351,11 @@ def close_pools() -> None:
     """Close all shared pools; they start again when used."""
     for pool in _pools.values():
         pool.close()
+    while _gpus:
+        _gpus.popitem()[1].__exit__()
 
 
-def serve(rank: int, world_size: int, port: int, descriptor: int) -> None:
+def serve(rank: int, world_size: int, port: int, backend: str, descriptor: int) -> None:
     """A worker's life: join the group, then answer requests until the parent hangs up."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
@@ -337,7 +366,10 @@ def serve(rank: int, world_size: int, port: int, descriptor: int) -> None:
         warnings.filterwarnings("ignore", message, DeprecationWarning)
     connection = Connection(descriptor)
     store = _store(port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    if backend == "nccl":
+        torch.cuda.set_device(0)
+        torch.set_default_device("cuda")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
     connection.send_bytes(_dump("ready"))
     while True:
         try:
@@ -405,6 +437,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, given: Any) -> Any:
         is_plain = type(given) in (torch.Tensor, torch.nn.Parameter) and given.layout is torch.strided
+        if is_plain and given.is_cuda:
+            # Whoever reads it has no GPU to put it on.
+            return _rebuild_on_host, (given.detach().cpu(), type(given) is torch.nn.Parameter, given.requires_grad)
         if not is_plain or given.device.type != "cpu" or given.is_conj() or given.is_neg() or given.__dict__:
             return NotImplemented
         storage = given.untyped_storage()
@@ -413,6 +448,12 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         shape = given.dtype, given.storage_offset(), tuple(given.shape), given.stride()
         return _rebuild, (memory, *shape, type(given) is torch.nn.Parameter, given.requires_grad)
+
+
+def _rebuild_on_host(values: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    if is_parameter:
+        return torch.nn.Parameter(values, requires_grad)
+    return values.requires_grad_(requires_grad)
 
 
 class _Memory:

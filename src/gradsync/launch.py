@@ -32,6 +32,7 @@ __all__ = [
     "RankPlace",
     "RankProcesses",
     "become",
+    "die_with_parent",
     "signals_raise",
     "standalone",
 ]
@@ -328,7 +329,7 @@ def _be_rank(place: RankPlace, parent: int, action: Callable[[], object]) -> NoR
     code = 1
     try:
         # However the parent ends, also before this line.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        die_with_parent()
         if os.getppid() != parent:
             os._exit(SHELL_SIGNAL_BASE + signal.SIGKILL)
         os.setsid()
@@ -374,6 +375,11 @@ def _code_of(error: SystemExit) -> int:
         return (error.code or 0) & 0xFF
     print(error.code, file=sys.stderr)
     return 1
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process ``number`` when the thread that started it ends. Linux only."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number))
 
 
 def become(path: str, command: list[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""``gradsync lab``: hosts with shaped links on this machine, and programs that run on them."""
+"""``gradsync lab``: hosts with shaped links on this machine, or ranks that share its GPU, and programs run on them."""
 
 import sys
 from typing import Annotated
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsync.errors import ConfigurationError, GradsyncError
-from gradsync.lab import Lab, LabPlan, Rate
+from gradsync.lab import Lab, LabPlan, Rate, SharedGpu, SharedGpuPlan
 from gradsync.lab.inventory import lab_names
 from gradsync.lab.lab import take_down
 from gradsync.lab.system import check_fit
@@ -20,7 +20,7 @@ UNSHAPED = "none"
 COLUMNS = ("Host", "Address", "Rate", "Link", "Processes")
 
 lab = typer.Typer(
-    help="Make hosts with slow links on this machine, and run programs on them. Needs root.",
+    help="Make hosts with slow links on this machine (as root), or share its GPU between ranks; run programs there.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,6 +54,27 @@ def run(
     What rank 0 writes is shown; what another rank writes, if it fails. The exit code is that of the first to fail.
     """
     raise typer.Exit(Lab.find(name).run(command, ranks_per_host=ranks_per_host, timeout=timeout))
+
+
+@lab.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def gpu(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
+    ranks: Annotated[int, typer.Option(help="Processes that share the GPU.")] = 2,
+    mps: Annotated[
+        bool, typer.Option("--mps", help="Kernels of the ranks run side by side, under a private MPS daemon.")
+    ] = False,
+    gpu: Annotated[int, typer.Option(help="Which GPU, from 0.")] = 0,
+    channels: Annotated[int, typer.Option(help="The most channels NCCL may use.")] = 2,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the ranks are ended.")] = 86400.0,
+) -> None:
+    """Run a command as several NCCL ranks on one GPU, with torchrun's environment. Needs no root.
+
+    Each rank sees one GPU, number 0, and a host of its own; NCCL connects them by sockets over loopback. Without --mps
+    the ranks take turns on the GPU, which shows missing synchronization; with it they run side by side, for measuring.
+    The memory of the GPU is shared by all ranks. Nothing is left behind.
+    """
+    with SharedGpu(SharedGpuPlan(ranks=ranks, gpu=gpu, mps=mps, channels=channels)) as shared:
+        raise typer.Exit(shared.run(command, timeout=timeout))
 
 
 @lab.command()

@@ -1,6 +1,7 @@
-"""Hosts with shaped links on one machine, and modules that take the time of an accelerator."""
+"""Hosts with shaped links on one machine, NCCL ranks that share a GPU, and models that take an accelerator's time."""
 
 from gradsync.lab.emulated import EmulatedModel
+from gradsync.lab.gpu import SharedGpu, SharedGpuPlan, fork_gpu_ranks
 from gradsync.lab.host import Counters, Host, read_counters
 from gradsync.lab.lab import Lab, LabPlan, Link, fork_ranks
 from gradsync.lab.profile import Layer, Profile, bert_base, resnet50, transformer
@@ -18,7 +19,10 @@ __all__ = [
     "Link",
     "Profile",
     "Rate",
+    "SharedGpu",
+    "SharedGpuPlan",
     "bert_base",
+    "fork_gpu_ranks",
     "fork_ranks",
     "read_counters",
     "resnet50",

@@ -18,7 +18,17 @@ from gradsync.errors import ConfigurationError
 from gradsync.lab.system import LabError, enter_host, inside
 from gradsync.launch import Failure, RankPlace, RankProcesses, become, signals_raise
 
-__all__ = ["INTERFACE", "Counters", "Host", "places_here", "places_on", "read_counters", "run_at", "run_program"]
+__all__ = [
+    "INTERFACE",
+    "Counters",
+    "Host",
+    "free_port",
+    "places_here",
+    "places_on",
+    "read_counters",
+    "run_at",
+    "run_program",
+]
 
 INTERFACE = "eth0"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -65,7 +75,7 @@ def places_on(hosts: Sequence[Host], ranks_per_host: int) -> list[RankPlace]:
     """The ranks of a program on the hosts of a lab, host by host as torchrun numbers them."""
     if ranks_per_host < 1:
         raise ConfigurationError(f"a host runs at least 1 rank, got {ranks_per_host}")
-    port = inside(hosts[0].namespace, _free_port)
+    port = inside(hosts[0].namespace, free_port)
     addresses = {host.name: host.address for host in hosts}
     return [
         RankPlace(
@@ -85,11 +95,11 @@ def places_here(ranks: int) -> list[RankPlace]:
     """The ranks of a program on this machine, which talk over loopback."""
     if ranks < 1:
         raise ConfigurationError(f"a program has at least 1 rank, got {ranks}")
-    master, more = (LOOPBACK, _free_port(LOOPBACK)), {GLOO_INTERFACE: "lo"}
+    master, more = (LOOPBACK, free_port(LOOPBACK)), {GLOO_INTERFACE: "lo"}
     return [RankPlace(local=(rank, ranks), master=master, host="this machine", more=more) for rank in range(ranks)]
 
 
-def _free_port(address: str = "") -> int:
+def free_port(address: str = "") -> int:
     with socket.socket() as listener:
         listener.bind((address, 0))
         port: int = listener.getsockname()[1]
