@@ -328,15 +328,18 @@ class Finishing:
 
     def __init__(self, handle: Handle, finish: Callable[[], object]) -> None:
         self._handle = handle
-        self._finish: Callable[[], object] | None = finish
+        # Kept: on a device a stage may have waited, and what this refers to belongs to another stream. See
+        # [Note: memory over streams] in device_stage.py.
+        self._finish = finish
+        self._is_finished = False
         self._lock = threading.Lock()
 
     def wait(self) -> None:
         self._handle.wait()
         with self._lock:
-            if self._finish is not None:
+            if not self._is_finished:
                 self._finish()
-                self._finish = None
+                self._is_finished = True
 
     def done(self) -> bool:
         return self._handle.done()

@@ -1,27 +1,147 @@
-"""Collectives on tensors of an accelerator: ordered by streams, so that the host never waits.
+"""Collectives and stages on tensors of an accelerator: ordered by streams, so that the host never waits.
 
 A stage is called at once. Its kernels are put on a stream of their own, which waits for the collective and for what the
-caller had put on its stream; whoever waits for the stage has its current stream wait for that one.
+caller had put on its stream; waiting for the stage makes the current stream wait for that one.
+
+[Note: memory over streams] torch's allocator gives memory that the host has let go of to the next allocation on the
+stream where it was allocated, its *home*. It knows nothing of other streams that may still use it. torch.distributed
+holds the tensors of a collective only until it is waited for, on whichever stream that is. So where a stage's stream
+waits and the home stream does not, memory would be handed out while the collective is still reading it.
+
+The rule, and this file is the only place that knows it: **a handle keeps whatever its work uses until the stream on
+which the work was started has waited for it.** That is the tensors of a collective; the stage with all that it refers
+to, and the handles before it. A stage may therefore use what its caller allocated, and start collectives on what it has
+allocated itself, without a thought of streams. Three things make the rule complete:
+
+- A stage's stream serves one caller's stream only, and waits for it before each stage. What a stage has allocated and
+  the caller has read since is not handed out again before the caller's stream is done with it.
+- A handle that is let go before its home stream has waited for it (of a window that failed) leaves what it keeps
+  here, until the device is done with it.
+- Nothing else is allocated for the work of another stream.
+
+``GRADSYNC_POISON=1`` makes violations visible: whenever a collective is waited for, memory as large as its tensors is
+taken from their home stream and filled with NaN. What was given back too early is overwritten by that. It is slow.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, Stage
 from gradsync.communicator.collective import Collective, Owner, StageHandle, Work
 
-__all__ = ["DeviceCollective"]
+__all__ = ["POISON_VARIABLE", "DeviceCollective", "DeviceWork"]
 
-# One for every device: what a stage allocates is used again by later ones, in the order of the stream.
-_streams: dict[torch.device, Any] = {}
+POISON_VARIABLE = "GRADSYNC_POISON"
+# Bytes that are NaN in every floating-point type, and far from any sensible whole number.
+POISON = 0xFF
+
+_poisons = os.environ.get(POISON_VARIABLE, "") not in ("", "0")
+
+# The stream of the stages of each stream, by the number that CUDA has for the latter. One of those has itself.
+_stage_streams: dict[tuple[int, int], Any] = {}
+
+# What handles kept that were let go too early, each with what says that the device is done with it.
+_left_over: list[tuple[Callable[[], bool], object]] = []
 
 
-def _stream_of(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _current(device: torch.device) -> tuple[int, int]:
+    """The device and its current stream, as numbers: to ask for the stream itself takes ten times as long."""
+    if device.type != "cuda":
+        return -1, 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index, torch._C._cuda_getCurrentRawStream(index)
+
+
+def _stage_stream(device: torch.device) -> Any:
+    """The stream for stages of what is on the current stream."""
+    key = _current(device)
+    if key not in _stage_streams:
+        stream = torch.cuda.Stream(device)
+        _stage_streams[key] = _stage_streams[key[0], stream.cuda_stream] = stream
+    return _stage_streams[key]
+
+
+class _Kept:
+    """What work on a device uses. See [Note: memory over streams]."""
+
+    __slots__ = ("_device", "_home", "_is_done", "_things")
+
+    def __init__(self, device: torch.device, is_done: Callable[[], bool], things: object) -> None:
+        self._things: object = None
+        self._device, self._is_done = device, is_done
+        self._home = _current(device)
+        self._things = things
+        if _left_over and not torch.cuda.is_current_stream_capturing():
+            _sweep()
+
+    def waited(self) -> None:
+        """The current stream waits for the work from now on."""
+        if self._things is not None and _current(self._device) == self._home:
+            self._things = None
+
+    def __del__(self) -> None:
+        if self._things is not None:
+            _left_over.append((self._is_done, self._things))
+
+
+def _sweep() -> None:
+    # A new list in one go: another thread may be adding to it.
+    done = [each for each in list(_left_over) if _says_done(each[0])]
+    for each in done:
+        _left_over.remove(each)
+
+
+def _says_done(is_done: Callable[[], bool]) -> bool:
+    try:
+        return is_done()
+    except Exception:
+        # A device that has failed uses nothing any more.
+        return True
+
+
+class DeviceWork:
+    """A ``Work`` of torch on ``tensors`` of a device."""
+
+    __slots__ = ("_kept", "_poisoned", "_work")
+
+    def __init__(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._work = work
+        self._kept = _Kept(tensors[0].device, work.is_completed, tensors)
+        self._poisoned = _Poison(tensors) if _poisons and tensors[0].is_cuda else None
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._kept.waited()
+        if self._poisoned is not None:
+            self._poisoned.spread()
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._work.get_future().then(lambda _: call_back(callback))
+
+
+class _Poison:
+    """Memory of the sizes of ``tensors``, on their home stream, to be overwritten."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._home = torch.cuda.current_stream(tensors[0].device)
+        self._device = tensors[0].device
+        self._sizes = sorted({tensor.untyped_storage().nbytes() for tensor in tensors})
+
+    def spread(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        with torch.cuda.stream(self._home):
+            # All at once: one that is let go would be handed out again in place of the next.
+            taken = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._sizes * 2]
+            for memory in taken:
+                memory.fill_(POISON)
 
 
 class DeviceCollective(Collective):
@@ -56,7 +176,7 @@ def _call_stage(first: Collective, stage: Stage, device: torch.device) -> Handle
     def run() -> Work | None:
         if device.type != "cuda":
             return handle.call(first, stage)
-        stream = _stream_of(device)
+        stream = _stage_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             started = handle.call(first, stage)
@@ -64,7 +184,7 @@ def _call_stage(first: Collective, stage: Stage, device: torch.device) -> Handle
                 started.wait()
             event = torch.cuda.Event()
             event.record(stream)
-        return _OnStream(event, device, stage)
+        return _OnStream(event, device, (stage, first, started))
 
     with torch.no_grad():
         handle.begin(run)
@@ -72,21 +192,23 @@ def _call_stage(first: Collective, stage: Stage, device: torch.device) -> Handle
 
 
 class _OnStream:
-    """What ends when ``event`` does. Holds the stage, and with it the tensors that its kernels use."""
+    """What ends when ``event`` does, and uses ``things`` until then."""
 
-    __slots__ = ("_device", "_event", "_stage")
+    __slots__ = ("_device", "_event", "_kept")
 
-    def __init__(self, event: Any, device: torch.device, stage: Stage) -> None:
-        self._event, self._device, self._stage = event, device, stage
+    def __init__(self, event: Any, device: torch.device, things: object) -> None:
+        self._event, self._device = event, device
+        self._kept = _Kept(device, event.query, things)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._kept.waited()
 
     def done(self) -> bool:
         return bool(self._event.query())
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        stream = _stream_of(self._device)
+        stream = _stage_stream(self._device)
         with torch.cuda.stream(stream):
             stream.wait_event(self._event)
             callback()

@@ -14,7 +14,7 @@ from gradsync.communicator.background import LOOK_SECONDS, GivenUpError, call_ba
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
-from gradsync.communicator.device_stage import DeviceCollective
+from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
 from gradsync.communicator.first_cause import begin_anew, first_cause
 from gradsync.communicator.leaving import UnderWay, keep_for_good, never_let_go
 from gradsync.communicator.naming import listed, rank_name
@@ -228,9 +228,9 @@ class ProcessGroupCommunicator(Wire):
         return self._issue(DeviceCollective(self, collective, tensor.device), start, on_host=False)
 
     def _work(self, work: Any, *tensors: torch.Tensor) -> Work:
-        if tensors[0].is_cpu and self._is_gloo:
-            return _GlooWork(self, work, *tensors)
-        return _TorchWork(work, *tensors)
+        if not tensors[0].is_cpu:
+            return DeviceWork(work, tensors)
+        return _GlooWork(self, work, *tensors) if self._is_gloo else _TorchWork(work, *tensors)
 
     @functools.cached_property
     def _is_gloo(self) -> bool:
