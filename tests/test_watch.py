@@ -311,11 +311,11 @@ class Hub:
     Over a group of its own: what it loses is lost, and the rank's own group is for the tests that follow.
     """
 
-    def __init__(self, size: int = 2) -> None:
-        self._group = dist.new_group([dist.get_rank()])
+    def __init__(self, size: int = 2, timeout: float = 60.0) -> None:
+        self.group: Any = dist.new_group([dist.get_rank()])
         door = Door(set(range(1, size)), others_elsewhere=True)
-        plan = Plan(members=MEMBERS[:size], me=0, here=(True,) * size, timeout=60.0)
-        self.post = Post(plan, self._group, door=door)
+        plan = Plan(members=MEMBERS[:size], me=0, here=(True,) * size, timeout=timeout)
+        self.post = Post(plan, self.group, door=door)
         assert self.post.invitation is not None
         self.invitation: Invitation = self.post.invitation
         self.missing = door.missing
@@ -326,7 +326,7 @@ class Hub:
 
     def __exit__(self, *_: object) -> None:
         self.post.leave("has ended its test")
-        dist.destroy_process_group(self._group)
+        dist.destroy_process_group(self.group)
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)

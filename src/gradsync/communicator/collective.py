@@ -16,6 +16,7 @@ import torch
 
 from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Handle, Stage
+from gradsync.communicator.outstanding import Outstanding
 from gradsync.errors import GradsyncError
 
 __all__ = [
@@ -64,14 +65,18 @@ class Fate:
     Others read it while collectives run, and never wait for anybody to do so.
     """
 
-    __slots__ = ("_places", "failure", "started", "waits", "witness")
+    __slots__ = ("_places", "failure", "lost_rank", "outstanding", "started", "waits", "witness")
 
     def __init__(self) -> None:
         self.failure: GradsyncError | None = None
+        # The message of a rank that was lost. What has been started may still end well; nothing new can.
+        self.lost_rank: str | None = None
         # How many collectives were started, and those that somebody waits for, with the time since when.
         self._places = itertools.count(1)
         self.started = 0
         self.waits: dict[Collective, float] = {}
+        # Those that a device is at, where somebody watches and the backend tells. Else None.
+        self.outstanding: Outstanding | None = None
         # Who may know more of the other ranks than the wire does: it gets the story of a failure, and completes it.
         self.witness: Callable[[str], str] | None = None
 

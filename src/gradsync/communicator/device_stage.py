@@ -125,6 +125,10 @@ class DeviceWork:
     def when_done(self, callback: Callable[[], None]) -> None:
         self._work.get_future().then(lambda _: call_back(callback))
 
+    def outcome(self) -> Any:
+        """The future of how it ends, without tensors. RuntimeError where the backend has none."""
+        return self._work.get_future_result()
+
 
 class _Poison:
     """Memory of the sizes of ``tensors``, on their home stream, to be overwritten."""

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +19,9 @@ from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
 from gradsync.communicator.first_cause import begin_anew, first_cause
 from gradsync.communicator.leaving import UnderWay, keep_for_good, never_let_go
+from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
 from gradsync.errors import ConfigurationError, WireLostError
@@ -33,6 +37,10 @@ SUMMED = SUMMED_BY_TORCH - {torch.int16}
 LAST_TAG = (1 << 31) - 1
 # How often whoever waits for Gloo looks whether the wire was lost meanwhile.
 LOOK = timedelta(seconds=LOOK_SECONDS)
+# With it torch has no watchdog, and its host waits in the handle.
+BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+# An abort that takes longer is worth a line in the log.
+ABORT_SECONDS = 10.0
 
 _fates: "weakref.WeakKeyDictionary[dist.ProcessGroup, Fate]" = weakref.WeakKeyDictionary()
 
@@ -225,7 +233,35 @@ class ProcessGroupCommunicator(Wire):
     def _start(self, collective: Collective, tensor: torch.Tensor, start: Callable[[], Work]) -> Handle:
         if tensor.is_cpu:
             return self._issue(collective, start)
-        return self._issue(DeviceCollective(self, collective, tensor.device), start, on_host=False)
+        if self.fate.lost_rank is not None and self.fate.failure is None:
+            # torch would take it, and its watchdog may hold a lock that the host then waits for.
+            self.lose(self.fate.lost_rank)
+        handle = self._issue(DeviceCollective(self, collective, tensor.device), start, on_host=False)
+        # What a graph captures runs when the graph does, and torch's watchdog does not see it.
+        is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.fate.witness is not None and self._tells_outcomes and not is_captured:
+            self._list(handle)
+        return handle
+
+    @functools.cached_property
+    def _tells_outcomes(self) -> bool:
+        """Whether works on a device say how they ended; see :mod:`gradsync.communicator.outstanding`."""
+        return all(os.environ.get(name, "0") in ("", "0") for name in BLOCKING_WAIT)
+
+    def _list(self, collective: Collective) -> None:
+        """Have those who watch know that the device has yet to finish it."""
+        assert isinstance(collective.work, DeviceWork)
+        try:
+            outcome = collective.work.outcome()
+        except RuntimeError:
+            # Gloo has none, and its host waits in the handle.
+            self._tells_outcomes = False
+            return
+        if self.fate.outstanding is None:
+            self.fate.outstanding = Outstanding()
+        number, place = collective.number, collective.place
+        what = collective.kind, collective.detail, collective.numel, collective.dtype
+        self.fate.outstanding.add(StartedCollective(outcome, place, time.monotonic(), number, *what))
 
     def _work(self, work: Any, *tensors: torch.Tensor) -> Work:
         if not tensors[0].is_cpu:
@@ -274,7 +310,9 @@ class ProcessGroupCommunicator(Wire):
             if backend.name() == "gloo":
                 break_gloo(backend, self.rank, self.world_size)
             elif hasattr(backend, "abort"):
-                backend.abort()
+                # At the end of the process its destructor would wait for a watchdog that may sleep for a minute.
+                never_let_go(self.group)
+                _abort_in_background(backend, repr(self))
 
 
 def break_gloo(backend: Any, rank: int, world_size: int) -> None:
@@ -293,6 +331,30 @@ def break_gloo(backend: Any, rank: int, world_size: int) -> None:
             except RuntimeError as error:
                 if is_timeout(error):
                     break
+
+
+def _abort_in_background(backend: Any, name: str) -> None:
+    """End the kernels of the backend's collectives, so that nobody waits for the device any more.
+
+    In threads of their own, one per group: an abort waits for the whole device, and so for the kernels of other groups
+    that have to be aborted, too.
+    """
+    ended = threading.Event()
+
+    def abort() -> None:
+        try:
+            backend.abort()
+        except Exception as error:
+            LOGGER.warning("%s could not be aborted: %s", name, str(error).partition("\n")[0])
+        finally:
+            ended.set()
+
+    def look() -> None:
+        if not ended.wait(ABORT_SECONDS):
+            LOGGER.warning("the abort of %s has not ended within %g s: its kernels may still run", name, ABORT_SECONDS)
+
+    for target in (abort, look):
+        threading.Thread(target=target, name="gradsync abort", daemon=True).start()
 
 
 def is_timeout(error: RuntimeError) -> bool:

@@ -22,6 +22,7 @@ from gradsync.bucket.host_copy import HostCopy, reads_at_once
 from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator, Handle
+from gradsync.communicator.collective import again
 from gradsync.engine.ballot import failed_ranks, mark_ballot, raise_for, raise_for_unheard
 from gradsync.engine.observer import Observers
 from gradsync.engine.veto import Veto
@@ -344,6 +345,13 @@ class Pipeline:
         for bucket in self.buckets:
             bucket.payload.mul_(correction)
 
+    def require_alive(self) -> None:
+        """Raise the failure of the communicator, if there is one. On an accelerator the host may not have met it yet:
+        the kernels of its collectives were aborted, and have left behind what is no mean."""
+        failure = self.communicator.failure
+        if failure is not None:
+            raise again(failure)
+
     # -- what ranks say of themselves ----------------------------------------------------------------------------
 
     def _vote(self) -> None:
@@ -357,6 +365,7 @@ class Pipeline:
             self._raise_for(votes)
             self.requests = Requests.read(votes)
         else:
+            self.require_alive()
             self._unread_ballot = HostCopy(ballot)
 
     def _raise_for(self, votes: Sequence[float], *, late: bool = False) -> None:
@@ -382,6 +391,7 @@ class Pipeline:
         if self._unread_ballot is not None and self._owes_an_end:
             votes = self._unread_ballot.wait()
             try:
+                self.require_alive()
                 self._raise_for(votes)
                 raise_for_unheard(Requests.read(votes))
             except PeerFailedError:
@@ -400,6 +410,7 @@ class Pipeline:
         """
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
+            self.require_alive()
             self._raise_for(ballot)
             self.requests = Requests.read(ballot)
             raise_for_unheard(self.requests)
@@ -409,6 +420,7 @@ class Pipeline:
         a rank that raised at a time of its own would be a window behind the others."""
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
+            self.require_alive()
             try:
                 self._raise_for(ballot, late=True)
                 raise_for_unheard(Requests.read(ballot), late=True)

@@ -179,6 +179,7 @@ class Synchronizer:
         self.debts.settle()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.failed_backwards.recover()
+        engine.pipeline.require_alive()
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
@@ -337,6 +338,8 @@ class Synchronizer:
             engine.failed_backwards.recover()
         engine.failed_backwards.require_whole()
         self.finish_last()
+        if not engine.switches.steps_locally:
+            engine.pipeline.require_alive()
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         engine.store.expect_step()

@@ -8,10 +8,14 @@ r"""A rank's part of the watch: one thread, which says where this rank stands an
 
 That a rank has ended harms nobody who does not need it: a wire is lost only when somebody has waited there for a while,
 for what cannot come any more. It then raises the story of that rank.
+
+On a device no handle of ours waits, and what torch does at the timeout of the group names nobody and leaves the host in
+the device. There the watch itself ends the wait, a moment before: the wire is lost, and its kernels are aborted.
 """
 
 import contextlib
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -49,6 +53,11 @@ PATIENCE_SECONDS = 0.5
 # This thread was not run for so long: the whole process was stopped.
 STOPPED_SECONDS = 3.0
 FAREWELL_SECONDS = 1.0
+# How long before the timeout of the group a wait on a device is ended, at most, and as a part of it: torch, which looks
+# each tenth of a second, must not come first.
+EARLIER_SECONDS, EARLIER_SHARE = 1.0, 0.1
+# What a process that was stopped itself has left, once it goes on, to end what it was in.
+RESUMED_SECONDS = 0.5
 MOST_SUSPECTS = 4
 
 GONE = "has ended without a word, killed or by os._exit(),"
@@ -67,6 +76,11 @@ class Plan:
     @property
     def beat_seconds(self) -> float:
         return min(LONGEST_BEAT_SECONDS, max(BEAT_SECONDS, len(self.members) / MOST_BEATS))
+
+    @property
+    def device_timeout(self) -> float:
+        """After how many seconds a collective on a device is given up."""
+        return self.timeout - min(EARLIER_SECONDS, EARLIER_SHARE * self.timeout)
 
 
 class Post:
@@ -99,6 +113,8 @@ class Post:
         self._farewell = ""
         self._is_closed = False
         self._asks_for_dump = False
+        # When something on a device has lasted too long.
+        self._deadline = math.inf
         self._thread = threading.Thread(target=self._run, name="gradsync watch", daemon=True)
 
     # -- from other threads -------------------------------------------------------------------------------------------
@@ -118,8 +134,13 @@ class Post:
     def guard(self, wire: object) -> None:
         """See to it that nobody waits on ``wire`` for a rank that has ended. All ranks guard the same, in one order:
         they know wires by their numbers."""
-        if isinstance(wire, Wire):
-            self._guards.add(wire, self.testify)
+        if not isinstance(wire, Wire):
+            return
+        if wire.device.type != "cpu":
+            # Those that it has its collectives from know what the device has finished.
+            for part in getattr(wire, "communicators", ()):
+                self.guard(part)
+        self._guards.add(wire, self.testify)
 
     def testify(self, story: str) -> str:
         """The story of a failure, with what is known of the ranks that may have caused it."""
@@ -188,7 +209,8 @@ class Post:
     def _serve(self) -> None:
         next_beat = last = time.monotonic()
         while not self._farewell:
-            limit = LOOK_SECONDS if self._judge.endings else max(0.0, min(next_beat, self._pacing.next) - last)
+            due = min(next_beat, self._pacing.next, self._deadline)
+            limit = LOOK_SECONDS if self._judge.endings else max(0.0, due - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
             was_stopped, last = now - last > self.plan.beat_seconds + STOPPED_SECONDS, now
@@ -200,6 +222,10 @@ class Post:
                 self._tend_door(self._door, now)
             if now >= min(next_beat, self._pacing.next):
                 self._pacing.tick(now)
+            if was_stopped:
+                self._deadline = now + RESUMED_SECONDS
+            elif now >= min(next_beat, self._deadline):
+                self._end_overdue(now)
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
@@ -304,6 +330,8 @@ class Post:
             is_new = self._judge.end(ending)
             self._noticed.setdefault(ending.member, now)
             self._news.notify_all()
+        if not ending.left:
+            self._guards.refuse_new(ended(self.plan.members, ending))
         if is_new and self._is_hub:
             for line in self._lines.values():
                 line.send({"ended": ending.as_data()})
@@ -355,6 +383,21 @@ class Post:
         for number, ending in self._guards.stranded(noticed, now):
             story = f"{ended(self.plan.members, ending)}. {self._own_wait(number, now)}"
             self._guards.lose(number, story.rstrip(". "))
+
+    def _end_overdue(self, now: float) -> None:
+        """End what a device has been at for as long as the group allows."""
+        limit = self.plan.device_timeout
+        for overdue in self._guards.overdue(limit, now):
+            with self._news:
+                words = self._words()
+            window = self.sampler.look(now).windows + 1
+            cause = words or "no rank is known to be stopped or behind: a device hangs, or ranks run other collectives"
+            self._guards.lose(
+                overdue.wire,
+                f"{cause}. {self._name} waited {overdue.seconds:.0f} s in window {window}, in {overdue.what}; the "
+                f"timeout of the group is {self.plan.timeout:g} s",
+            )
+        self._deadline = self._guards.deadline(limit)
 
     def _own_wait(self, number: int, now: float) -> str:
         waits = [wait for wait in self.sampler.look(now).waits if wait.wire == number]

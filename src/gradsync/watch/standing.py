@@ -167,17 +167,18 @@ class Sampler:
         return self._last
 
     def _waits(self, now: float) -> tuple[Wait, ...]:
-        waits = [
-            Wait(
-                wire=number,
-                place=collective.place,
-                what=collective.describe()[:MOST_LETTERS],
-                seconds=round(max(0.0, now - since), 1),
-            )
-            for number, fate in enumerate(self._wires.fates)
-            for collective, since in fate.waits.copy().items()
-        ]
+        waits = []
+        for number, fate in enumerate(self._wires.fates):
+            for collective, since in fate.waits.copy().items():
+                waits.append(_wait(number, collective.place, collective.describe(), now - since))
+            oldest = None if fate.outstanding is None else fate.outstanding.oldest()
+            if oldest is not None:
+                waits.append(_wait(number, oldest[0].place, oldest[0].describe(), now - oldest[1]))
         return tuple(waits[:MOST_WAITS])
+
+
+def _wait(wire: int, place: int, what: str, seconds: float) -> Wait:
+    return Wait(wire=wire, place=place, what=what[:MOST_LETTERS], seconds=round(max(0.0, seconds), 1))
 
 
 def stack_of(thread: int | None = None) -> list[str]:

@@ -1,0 +1,96 @@
+"""Collectives that a device has yet to finish, while the host that started them has gone on.
+
+On an accelerator nobody waits in a handle: the stream does, and the host meets the wait much later, in
+``torch.cuda.synchronize()`` or ``.item()``. To know which collective a rank is stuck in, the ones that were started are
+kept here until they have ended. The training's thread only appends. Another thread, the watch, asks for the oldest.
+
+Whether one has ended is told by the future that torch's own NCCL watchdog completes (``Work.get_future_result``):
+
+- it holds no tensors, so that nothing is kept in memory by being listed here;
+- reading it is no call of CUDA, which would break a graph that another thread captures.
+
+A work that failed has a result as well. It counts as outstanding: its kernels hang until somebody aborts them.
+"""
+
+import threading
+import time
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["Outstanding", "StartedCollective"]
+
+SUCCESS = 0
+# Who looks for the oldest takes those out that have ended. Where nobody does, whoever appends does it from here on.
+MOST_LISTED = 4096
+
+
+class Outcome(Protocol):
+    """A future, as it is seen here: its value is :data:`SUCCESS` where the work went well."""
+
+    def done(self) -> bool: ...
+
+    def value(self) -> Any: ...
+
+
+class StartedCollective(NamedTuple):
+    """The ``place``-th collective of a wire, started at that time of the monotonic clock. It is made on the path of
+    backward, so it is described only when somebody asks."""
+
+    outcome: Outcome
+    place: int
+    started_at: float
+    number: int | str
+    kind: str
+    detail: str
+    numel: int
+    dtype: Any
+
+    def describe(self) -> str:
+        """In the words of :meth:`gradsync.communicator.Handle.describe`."""
+        what = f"{self.kind} {self.detail}".rstrip()
+        return f"collective {self.number} ({what} of {self.numel} × {self.dtype})"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device has finished it."""
+        return self.outcome.done() and self.outcome.value() == SUCCESS
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the backend has given it up, by an error or by its own timeout."""
+        return self.outcome.done() and self.outcome.value() != SUCCESS
+
+
+class Outstanding:
+    """Those of one wire, in the order in which they were started."""
+
+    __slots__ = ("_listed", "_lock", "_since")
+
+    def __init__(self) -> None:
+        self._listed: deque[StartedCollective] = deque()
+        self._lock = threading.Lock()
+        # When all before the oldest were seen to have ended.
+        self._since = 0.0
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def add(self, collective: StartedCollective) -> None:
+        self._listed.append(collective)
+        if len(self._listed) > MOST_LISTED:
+            self.oldest()
+            if len(self._listed) > 2 * MOST_LISTED:
+                # Whatever completes these futures has stopped to do so.
+                self._listed.popleft()
+
+    def oldest(self) -> tuple[StartedCollective, float] | None:
+        """The first one that has not ended, and since when the device can have been at it."""
+        with self._lock:
+            listed = self._listed
+            while listed:
+                first = listed[0]
+                if not first.has_ended:
+                    return first, max(first.started_at, self._since)
+                self._since = time.monotonic()
+                listed.popleft()
+        return None
