@@ -10,6 +10,13 @@ Each rank adds one share up, in float32 and in the order of ranks, and its sum i
 twice, never once for every rank, and what a rank adds to its own share is not rounded before. What everybody decodes in
 the end are the same bytes.
 
+Two ranks on accelerators take a shorter way: each gathers what the other has coded, and adds both up. That is as many
+bytes in one collective instead of two that wait for each other, and one rounding instead of two.
+
+::
+
+    rank 0   a0 b0  ── all-gather ──▶  a0 b0 a1 b1  ── decode, sum in float32 ──▶  A B
+
 Where several ranks of a host share memory, they first make one exact sum of theirs, and "ranks" above are hosts: only
 what leaves a host is coded, by one rank for each part of it.
 """
@@ -63,7 +70,8 @@ def exchange(
     def across(part: torch.Tensor, wire: Communicator) -> Handle:
         begin = (part.data_ptr() - values.data_ptr()) // values.element_size()
         lost_here = None if lost is None else lost[begin : begin + part.numel()]
-        return _Exchange(coding, part, wire, lost_here).start()
+        way = _gather if wire.world_size == 2 and not part.is_cpu else _exchange_shares
+        return way(coding, part, wire, lost_here)
 
     if isinstance(communicator, HierarchicalCommunicator):
         if lost is not None:
@@ -80,6 +88,34 @@ def exchange(
             values[gap].zero_()
 
     return handle.then(empty_gaps)
+
+
+def _gather(coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None) -> Handle:
+    """Everybody gets what everybody has coded."""
+    missing = -values.numel() % coding.multiple
+    padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    coded = values.new_empty(coding.nbytes(padded.numel()), dtype=torch.uint8)
+    coding.encode(padded, coded)
+    if lost is not None:
+        decoded = torch.empty_like(padded)
+        coding.decode(coded, decoded)
+        torch.sub(values, decoded[: values.numel()], out=lost)
+    arrived = coded.new_empty(communicator.world_size, coded.numel())
+
+    def add() -> None:
+        coding.decode(arrived[0], padded)
+        for row in arrived[1:]:
+            coding.decode(row, padded, add=1.0)
+        if missing:
+            values.copy_(padded[: values.numel()])
+
+    return communicator.all_gather(arrived.view(-1), coded).then(add)
+
+
+def _exchange_shares(
+    coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None
+) -> Handle:
+    return _Exchange(coding, values, communicator, lost).start()
 
 
 class _Exchange:
