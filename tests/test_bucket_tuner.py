@@ -161,7 +161,7 @@ def test_luck_does_not_last(lucky: int | None) -> None:
             tuner.backward_began(synchronizes=True)
             tuner.synchronization_finished()
         luck = 0.9 if parts == lucky and parts not in tried else seconds[parts]
-        tuner._times = [luck] * WINDOWS
+        tuner._windows = [(0.0, luck)] * WINDOWS
         tried.append(parts)
         caps = tuner.propose(wire, caps, sizes)
     assert total // caps.caps[0] == 2
@@ -175,7 +175,7 @@ def test_what_is_tried_ends_as_the_guess_does(tapers: bool) -> None:
     guess = BucketCaps.tapered(MIB, least=1) if tapers else BucketCaps.uniform(MIB)
     caps, tried = guess, []
     while not tuner.finished:
-        tuner._times = [1.0 / (1 + len(tried))] * WINDOWS
+        tuner._windows = [(0.0, 1.0 / (1 + len(tried)))] * WINDOWS
         caps = tuner.propose(wire, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
         tried.append(caps)
     finer = [each for each in tried if each != guess and max(each.caps) < total]
@@ -190,7 +190,7 @@ def test_whoever_wants_pieces_gets_them_where_they_cost_nothing(tapers: bool, co
     caps = guess = BucketCaps.tapered(3 * MIB, least=1) if tapers else BucketCaps.uniform(3 * MIB)
     tried = []
     while not tuner.finished:
-        tuner._times = [1.0] * WINDOWS
+        tuner._windows = [(0.0, 1.0)] * WINDOWS
         caps = tuner.propose(wire, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
         tried.append(caps)
     assert max(max(each.caps) for each in tried if each != guess) == total // coarsest
@@ -210,7 +210,7 @@ def layout_of(numels: list[int], cap: int) -> list[list[int]]:
 
 
 def test_a_huge_parameter_crosses_the_wire_in_pieces() -> None:
-    first, huge, last = layout_of([1000, 10 * MIB // 4, 1000], 2 * MIB)
+    first, huge, last = layout_of([100_000, 10 * MIB // 4, 100_000], 2 * MIB)
     assert len(first) == len(last) == 1
     assert len(huge) == 5
     assert max(huge) - min(huge) < 64

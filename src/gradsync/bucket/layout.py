@@ -28,6 +28,10 @@ ALIGNMENT = 16
 
 MIN_PIECE_BYTES = 1024 * 1024
 
+# A bucket that holds less than this share of its cap takes the next gradient whatever its size: a bias between weights
+# as large as the cap gets no bucket, and no collective, of its own.
+NEARLY_EMPTY = 1 / 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
@@ -167,8 +171,8 @@ def plan_layout(
 ) -> BucketLayout:
     """Plan buckets for the parameters in ``order`` (indices into ``specs``, in the order gradients become ready).
 
-    A bucket holds one dtype on one device. A parameter larger than the cap has a bucket of its own, which crosses the
-    wire in pieces of about the cap. Delayed parameters come after all others and share no bucket with them. Every
+    A bucket holds one dtype on one device. A parameter larger than the cap has a bucket nearly of its own, sent
+    in pieces of about the cap. Delayed parameters come after all others and share no bucket with them. Every
     payload divides into ``shares`` equal parts, and is a multiple of ``unit`` numbers.
     """
     sparse = tuple(sorted(index for index in order if specs[index].sparse))
@@ -203,7 +207,7 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
         key = (spec.wire_dtype, spec.device)
         if key in open_groups:
             group, used = open_groups[key]
-            if used + spec.nbytes <= room[key]:
+            if used + spec.nbytes <= room[key] or used < room[key] * NEARLY_EMPTY:
                 group.append(index)
                 open_groups[key] = (group, used + spec.nbytes)
                 continue

@@ -10,13 +10,15 @@ takes the better one and is done for the rest of the training.
 A trial begins and ends at a window's boundary, after numbers of windows that all ranks know. There they share their
 times and come to the same conclusion.
 
-On accelerators the host does not see when buckets travel, and the sizes of the cost model stay.
+On a CUDA device the clock is the device's: events on its timeline, which are read where ranks meet. The host runs ahead
+of it, and its own clock would tell nothing.
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,19 +54,29 @@ class _Trial:
         return statistics.median(self.times)
 
 
-class BucketTuner:
-    """An observer of the engine that proposes bucket sizes. ``clock`` says how late it is, in seconds."""
+def host_seconds(began: float, ended: float) -> float:
+    return ended - began
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+
+class BucketTuner:
+    """An observer of the engine that proposes bucket sizes. ``clock`` marks a moment; ``seconds`` tells how long it was
+    from one to another."""
+
+    def __init__(
+        self,
+        clock: Callable[[], Any] = time.perf_counter,
+        seconds: Callable[[Any, Any], float] = host_seconds,
+    ) -> None:
+        self._clock, self._seconds = clock, seconds
         self.rounds = 0
         # What follows a synchronization may want pieces too, which is not seen here. Not where they only cost.
         self.fewest, self._total = 1, 0
         self._trials: list[_Trial] = []
         # Who is still to be tried again; None as long as there are new sizes to try.
         self._finalists: list[BucketCaps] | None = None
-        self._times: list[float] = []
-        self._began: float | None = None
+        # Of each window of the trial, when it began and when it had ended; None without a backward.
+        self._windows: list[tuple[Any, Any] | None] = []
+        self._began: Any = None
 
     @property
     def finished(self) -> bool:
@@ -89,7 +101,7 @@ class BucketTuner:
 
     def synchronization_finished(self) -> None:
         # A rank without a backward in this window has waited for the others, which says nothing.
-        self._times.append(float("inf") if self._began is None else self._clock() - self._began)
+        self._windows.append(None if self._began is None else (self._began, self._clock()))
         self._began = None
 
     # -- proposing -------------------------------------------------------------------------------------------------
@@ -104,7 +116,7 @@ class BucketTuner:
         """End the trial of ``caps``: what to go on with. ``sizes`` tells which buckets caps would make. Collective."""
         self.rounds += 1
         self._note(caps, self._shared_times(communicator))
-        self._times.clear()
+        self._windows.clear()
         following = self._following(sizes)
         if following is None or self.finished:
             self.rounds = len(TUNED_AFTER)
@@ -130,7 +142,8 @@ class BucketTuner:
 
     def _shared_times(self, communicator: Communicator) -> list[float]:
         """Of each window of the trial the shortest time of any rank."""
-        times = ([float("inf")] * WINDOWS + self._times)[-(WINDOWS - 1) :]
+        measured = [float("inf") if window is None else self._seconds(*window) for window in self._windows]
+        times = ([float("inf")] * WINDOWS + measured)[-(WINDOWS - 1) :]
         message = torch.tensor([-seconds for seconds in times], dtype=torch.float64, device=communicator.device)
         communicator.all_reduce(message, "max").wait()
         seconds: list[float] = message.tolist()

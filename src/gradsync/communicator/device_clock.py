@@ -27,6 +27,14 @@ class DeviceClock:
         event.record(stream)
         return event
 
+    def seconds(self, began: Any, ended: Any) -> float:
+        """What the device took from the one event to the other, which are given back. The host waits for the latter."""
+        ended.synchronize()
+        seconds: float = began.elapsed_time(ended) / 1e3
+        self.reuse(began)
+        self.reuse(ended)
+        return seconds
+
     def reuse(self, event: Any) -> None:
         """Nobody asks for this one any more: to make another one would take longer."""
         self._spare.append(event)

@@ -17,6 +17,7 @@ from gradsync.bucket.precise import widened
 from gradsync.bucket.tuner import BucketTuner
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import require_agreement
+from gradsync.communicator.device_clock import DeviceClock
 from gradsync.engine.keeper import ParameterKeeper
 from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.policy import SyncPolicy
@@ -133,8 +134,14 @@ class Replica:
             return BucketCaps.uniform(UNMEASURED_CAP), None
         cost = measure_link(communicator, self.device)
         caps = auto_caps(cost, sum(spec.nbytes for spec in self.specs))
-        tunable = cost.overlaps and self.device.type == "cpu" and policy.schedule == "overlapped"
-        return caps, BucketTuner() if tunable else None
+        tunable = cost.overlaps and self.device.type in ("cpu", "cuda") and policy.schedule == "overlapped"
+        return caps, self._make_tuner() if tunable else None
+
+    def _make_tuner(self) -> BucketTuner:
+        if self.device.type == "cpu":
+            return BucketTuner()
+        clock = DeviceClock(self.device)
+        return BucketTuner(clock, clock.seconds)
 
     def _described(self, policy: SyncPolicy) -> list[tuple[str, Any]]:
         return [
