@@ -4,7 +4,7 @@ On an accelerator the host does not wait for what it could read. Here ballots of
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, MisuseError, PeerFailedError, VetoError
 from gradsync.communicator import choose_communicator
+from gradsync.communicator.collective import Fate
+from gradsync.engine.step_gate import step_gate
+from gradsync.errors import WireLostError
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
 
@@ -35,10 +38,16 @@ class Words(nn.Module):
         return Fuse.apply(self.table(torch.tensor([0, 1])) * self.number, lit).sum() * x
 
 
-def train(batches: int, work: Callable[[DistributedDataParallel, int], torch.Tensor], module: nn.Module) -> list[str]:
+def train(
+    batches: int,
+    work: Callable[[DistributedDataParallel, int], torch.Tensor],
+    module: nn.Module,
+    *,
+    fused: bool = False,
+) -> list[str]:
     """What each batch came to: the gradient of the first parameter, or the error."""
     model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused)
     came = []
     for batch in range(batches):
         try:
@@ -106,18 +115,127 @@ class Numbers(nn.Module):
         return self.first * Fuse.apply(self.second * x, lit)
 
 
-def fail_unseen() -> list[str]:
-    rank = choose_communicator().rank
-    return train(8, lambda model, batch: model(1.0, batch == 1 and rank == 0), Numbers().requires_grad_(True))
+def fail_unseen(fused: bool) -> list[str]:
+    rank, module = choose_communicator().rank, Numbers().requires_grad_(True)
+    return train(8, lambda model, batch: model(1.0, batch == 1 and rank == 0), module, fused=fused)
+
+
+def test_a_host_that_waits_before_its_step_hears_of_a_failure_in_time(read_later: None) -> None:
+    first, other = ThreadRanks(2).run(fail_unseen, False)
+    assert first[1].startswith("Explosion")
+    assert "the backward of rank 0 failed" in other[1]
+    assert [*first[:1], *first[2:]] == other[:1] + other[2:] == ["1.0"] * 7
 
 
 def test_no_ballot_goes_unread(read_later: None) -> None:
-    first, other = ThreadRanks(2).run(fail_unseen)
+    first, other = ThreadRanks(2).run(fail_unseen, True)
     assert first[1].startswith("Explosion")
-    # They have gone on when they hear of it, at the end of their next window, which itself is well.
-    assert "rank 0" in other[2]
-    assert "step" in other[2]
-    assert [*first[:1], *first[2:]] == other[:2] + other[3:] == ["1.0"] * 7
+    # They have gone on when they hear of it, at the end of their next window.
+    assert "the backward of rank 0 failed" in other[2]
+    assert "No optimizer step was taken on them" in other[2]
+    assert [*first[:1], *first[2:]] == ["1.0"] * 7
+    assert [*other[:1], *other[3:]] == ["1.0"] * 6
+
+
+Step = tuple[str, list[float], list[float]]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "fused Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "SGD by closure": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+def fail_at(name: str, at: int, scales: bool) -> list[Step]:
+    """What each window came to, the parameters after it, and the state of the optimizer. One backward of rank 0
+    fails, and whoever hears of a failure goes on."""
+    wire = choose_communicator()
+    model = DistributedDataParallel(Numbers().requires_grad_(True))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
+    came: list[Step] = []
+    for window in range(7):
+
+        def backward(window: int = window, scaler: torch.amp.GradScaler = scaler) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(wire.rank + 1.0, window == at and wire.rank == 0)
+            scaler.scale(loss).backward()
+            return loss
+
+        try:
+            if "closure" in name:
+                optimizer.step(backward)
+            else:
+                backward()
+                scaler.step(optimizer)
+                scaler.update()
+            said = ""
+        except (Explosion, PeerFailedError) as error:
+            said = f"{type(error).__name__}: {error}"
+            # This one may be in the middle of a step.
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
+        optimizer.zero_grad()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        assert not hasattr(optimizer, "found_inf")
+        came.append(
+            (
+                said,
+                [float(parameter.detach()) for parameter in model.parameters()],
+                [float(value) for value in states if isinstance(value, torch.Tensor)],
+            )
+        )
+    return came
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_nobody_steps_on_a_failed_window_and_replicas_stay_equal(
+    read_later: None, name: str, at: int, scales: bool
+) -> None:
+    if scales and "closure" in name:
+        pytest.skip("a GradScaler takes no closure")
+    ranks = ThreadRanks(3).run(fail_at, name, at, scales)
+    for window in range(7):
+        first, *others = (came[window] for came in ranks)
+        assert [each[1] for each in others] == [first[1]] * 2, f"window {window}"
+        # A first step that changes nothing makes a state of zeros, where there was none.
+        assert window == at == 0 or [each[2] for each in others] == [first[2]] * 2, f"window {window}"
+    assert ranks[0][at][0].startswith("Explosion")
+    before = ranks[0][at - 1][1:] if at else ([1.0, 1.0], None)
+    assert ranks[0][at][1] == before[0], "a parameter has changed"
+    if at:
+        assert ranks[0][at][2] == before[1], "the state of the optimizer has changed"
+    for came in ranks[1:]:
+        told = [window for window in range(7) if "the backward of rank 0 failed" in came[window][0]]
+        is_gated = "fused" in name and not (name == "fused SGD" and at == 0)
+        assert told == [at + 1 if is_gated else at]
+    # From then on all is as before.
+    assert all(came[window][0] == "" for came in ranks for window in range(at + 2, 7))
+    assert ranks[0][6][1] != ranks[0][5][1]
+
+
+def test_what_a_step_must_not_be_taken_on() -> None:
+    """Of three ranks, as a sum and as a mean."""
+    marks = {"nothing": [], "failed": [1], "late": [3], "veto": [4], "weights": [5], "trained": [6]}
+    for name, places in marks.items():
+        for readers in (0, 1, 3):
+            ballot = torch.zeros(9)
+            ballot[places] = 1.0
+            ballot[-2], ballot[-1] = readers, 3.0
+            is_bad = name in ("failed", "late") or (name != "nothing" and readers < 3)
+            for divisor in (1.0, 3.0):
+                for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                    found = step_gate((ballot / divisor).to(dtype), [torch.zeros(())])
+                    assert (found.dtype, found.item()) == (torch.float32, float(is_bad)), (name, readers)
+    aborted = Fate()
+    before, failure = aborted.flag.clone(), WireLostError("rank 1 was killed")
+    aborted.fail(failure)
+    aborted.fail(WireLostError("and another one"))
+    assert [before.item(), aborted.flag.item(), aborted.failure] == [0.0, 1.0, failure]
+    assert step_gate(torch.zeros(9), [Fate().flag, aborted.flag]).item() == 1.0
 
 
 def test_collectives_after_the_buckets_wait_for_the_ballot(read_later: None) -> None:
@@ -129,7 +247,7 @@ def test_collectives_after_the_buckets_wait_for_the_ballot(read_later: None) -> 
         assert first[:2] + first[3:] == other[:2] + other[3:] == ["1.0", "2.0", "4.0", "5.0", "6.0"]
 
 
-def thaw(on: tuple[int, ...]) -> list[str]:
+def thaw(on: tuple[int, ...], fused: bool = False) -> list[str]:
     """From the fourth window on these ranks train a further parameter."""
     rank = choose_communicator().rank
 
@@ -137,7 +255,7 @@ def thaw(on: tuple[int, ...]) -> list[str]:
         model.module.second.requires_grad_(batch >= 3 and rank in on)
         return model(rank + 1.0)
 
-    return train(6, work, Numbers())
+    return train(6, work, Numbers(), fused=fused)
 
 
 def test_what_all_ranks_ask_for_is_done(read_later: None) -> None:
@@ -148,9 +266,12 @@ def test_what_some_ranks_ask_for_is_refused_on_all(read_later: None) -> None:
     """Nobody waits for a rank that has not heard of it."""
     asking, other = ThreadRanks(2).run(thaw, (0,))
     assert asking[:3] == other[:3] == ["1.5"] * 3
+    for said in (asking, other):
+        assert "some ranks train a parameter that was frozen before and others do not" in said[3]
+    asking, other = ThreadRanks(2).run(thaw, (0,), fused=True)
     assert "some ranks train a parameter that was frozen before and others do not" in asking[3]
     assert other[3] == "1.5"
-    assert "go on from the last checkpoint" in other[4]
+    assert "No optimizer step was taken on them" in other[4]
 
 
 def mix_weights() -> list[str]:
@@ -211,7 +332,7 @@ def test_with_a_policy_all_ranks_wait_for_the_ballot(read_later: None) -> None:
         assert "the gradient of parameter 'second' on rank 1 is not finite" in said[3]
 
 
-def abstain_unheard() -> list[str]:
+def abstain_unheard(fused: bool) -> list[str]:
     rank = choose_communicator().rank
 
     def work(model: DistributedDataParallel, batch: int) -> torch.Tensor:
@@ -219,14 +340,18 @@ def abstain_unheard() -> list[str]:
             model.abstain()
         return model(1.0)
 
-    return train(5, work, Numbers())
+    return train(5, work, Numbers(), fused=fused)
 
 
-def test_without_a_policy_a_rank_that_abstains_is_not_heard_in_time(read_later: None) -> None:
-    """It is told so itself; the others have stepped, and hear of it in their next window."""
-    other, abstaining = ThreadRanks(2).run(abstain_unheard)
+def test_without_a_policy_a_rank_that_abstains_is_an_error(read_later: None) -> None:
+    """It is told so itself. The others hear of it before they step, or do not step and hear in their next window."""
+    other, abstaining = ThreadRanks(2).run(abstain_unheard, False)
+    assert "on_veto='skip-window'" in abstaining[2]
+    assert "on_veto='skip-window'" in other[2]
+    assert abstaining[:2] + abstaining[3:] == other[:2] + other[3:] == ["1.0"] * 4
+    other, abstaining = ThreadRanks(2).run(abstain_unheard, True)
     assert "on_veto='skip-window'" in abstaining[2]
     assert "on_veto='skip-window'" in other[3]
-    assert "go on from the last checkpoint" in other[3]
+    assert "No optimizer step was taken on them" in other[3]
     assert abstaining[:2] + abstaining[3:] == ["1.0"] * 4
     assert other[:3] + other[4:] == ["1.0", "1.0", "0.5", "1.0"]

@@ -188,11 +188,15 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward will average the gradients."""
         self.synchronizer.before_forward(self.module, compiler_here())
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        # Where ranks may be threads, what belongs to the whole process is left alone.
-        with nullcontext() if self.process_group is None else self._inside_ddp_forward():
-            output = self.module(*inputs, **kwargs)
-        return self._post_forward(output)
+        try:
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            # Where ranks may be threads, what belongs to the whole process is left alone.
+            with nullcontext() if self.process_group is None else self._inside_ddp_forward():
+                output = self.module(*inputs, **kwargs)
+            return self._post_forward(output)
+        except Exception as error:
+            self.synchronizer.raised(error, "its forward")
+            raise
 
     @contextmanager
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]

@@ -8,6 +8,10 @@ do the same after the buckets.
 On an accelerator reading would stop the host, so only those read at once that have asked, or have nothing else to do.
 They mark that, too, and every rank marks one place more: where both have the same sum, all ranks know what was asked
 for, and can do it.
+
+[Note: late failures] For the same reason ranks hear there of a failed backward only in the next window, and raise at
+its end. The rank that failed does not raise again. For replicas to stay equal nobody may step on that window, so those
+who are about to raise mark it as late.
 """
 
 from collections.abc import Sequence
@@ -20,23 +24,29 @@ __all__ = ["Requests"]
 @dataclass(frozen=True, kw_only=True)
 class Requests:
     """What must follow the buckets. ``weights``: sums of weights; ``trained``: which parameters are trained;
-    ``vetoed``: who does not want the window, and why. ``known``: this rank reads the ballot at once, or, of one that
-    was read, all ranks do."""
+    ``vetoed``: who does not want the window, and why. ``late``: nobody steps on it; see [Note: late failures].
+    ``known``: this rank reads the ballot at once, or, of one that was read, all ranks do."""
 
     weights: bool = False
     trained: bool = False
     vetoed: bool = False
+    late: bool = False
     known: bool = True
 
     # How many places they take in the ballot, and which of them says that there is a veto.
-    PLACES: ClassVar[int] = 5
+    PLACES: ClassVar[int] = 6
     VETO: ClassVar[int] = -5
+    # Places of what all ranks must know of, and of those who say that they do; see :mod:`gradsync.engine.step_gate`.
+    LATE: ClassVar[int] = -6
+    KNOWN: ClassVar[int] = -2
+    EVERYBODY: ClassVar[int] = -1
 
     @classmethod
     def read(cls, ballot: Sequence[float]) -> Self:
         """What any rank has asked for, and whether all know of it."""
-        vetoed, weights, trained, reading, everybody = ballot[-cls.PLACES :]
-        return cls(weights=weights > 0, trained=trained > 0, vetoed=vetoed > 0, known=reading == everybody)
+        late, vetoed, weights, trained, reading, everybody = ballot[-cls.PLACES :]
+        asked = {"weights": weights > 0, "trained": trained > 0, "vetoed": vetoed > 0}
+        return cls(**asked, late=late > 0, known=reading == everybody)
 
     @property
     def unheard(self) -> bool:
@@ -46,5 +56,12 @@ class Requests:
     @property
     def marked(self) -> list[int]:
         """The places that this rank marks, counted from the end of the ballot: the last is everybody's."""
-        asked = ((self.VETO, self.vetoed), (-4, self.weights), (-3, self.trained), (-2, self.known), (-1, True))
+        asked = (
+            (self.LATE, self.late),
+            (self.VETO, self.vetoed),
+            (-4, self.weights),
+            (-3, self.trained),
+            (self.KNOWN, self.known),
+            (self.EVERYBODY, True),
+        )
         return [place for place, is_marked in asked if is_marked]

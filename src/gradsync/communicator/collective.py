@@ -65,10 +65,11 @@ class Fate:
     Others read it while collectives run, and never wait for anybody to do so.
     """
 
-    __slots__ = ("_places", "failure", "lost_rank", "outstanding", "started", "waits", "witness")
+    __slots__ = ("_flag", "_places", "failure", "lost_rank", "outstanding", "started", "waits", "witness")
 
     def __init__(self) -> None:
         self.failure: GradsyncError | None = None
+        self._flag: torch.Tensor | None = None
         # The message of a rank that was lost. What has been started may still end well; nothing new can.
         self.lost_rank: str | None = None
         # How many collectives were started, and those that somebody waits for, with the time since when.
@@ -83,6 +84,25 @@ class Fate:
     def next_place(self) -> int:
         self.started = place = next(self._places)
         return place
+
+    def fail(self, failure: GradsyncError) -> None:
+        """Keep the first failure."""
+        if self.failure is None:
+            self.failure = failure
+        if self._flag is not None:
+            self._flag.fill_(1.0)
+
+    @property
+    def flag(self) -> torch.Tensor:
+        """A number in host memory that devices can read: 1.0 once there is a failure, and before anything is aborted.
+
+        A copy to the device that is queued behind a collective therefore tells whether the collective was aborted.
+        """
+        if self._flag is None:
+            self._flag = torch.zeros((), pin_memory=torch.cuda.is_available())
+            if self.failure is not None:
+                self._flag.fill_(1.0)
+        return self._flag
 
 
 class Owner(Protocol):

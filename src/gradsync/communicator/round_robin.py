@@ -66,6 +66,11 @@ class RoundRobinCommunicator(Wire):
     def failure(self) -> GradsyncError | None:
         return self.fate.failure or next((each.failure for each in self.communicators if each.failure), None)
 
+    @property
+    def failure_flags(self) -> list[torch.Tensor]:
+        below = [flag for each in self.communicators for flag in getattr(each, "failure_flags", ())]
+        return [self.fate.flag, *below]
+
     def averages(self, device: torch.device) -> bool:
         return all(each.averages(device) for each in self.communicators)
 

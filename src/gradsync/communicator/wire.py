@@ -74,6 +74,11 @@ class Wire:
     def failure(self) -> GradsyncError | None:
         return self.fate.failure
 
+    @property
+    def failure_flags(self) -> list[torch.Tensor]:
+        """Numbers in host memory of which one is not zero once there is a failure; see :attr:`Fate.flag`."""
+        return [self.fate.flag]
+
     def averages(self, device: torch.device) -> bool:
         return False
 
@@ -349,8 +354,7 @@ class Wire:
         return error
 
     def _fail(self, failure: GradsyncError) -> None:
-        if self.fate.failure is None:
-            self.fate.failure = failure
+        self.fate.fail(failure)
         if self._background is not None:
             self._background.give_up()
 

@@ -105,18 +105,26 @@ class Meeting:
 
     # -- the buckets, and what follows them ------------------------------------------------------------------------
 
-    def exchange(self, *, contributes: bool, norms: BucketNorms | None) -> bool:
+    def exchange(self, *, contributes: bool, norms: BucketNorms | None, at_once: bool = False) -> bool:
         """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot.
 
-        Returns whether there are means: a window that was vetoed may have none.
+        ``at_once``: gradients are used before anybody else can wait for the ballot. Returns whether there are means: a
+        window that was vetoed may have none.
         """
         pipeline, weights, veto = self._pipeline, self._weights, self._pipeline.veto
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         weights.require_told()
         contributes = not self._leave_out_own() and contributes
         # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
-        waits = bool(self._arrangement.layout.sparse) or counts or trains_more or not contributes or veto.reads_at_once
-        pipeline.requests = Requests(weights=counts, trained=trains_more, vetoed=veto.is_noted, known=waits)
+        asks = counts or trains_more or at_once
+        waits = bool(self._arrangement.layout.sparse) or asks or not contributes or veto.reads_at_once
+        pipeline.requests = Requests(
+            weights=counts,
+            trained=trains_more,
+            vetoed=veto.is_noted,
+            late=self._late_failure is not None,
+            known=waits,
+        )
         pipeline.flush()
         correction = weights.finish(self.divisor)
         pipeline.finish(correction=correction, norms=norms)
@@ -174,6 +182,9 @@ class Meeting:
         pipeline = self._pipeline
         if pipeline.failed:
             return pipeline.veto.forgive(pipeline.failed)
+        if pipeline.requests.late:
+            # Ranks raise at the end of this window, for the one before.
+            return Verdict()
         return pipeline.veto.hear() if pipeline.requests.vetoed else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:

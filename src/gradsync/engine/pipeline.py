@@ -23,8 +23,16 @@ from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator, Handle
 from gradsync.communicator.collective import again
-from gradsync.engine.ballot import failed_ranks, mark_ballot, raise_for, raise_for_unheard
+from gradsync.engine.ballot import (
+    NOT_STEPPED,
+    STEPPED,
+    failed_ranks,
+    mark_ballot,
+    raise_for,
+    raise_for_unheard,
+)
 from gradsync.engine.observer import Observers
+from gradsync.engine.step_gate import step_gate
 from gradsync.engine.veto import Veto
 from gradsync.errors import LateGradientError, PeerFailedError
 from gradsync.reduction import Reduction
@@ -71,6 +79,8 @@ class Pipeline:
         # Where there is no bucket, for want of dense gradients, the ballot travels alone.
         self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
         self._unread_ballot: HostCopy | None = None
+        # Made of that ballot on the device, once an optimizer is about to step. See :mod:`.step_gate`.
+        self._gate: torch.Tensor | None = None
         # Whether the reduction has been given buckets of a window of which it does not know how it ended, and what
         # their means were multiplied with since.
         self._owes_an_end = False
@@ -362,21 +372,22 @@ class Pipeline:
         ballot = self._ballot
         if reads_at_once(ballot.device):
             votes = ballot.tolist()
-            self._raise_for(votes)
+            self.failed = self._raise_for(votes)
             self.requests = Requests.read(votes)
         else:
             self.require_alive()
-            self._unread_ballot = HostCopy(ballot)
+            self._unread_ballot, self._gate = HostCopy(ballot), None
 
-    def _raise_for(self, votes: Sequence[float], *, late: bool = False) -> None:
-        """Raise if a rank's backward has failed, unless that is forgiven."""
-        self.failed = failed_ranks(votes)
+    def _raise_for(self, votes: Sequence[float], since: str = "") -> list[int]:
+        """Raise if a rank's backward has failed, unless that is forgiven: then return whose."""
+        failed = failed_ranks(votes)
         try:
             if not self.veto.forgives:
-                raise_for(self.failed, late=late)
+                raise_for(failed, since)
         except PeerFailedError:
             self._tell_end(well=False)
             raise
+        return failed
 
     def conclude(self, *, well: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are any good."""
@@ -411,9 +422,13 @@ class Pipeline:
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
             self.require_alive()
-            self._raise_for(ballot)
+            self.failed = self._raise_for(ballot)
             self.requests = Requests.read(ballot)
-            raise_for_unheard(self.requests)
+            try:
+                raise_for_unheard(self.requests)
+            except PeerFailedError:
+                self._tell_end(well=False)
+                raise
 
     def late_failure(self) -> PeerFailedError | None:
         """What the last ballot said, if nobody has read it. Called where all ranks come by, before there is another:
@@ -421,10 +436,28 @@ class Pipeline:
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
             self.require_alive()
+            since = STEPPED if self._gate is None else NOT_STEPPED
             try:
-                self._raise_for(ballot, late=True)
-                raise_for_unheard(Requests.read(ballot), late=True)
-                self._tell_end(well=True)
+                self._raise_for(ballot, since)
+                raise_for_unheard(Requests.read(ballot), since)
+                self._tell_end(well=not Requests.read(ballot).late)
             except PeerFailedError as error:
                 return error
+        return None
+
+    def gate_step(self, *, gated: bool) -> torch.Tensor | None:
+        """An optimizer is about to step, and nobody may have read the ballot. Where it can be ``gated``, what is 1.0 on
+        the device if the step must change nothing. Else the host waits, and raises as it would without an accelerator.
+        """
+        ballot = self._ballot
+        if self._unread_ballot is None or self.communicator.world_size == 1:
+            return None
+        if ballot.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        if gated:
+            if self._gate is None:
+                self._gate = step_gate(ballot, getattr(self.communicator, "failure_flags", []))
+            return self._gate
+        self.await_requests()
+        self._tell_end(well=not self.requests.late)
         return None

@@ -2,17 +2,23 @@
 
 One pre-hook and one post-hook for all of torch's optimizers tell every synchronizer whose parameters the optimizer has,
 from the moment the synchronizer is made until it is detached or gone.
+
+On an accelerator a synchronizer may not know yet whether the gradients are means. See
+:mod:`gradsync.engine.step_gate`.
 """
 
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from gradsync.engine.step_gate import FoundInf, forget_scaler, reads_found_inf
 
 __all__ = ["StepListener", "guard_steps", "unguard_steps"]
 
@@ -23,8 +29,11 @@ class StepListener(Protocol):
     def owns(self, parameter: Any) -> bool:
         """Whether the parameter's gradient is synchronized by this listener."""
 
-    def before_step(self, *, by_closure: bool) -> None:
-        """An optimizer is about to use the gradients; ``by_closure``: to have them computed first, inside its step."""
+    def before_step(self, *, by_closure: bool, gated: bool) -> torch.Tensor | None:
+        """An optimizer is about to use the gradients; ``by_closure``: to have them computed first, inside its step.
+
+        If it can be ``gated``, returns what is 1.0 on the device where it must change nothing, unless that is known.
+        """
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The optimizer has used them."""
@@ -51,16 +60,38 @@ def unguard_steps(listener: StepListener) -> None:
     _listeners.pop(id(listener), None)
 
 
+# Of the steps that run, by optimizer.
+_gated: "weakref.WeakKeyDictionary[Optimizer, FoundInf]" = weakref.WeakKeyDictionary()
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # The first of ``args`` is the optimizer.
     by_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
-    for listener in _listeners_of(optimizer):
-        listener.before_step(by_closure=by_closure)
+    _open_gate(optimizer)
+    gated, gates = reads_found_inf(optimizer), []
+    try:
+        for listener in _listeners_of(optimizer):
+            gate = listener.before_step(by_closure=by_closure, gated=gated)
+            if gate is not None:
+                gates.append(gate)
+    except BaseException:
+        forget_scaler(optimizer)
+        raise
+    if gates:
+        _gated[optimizer] = FoundInf(optimizer, gates)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _open_gate(optimizer)
     for listener in _listeners_of(optimizer):
         listener.after_step(optimizer)
+
+
+def _open_gate(optimizer: Optimizer) -> None:
+    """After a step, or before the next one if it has raised."""
+    found = _gated.pop(optimizer, None) if _gated else None
+    if found is not None:
+        found.take_back(optimizer)
 
 
 def _listeners_of(optimizer: Optimizer) -> Iterator[StepListener]:

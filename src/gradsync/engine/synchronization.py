@@ -109,7 +109,8 @@ class Synchronization:
         if store.window.is_vetoed:
             store.pipeline.veto.stand()
         self.pace.work_ended()
-        return self._meeting.exchange(contributes=self._contributes, norms=store.norms)
+        by_closure = store.window.is_stepped_by_closure
+        return self._meeting.exchange(contributes=self._contributes, norms=store.norms, at_once=by_closure)
 
     def finish(self, *, has_means: bool) -> None:
         """All ranks have exchanged everything: hand out what has come of it. Raises what the window before has left."""

@@ -8,6 +8,7 @@ about to step.
 see to their gradients: if one of these windows is vetoed, its gradients go at once.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,12 +26,18 @@ from gradsync.engine.options import SynchronizerOptions
 from gradsync.engine.ownership import own, owner_of, release
 from gradsync.engine.phase import Phase
 from gradsync.engine.step_guard import guard_steps, unguard_steps
-from gradsync.errors import MisuseError
+from gradsync.errors import MisuseError, PeerFailedError
 from gradsync.reduction import Reduction
-from gradsync.watch import PaceMeter, Whereabouts
+from gradsync.watch import PaceMeter, Whereabouts, tell_error
 from gradsync.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = ["Synchronizer", "synchronizer_of"]
+
+CAPTURED = (
+    "a CUDA graph is being captured around a synchronized step, whose replays would skip what ranks agree on in Python "
+    "in each window. Capture the module before it is wrapped, by torch.cuda.make_graphed_callables(module, (sample,)); "
+    "its forwards and backwards are then replayed, and its gradients are averaged as always"
+)
 
 
 def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
@@ -51,6 +58,8 @@ class Synchronizer:
         for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
             owner.hand_over(parameters)  # type: ignore[union-attr]
         self._refusal: str | None = None
+        # The one that has run the last forward.
+        self.thread: int | None = None
         self.engine = BackwardEngine(parameters, specs, options)
         self.parameters = self.engine.parameters
         self.specs = list(specs)
@@ -176,10 +185,13 @@ class Synchronizer:
     def begin_forward(self) -> None:
         """A forward with gradients on is about to run."""
         engine = self.engine
+        if self.specs[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MisuseError(CAPTURED)
         self.debts.settle()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.failed_backwards.recover()
         engine.pipeline.require_alive()
+        self.thread = threading.get_ident()
         if engine.observer is not None:
             engine.observer.forward_began()
         engine.forwards.begin()
@@ -196,6 +208,10 @@ class Synchronizer:
         watch_outputs(output, engine, synchronizes, offer)
         if engine.observer is not None:
             engine.observer.forward_ended()
+
+    def raised(self, error: BaseException, place: str) -> None:
+        """This rank has raised outside of a backward, and the others do not hear of it there."""
+        tell_error(self.engine.communicator, error, place)
 
     def expect_backward(self) -> None:
         """A backward is about to run: refuse it where this rank has abstained instead."""
@@ -326,8 +342,11 @@ class Synchronizer:
         index = self._index.get(id(parameter))
         return index is not None and index not in self.engine.arrangement.taken
 
-    def before_step(self, *, by_closure: bool = False) -> None:
-        """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure]."""
+    def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
+        """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure].
+
+        Returns what :meth:`.Pipeline.gate_step` does.
+        """
         engine = self.engine
         self.debts.settle()
         if engine.phases.busy and current_task() != NO_TASK:
@@ -338,8 +357,10 @@ class Synchronizer:
             engine.failed_backwards.recover()
         engine.failed_backwards.require_whole()
         self.finish_last()
+        gate = None
         if not engine.switches.steps_locally:
             engine.pipeline.require_alive()
+            gate = self._gate_step(gated=gated) if not by_closure else None
         if not self.window.has_means and not engine.switches.steps_locally:
             self._before_unsynchronized_step()
         engine.store.expect_step()
@@ -353,6 +374,19 @@ class Synchronizer:
         self.window.close()
         if engine.observer is not None:
             engine.observer.step_began()
+        return gate
+
+    def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
+        pipeline = self.engine.pipeline
+        try:
+            gate = pipeline.gate_step(gated=gated)
+        except PeerFailedError:
+            # As if it had been heard of in backward.
+            self.clear()
+            raise
+        if pipeline.requests.late:
+            self.window.is_vetoed = True
+        return gate
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has used the gradients."""

@@ -2,7 +2,17 @@
 
 from gradsync.watch.device_pace import make_meter
 from gradsync.watch.pace import PaceMeter
-from gradsync.watch.set_up import leave_watch, look_at, say_goodbye, set_watch, straggling
+from gradsync.watch.set_up import leave_watch, look_at, say_goodbye, set_watch, straggling, tell_error
 from gradsync.watch.standing import Whereabouts
 
-__all__ = ["PaceMeter", "Whereabouts", "leave_watch", "look_at", "make_meter", "say_goodbye", "set_watch", "straggling"]
+__all__ = [
+    "PaceMeter",
+    "Whereabouts",
+    "leave_watch",
+    "look_at",
+    "make_meter",
+    "say_goodbye",
+    "set_watch",
+    "straggling",
+    "tell_error",
+]

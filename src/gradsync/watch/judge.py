@@ -10,6 +10,9 @@ at odds      it waits in another collective than the others                     
 
 The last three are never errors here: the wire's own timeout ends them, and the watch only says who it was. A rank that
 compiles for three minutes is slow, not dead.
+
+A rank that has raised, outside of backward, tells so at once. Its script may catch the error and go on, as after an
+out-of-memory error, so that is a warning, too, to those who wait for it. It is forgotten when the rank goes on.
 """
 
 from collections.abc import Collection
@@ -19,7 +22,7 @@ from typing import Any, Literal
 from gradsync.watch.standing import MOST_LETTERS, Standing, Wait
 from gradsync.watch.waiting import at_odds, holds_up, longest, roots
 
-__all__ = ["SLOW_SECONDS", "Ending", "Judge", "Suspicion"]
+__all__ = ["SLOW_SECONDS", "Ending", "Judge", "RaisedError", "Suspicion"]
 
 # When a rank is warned about, for the first time; later each time after twice as long.
 SLOW_SECONDS = 5.0
@@ -66,8 +69,24 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RaisedError:
+    """That a rank has raised, in ``words``, and where it stood then; ``at`` is the time of day. ``is_told``: a warning
+    has said so."""
+
+    words: str
+    at: float
+    standing: Standing
+    is_told: bool = False
+
+    def is_past(self, standing: Standing) -> bool:
+        """Whether the rank has gone on since, by where it stands now."""
+        return any(now > then for now, then in zip(standing.started, self.standing.started, strict=False))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suspicion:
-    """That a rank holds ``waiters`` up, for so many ``seconds``, in ``what``."""
+    """That a rank holds ``waiters`` up, for so many ``seconds``, in ``what``. ``raised`` is an error that it has told
+    of since it last went on."""
 
     member: int
     kind: Kind
@@ -75,6 +94,7 @@ class Suspicion:
     waiters: tuple[int, ...]
     what: str
     standing: Standing
+    raised: str = ""
 
     def as_data(self) -> dict[str, Any]:
         return {**vars(self), "standing": self.standing.as_data()}
@@ -91,9 +111,10 @@ class Suspicion:
                 waiters=tuple(int(each) for each in data["waiters"]),
                 what=str(data["what"]),
                 standing=Standing.read(data["standing"]),
+                raised=str(data.get("raised", ""))[:MOST_LETTERS],
             )
             return read if all(0 <= each < size for each in (read.member, *read.waiters)) else None
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return None
 
 
@@ -105,6 +126,7 @@ class Judge:
         self.me = me
         self._sees_all = sees_all
         self.endings: dict[int, Ending] = {}
+        self.errors: dict[int, RaisedError] = {}
         self._last = dict.fromkeys(heard, now)
         self._standings: dict[int, tuple[Standing, float]] = {}
         self._next_warning: dict[int, float] = {}
@@ -113,6 +135,8 @@ class Judge:
         if member != self.me:
             self._last[member] = now
         self._standings[member] = standing, now
+        if member in self.errors and self.errors[member].is_past(standing):
+            del self.errors[member]
 
     def wake(self, now: float) -> None:
         """This rank itself was stopped: that it heard of nobody meanwhile says nothing of them."""
@@ -124,7 +148,32 @@ class Judge:
             return False
         self.endings[ending.member] = ending
         self._last.pop(ending.member, None)
+        self.errors.pop(ending.member, None)
         return True
+
+    def hear_error(self, member: int, error: RaisedError) -> None:
+        """A rank has raised, and may go on or not."""
+        if member not in self.endings:
+            self.errors[member] = error
+
+    @property
+    def has_untold_errors(self) -> bool:
+        return any(not error.is_told for error in self.errors.values())
+
+    def errors_to_tell(self, now: float) -> list[tuple[int, RaisedError, Wait]]:
+        """Errors of ranks that somebody waits for, and in what; each is told once."""
+        found = []
+        for member, error in self.errors.items():
+            waits = [
+                wait
+                for rank, standing in self._now(now).items()
+                for wait in standing.waits
+                if rank != member and holds_up(error.standing, wait)
+            ]
+            if waits and not error.is_told:
+                self.errors[member] = replace(error, is_told=True)
+                found.append((member, error, waits[0]))
+        return found
 
     def forget(self, member: int) -> None:
         """It has no watch any more, and nothing will be heard of it; that says nothing of its training."""
@@ -152,7 +201,9 @@ class Judge:
         if not found and self._sees_all:
             for each in (*self._behind(heard), *self._at_odds(heard)):
                 found.setdefault(each.member, each)
-        return sorted(found.values(), key=lambda each: each.member)
+        told = {member: error.words for member, error in self.errors.items()}
+        named = (replace(each, raised=told.get(each.member, "")) for each in found.values())
+        return sorted(named, key=lambda each: each.member)
 
     def due(self, now: float) -> list[Suspicion]:
         """Those that are to be warned about now: after 5 s, 10 s, 20 s and so on. What has passed leaves no trace."""

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +33,11 @@ from gradsync.communicator import Wire
 from gradsync.communicator.first_cause import BEFORE
 from gradsync.watch.door import Door
 from gradsync.watch.guards import Guards
-from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
+from gradsync.watch.judge import SLOW_SECONDS, Ending, Judge, RaisedError, Suspicion
 from gradsync.watch.pacing import Pacing, Ways
 from gradsync.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
-from gradsync.watch.standing import Model, Sampler, Standing
-from gradsync.watch.words import Member, ended, sort_key, suspected
+from gradsync.watch.standing import MOST_LETTERS, Model, Sampler, Standing
+from gradsync.watch.words import Member, ended, raised_error, sort_key, suspected
 
 __all__ = ["Plan", "Post"]
 
@@ -59,6 +60,7 @@ EARLIER_SECONDS, EARLIER_SHARE = 1.0, 0.1
 # What a process that was stopped itself has left, once it goes on, to end what it was in.
 RESUMED_SECONDS = 0.5
 MOST_SUSPECTS = 4
+MOST_ERRORS = 8
 
 GONE = "has ended without a word, killed or by os._exit(),"
 
@@ -113,6 +115,8 @@ class Post:
         self._farewell = ""
         self._is_closed = False
         self._asks_for_dump = False
+        # What this rank has raised, for its thread to tell.
+        self._raised: deque[str] = deque(maxlen=MOST_ERRORS)
         # When something on a device has lasted too long.
         self._deadline = math.inf
         self._thread = threading.Thread(target=self._run, name="gradsync watch", daemon=True)
@@ -157,6 +161,11 @@ class Post:
     def ask_for_dumps(self) -> None:
         """Have every rank write where it stands."""
         self._asks_for_dump = True
+        self._wake()
+
+    def tell_error(self, words: str) -> None:
+        """This rank has raised, in these words, and may go on or not. The others are told now, and not when it ends."""
+        self._raised.append(words)
         self._wake()
 
     def describe(self) -> dict[str, Any]:
@@ -210,7 +219,8 @@ class Post:
         next_beat = last = time.monotonic()
         while not self._farewell:
             due = min(next_beat, self._pacing.next, self._deadline)
-            limit = LOOK_SECONDS if self._judge.endings else max(0.0, due - last)
+            looks = self._judge.endings or self._judge.has_untold_errors
+            limit = LOOK_SECONDS if looks else max(0.0, due - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
             was_stopped, last = now - last > self.plan.beat_seconds + STOPPED_SECONDS, now
@@ -229,6 +239,8 @@ class Post:
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
+            if self._judge.has_untold_errors:
+                self._warn_of_errors(now)
             if self._judge.endings:
                 self._lose_stranded(now)
 
@@ -241,6 +253,11 @@ class Post:
         if self._asks_for_dump:
             self._asks_for_dump = False
             self._take(self.plan.me, {"dump": True}, now)
+        while self._raised:
+            # To the hub, which hears whether this rank goes on; the hub's own to all, who hear that of the hub.
+            message = {"error": self._raised.popleft(), "stood": self.sampler.look(now).as_data()}
+            for line in self._lines.values():
+                line.send(message)
 
     # -- while ranks come in ------------------------------------------------------------------------------------------
 
@@ -314,6 +331,10 @@ class Post:
             ending = Ending.read(message["ended"], len(self.plan.members))
             if ending is not None:
                 self._note(ending, now)
+        elif "error" in message:
+            standing, words = Standing.read(message.get("stood")), str(message["error"])[:MOST_LETTERS]
+            with self._news:
+                self._judge.hear_error(number, RaisedError(words=words, at=time.time(), standing=standing))
         elif "dump" in message:
             # From whichever rank was asked to the hub, and from there to all others.
             for other, line in self._lines.items():
@@ -355,14 +376,31 @@ class Post:
         for line in self._lines.values():
             line.flush()
             line.send_frame(frame, unless_busy=True)
-        # When the hub is silent, the first of the others says so.
-        if self._is_hub or self.plan.me == HUB + 1:
+        if self._speaks:
             for each in due:
                 LOGGER.warning(
                     "%s. It is an error only after %g s, the timeout of the group",
                     suspected(self.plan.members, each, is_here=self.plan.here[each.member]),
                     self.plan.timeout,
                 )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether warnings are this rank's to give: when the hub is silent, the first of the others says so."""
+        return self._is_hub or self.plan.me == HUB + 1
+
+    def _warn_of_errors(self, now: float) -> None:
+        """Of ranks that have raised, as soon as somebody waits for them."""
+        standing = self.sampler.look(now)
+        with self._news:
+            self._judge.hear(self.plan.me, standing, now)
+            found = self._judge.errors_to_tell(now)
+        for member, error, wait in found if self._speaks else ():
+            LOGGER.warning(
+                "%s. It is an error when that process ends, or after %g s, the timeout of the group",
+                raised_error(self.plan.members, member, error, wait),
+                self.plan.timeout,
+            )
 
     def _tell(self, message: dict[str, Any]) -> None:
         frame = pack(message)

@@ -13,6 +13,8 @@ import logging
 import multiprocessing.util
 import os
 import socket
+import sys
+import threading
 import weakref
 from typing import Any
 
@@ -20,15 +22,26 @@ from gradsync.communicator import Communicator, ProcessGroupCommunicator
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.naming import global_rank
 from gradsync.communicator.topology import host_identity
-from gradsync.errors import ConfigurationError
+from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.watch.door import Door, Invitation, enter
 from gradsync.watch.dump import listen_for_requests, note_model, write_dump
 from gradsync.watch.post import Plan, Post
 from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
-from gradsync.watch.words import Member, farewell
+from gradsync.watch.uncaught import tell_uncaught
+from gradsync.watch.words import Member, described, farewell
 
-__all__ = ["MODES", "VARIABLE", "leave_watch", "look_at", "posts", "say_goodbye", "set_watch", "straggling"]
+__all__ = [
+    "MODES",
+    "VARIABLE",
+    "leave_watch",
+    "look_at",
+    "posts",
+    "say_goodbye",
+    "set_watch",
+    "straggling",
+    "tell_error",
+]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -69,6 +82,15 @@ def leave_watch(group: Any, words: str) -> None:
     post = _posts.pop(group, None)
     if post is not None:
         post.leave(words)
+
+
+def tell_error(communicator: Communicator, error: BaseException, place: str) -> None:
+    """This rank has raised in that ``place`` of its loop, and the other ranks may be waiting for it. They are told at
+    once, and forget it when this rank goes on."""
+    post = None if communicator.group is None else _posts.get(communicator.group)
+    # Of a rank that was lost they know.
+    if post is not None and isinstance(error, Exception) and not isinstance(error, PeerFailedError):
+        post.tell_error(described(error, place))
 
 
 def posts() -> list[Post]:
@@ -113,6 +135,7 @@ def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
         return None
     # What multiprocessing has forked ends by os._exit, and calls this before.
     multiprocessing.util.Finalize(None, say_goodbye, exitpriority=0)
+    tell_uncaught(_script_raised, _thread_raised)
     post.on_dump = lambda: write_dump(posts())
     post.on_words = _said.append
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
@@ -172,6 +195,31 @@ def say_goodbye(error: BaseException | None = None) -> None:
     words = farewell(error)
     for post in posts():
         post.leave(words)
+
+
+def _script_raised(error: BaseException) -> None:
+    """The process is about to end, unless somebody sits at a prompt, or trains in another thread."""
+    others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    goes_on = hasattr(sys, "ps1") or sys.flags.interactive or any(_trained_by(thread) for thread in others)
+    if not goes_on:
+        say_goodbye(error)
+    elif _trained_by(threading.get_ident()):
+        _tell_all(error)
+
+
+def _thread_raised(error: BaseException, thread: int) -> None:
+    if _trained_by(thread):
+        _tell_all(error)
+
+
+def _tell_all(error: BaseException) -> None:
+    for post in posts():
+        post.tell_error(described(error))
+
+
+def _trained_by(thread: int | None) -> bool:
+    """Whether that thread has run the last forward of a model."""
+    return any(getattr(model, "thread", None) == thread for post in posts() for model in post.sampler.models)
 
 
 def _forsake_all() -> None:

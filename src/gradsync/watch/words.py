@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.communicator.naming import listed
-from gradsync.watch.judge import Ending, Suspicion
+from gradsync.watch.judge import Ending, RaisedError, Suspicion
 from gradsync.watch.slow_links import SlowLink
 from gradsync.watch.slow_wire import WireVerdict
-from gradsync.watch.standing import MOST_LETTERS, Standing
+from gradsync.watch.standing import MOST_LETTERS, Standing, Wait
 from gradsync.watch.stragglers import Verdict
 
 __all__ = [
     "RAISED",
     "Member",
+    "described",
     "ended",
     "farewell",
+    "raised_error",
     "slow_link",
     "slow_wire",
     "sort_key",
@@ -96,6 +98,8 @@ def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool)
     verb = "waits" if len(suspicion.waiters) == 1 else "wait"
     waiting = f"{listed(waiters)} {verb} in {suspicion.what}" if waiters else "nobody waits for it yet"
     stand, seconds = where(suspicion.standing), f"{suspicion.seconds:.0f} s"
+    if suspicion.raised:
+        stand += f". It {suspicion.raised}, and has not gone on since"
     if suspicion.kind == "silent":
         state = _state(member.process) if is_here else ""
         cause = state or "It is stopped, its link is cut, or it holds the interpreter's lock"
@@ -121,6 +125,12 @@ def straggling(members: Sequence[Member], verdict: Verdict) -> str:
         f"{member} computes {each.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and update "
         f"included), {who} for it. It waits {each.wire * 1e3:.3g} ms for the wire itself"
     )
+
+
+def raised_error(members: Sequence[Member], member: int, error: RaisedError, wait: Wait) -> str:
+    """Of a rank that has raised and may go on, while others wait for it."""
+    at = time.strftime("%H:%M:%S", time.localtime(error.at))
+    return f"{members[member]} {error.words} [at {at}, {where(error.standing)}], and others wait for it in {wait.what}"
 
 
 def slow_wire(verdict: WireVerdict) -> str:
@@ -157,6 +167,10 @@ def _state(process: int) -> str:
 def farewell(error: BaseException | None = None) -> str:
     """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
     error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        return "has ended its script"
-    return f"{RAISED} {type(error).__name__}: {error}"[:MOST_LETTERS]
+    return "has ended its script" if error is None else described(error)
+
+
+def described(error: BaseException, place: str = "") -> str:
+    """That a rank has raised ``error``, and in which part of its loop."""
+    said = f"{RAISED} {type(error).__name__}: {error}".rstrip(": ")[:MOST_LETTERS]
+    return f"{said} in {place}" if place else said

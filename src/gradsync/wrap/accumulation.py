@@ -68,6 +68,10 @@ class MicroBatches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and not self._block.synchronizes:
+            # In the last micro-batch the others hear of it by taking part.
+            for synchronizer in self._synchronizers:
+                synchronizer.raised(error, "a block of accumulate()")
         try:
             if self._block.synchronizes:
                 # The other ranks are waiting, or will: take part, or let them hear why not.
