@@ -1,4 +1,5 @@
 import gc
+import inspect
 import os
 import re
 import sys
@@ -13,17 +14,33 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests import zygote
-from tests.ranks import RankPool, Ranks, ThreadRanks, close_pools, nccl_pool_of, pool_of
+from tests.ranks import (
+    PRETEND,
+    RankPool,
+    Ranks,
+    Sharing,
+    ThreadRanks,
+    close_pools,
+    nccl_pool_of,
+    over_nccl,
+    pool_of,
+)
 
 # No deadline: the first example may start processes. No database: no run remembers another. How deep laws are tried is
 # for `make laws`; here they only must not rot.
 settings.register_profile("gradsync", deadline=None, max_examples=8, database=None, derandomize="CI" in os.environ)
+# For ranks that share a GPU by time slices, where a collective takes milliseconds.
+settings.register_profile("gpu", deadline=None, max_examples=3, database=None, derandomize=True)
 settings.register_profile("deep", deadline=None, max_examples=200, database=None)
 settings.load_profile("gradsync")
 
 THREADS = (1, 3)
 PROCESSES = (2, 4)
 GPU_RANKS = (2, 3, 4)
+# Ranks on one GPU, where there is one, run the tests of the others, too. Counting GPUs starts nothing on them.
+HAS_GPU = PRETEND in os.environ or torch.cuda.device_count() > 0
+# Most by time slices, which find missing dependencies between streams; a few side by side.
+NCCL: list[tuple[Sharing, int]] = [("slices", 2), ("slices", 3), ("mps", 2)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -46,24 +63,113 @@ def _close_pools() -> Iterator[None]:
 # Session scope: these hold no state of a test, hypothesis may use them, and pytest groups the tests by pool.
 
 
-@pytest.fixture(scope="session", params=PROCESSES, ids="processes-{}".format)
-def process_ranks(request: pytest.FixtureRequest) -> RankPool:
-    return pool_of(request.param)
+def kinds(*cpu: tuple[str, tuple[int, ...]]) -> Any:
+    """The params of a fixture: these, and NCCL ranks where there is a GPU."""
+    given = [pytest.param((kind, n), id=f"{kind}-{n}") for kind, sizes in cpu for n in sizes]
+    on_gpu = [pytest.param((way, n), id=f"nccl-{way}-{n}", marks=pytest.mark.gpu) for way, n in NCCL]
+    return given + (on_gpu if HAS_GPU else [])
 
 
-@pytest.fixture(scope="session", params=THREADS, ids="threads-{}".format)
-def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
-    return ThreadRanks(request.param)
-
-
-@pytest.fixture(
-    scope="session",
-    params=[("threads", n) for n in THREADS] + [("processes", n) for n in PROCESSES],
-    ids=lambda kind_and_size: "{}-{}".format(*kind_and_size),
-)
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    kind, world_size = request.param
+def ranks_of(kind: Any, world_size: int) -> Any:
+    if kind in ("slices", "mps"):
+        return nccl_pool_of(world_size, kind)
     return ThreadRanks(world_size) if kind == "threads" else pool_of(world_size)
+
+
+@pytest.fixture(scope="session", params=kinds(("processes", PROCESSES)))
+def process_ranks(request: pytest.FixtureRequest) -> RankPool:
+    pool: RankPool = ranks_of(*request.param)
+    return pool
+
+
+@pytest.fixture(scope="session", params=kinds(("threads", THREADS)))
+def thread_ranks(request: pytest.FixtureRequest) -> Ranks:
+    ranks: Ranks = ranks_of(*request.param)
+    return ranks
+
+
+@pytest.fixture(scope="session", params=kinds(("threads", THREADS), ("processes", PROCESSES)))
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    ranks: Ranks = ranks_of(*request.param)
+    return ranks
+
+
+@pytest.fixture
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a test that makes its ranks itself: a second time, these are NCCL ranks."""
+    if request.param is None:
+        yield
+        return
+    with over_nccl(request.param):
+        if hasattr(request.module, "run_ranks"):
+            monkeypatch.setattr(request.module, "run_ranks", run_over_nccl)
+        yield
+
+
+def run_over_nccl(function: Any, world_size: int, *args: Any, **kwargs: Any) -> Any:
+    return ThreadRanks(world_size).run(function, *args, **kwargs)
+
+
+# Files and tests that are not for NCCL ranks, and why. Of a test its mark `cpu_ranks` may say so, too.
+CPU_WIRES = "about communicators of the CPU"
+CPU_RANKS = {
+    "test_awaited_parameters::test_nobody_goes_on_with_half_of_the_parameters": "the others hear that, and not why",
+    "test_cost_model": CPU_WIRES,
+    "test_leisure": CPU_WIRES,
+    "test_lost_wire": CPU_WIRES,
+    "test_phases": CPU_WIRES,
+    "test_wire": CPU_WIRES,
+    "test_wire_failures": CPU_WIRES,
+    "test_wire_setup": CPU_WIRES,
+    "test_forked": "CUDA does not survive a fork",
+    "test_lab": "about hosts",
+    "test_random_programs": "takes long, and test_contract.py and test_window.py have its laws",
+    "test_ranks": "about the pools of ranks themselves",
+    "test_soak": "takes long, and test_contract.py and test_window.py have its laws",
+    "test_testing": "about ranks that are threads",
+    "test_walk": "about ranks that are threads",
+    "test_watch": "kills and stops ranks, whom Gloo's connections tell of",
+    "test_watch_ranks": "kills and stops ranks, whom Gloo's connections tell of",
+}
+# Who calls one of these makes ranks.
+MAKERS = {"pool_of", "ThreadRanks", "run_ranks"}
+GIVEN_RANKS = {"ranks", "process_ranks", "thread_ranks", "nccl_ranks"}
+
+
+def makes_ranks(function: Any, seen: set[Any] | None = None) -> bool:
+    """Whether it does, or a function of its module that it calls."""
+    seen = set() if seen is None else seen
+    seen.add(function)
+    names = set(function.__code__.co_names)
+    if names & MAKERS:
+        return True
+    called = [function.__globals__.get(name) for name in names]
+    return any(
+        makes_ranks(each, seen)
+        for each in called
+        if inspect.isfunction(each) and each.__module__ == function.__module__ and each not in seen
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Where there is a GPU: a test that makes or chooses its ranks itself runs over NCCL ranks, too."""
+    if not HAS_GPU or metafunc.module.__name__.rpartition(".")[2] in CPU_RANKS:
+        return
+    own_kinds = any("ranks" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if GIVEN_RANKS & set(metafunc.fixturenames) and not own_kinds:
+        return
+    test = getattr(metafunc.function, "hypothesis", None)
+    fixtures = [each[-1].func for each in metafunc._arg2fixturedefs.values()]
+    functions = [metafunc.function if test is None else test.inner_test]
+    functions += [each for each in fixtures if each.__module__ == metafunc.module.__name__]
+    if not own_kinds and not any(map(makes_ranks, functions)):
+        return
+    if any(metafunc.definition.get_closest_marker(name) for name in ("gpu", "program")):
+        return
+    metafunc.fixturenames.append("stand_in")
+    as_ever = pytest.param(None, id=getattr(pytest, "HIDDEN_PARAM", "cpu"))
+    on_gpu = [pytest.param(way, id=f"nccl-{way}", marks=pytest.mark.gpu) for way in ("slices", "mps")]
+    metafunc.parametrize("stand_in", [as_ever, *on_gpu], indirect=True)
 
 
 @pytest.fixture(
@@ -107,7 +213,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker must run by itself begins first, so that it does not run alone at the end."""
-    mark_breadth(items)
+    on_gpu = [item for item in items if ON_GPU.search(item.name) and not item.path.stem.startswith("test_gpu")]
+    mark_breadth([item for item in items if item not in set(on_gpu)])
+    choose_on_gpu(on_gpu)
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
@@ -119,7 +227,8 @@ def is_law(item: pytest.Item) -> bool:
 SEVERAL = 3
 # The same, from which on some are left out where there is only one kind.
 MANY = 25
-KIND = re.compile(r"(?:threads|processes)-\d+")
+KIND = re.compile(r"(?:threads|processes)-(\d+)")
+ON_GPU = re.compile(r"nccl-(slices|mps)(?:-(\d+))?")
 
 
 def mark_breadth(items: list[pytest.Item]) -> None:
@@ -146,6 +255,43 @@ def mark_breadth(items: list[pytest.Item]) -> None:
     left += [item for cases in on_others.values() for item in left_out(cases)]
     for item in left:
         item.add_marker(pytest.mark.breadth)
+
+
+# What is tried over NCCL ranks on more than one kind of them.
+CORE = ("test_contract", "test_window")
+# How ranks share a GPU, and how many. Time slices find missing dependencies between streams.
+TURNS = (("slices", "2"), ("mps", "2"), ("slices", "2"), ("slices", "3"))
+
+
+def choose_on_gpu(items: list[pytest.Item]) -> None:
+    """Of the tests over NCCL ranks, what runs in minutes: the rest is marked as breadth.
+
+    Of each test one case runs, by turns on two ranks, on two side by side and on three, and with the first, the second
+    or another of its settings. Those of the core run on all kinds.
+    """
+    tests = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        names = item.path.stem, f"{item.path.stem}::{item.name.partition('[')[0]}"
+        for reason in filter(None, map(CPU_RANKS.get, names)):
+            item.add_marker(pytest.mark.cpu_ranks(reason))
+        mark = item.get_closest_marker("cpu_ranks")
+        if mark is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not over NCCL ranks: {mark.args[0]}"))
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for number, cases in enumerate(tests.values()):
+        kinds = defaultdict[tuple[str, ...], list[pytest.Item]](list)
+        for case in cases:
+            found, replaced = ON_GPU.search(case.name), KIND.search(case.name)
+            assert found is not None
+            kinds[found.group(1), found.group(2) or (replaced.group(1) if replaced else "2")].append(case)
+        turns = TURNS if cases[0].path.stem in CORE else (TURNS[number % len(TURNS)], TURNS[0])
+        found_kinds = [kinds[turn] for turn in turns if kinds[turn]] or [cases]
+        if cases[0].path.stem not in CORE:
+            found_kinds = found_kinds[:1]
+        chosen = [those[(number + place) % len(those)] for place, those in enumerate(found_kinds)]
+        for case in cases:
+            if case not in chosen:
+                case.add_marker(pytest.mark.breadth)
 
 
 def left_out(cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -21,7 +21,9 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import importlib
 import io
+import marshal
 import os
 import pickle
 import signal
@@ -32,17 +34,18 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from types import MappingProxyType
+from types import CellType, FunctionType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
+from tests.on_gpu import compute_on, pretend_device
 from tests.zygote import Forked, fork
 
 if TYPE_CHECKING:
@@ -51,14 +54,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Sharing = Literal["slices", "mps"]
+Backend = Literal["gloo", "nccl", "pretended"]
 
 START_TIMEOUT = 60.0
+RUN_TIMEOUT = 60.0
+# On a GPU everything is small, too, and of what hangs a whole run must not take hours.
+GPU_RUN_TIMEOUT = 30.0
 # After a first failure the others get this long to fail too: their tracebacks often tell the other half.
 GRACE = 2.0
 CLOSE_TIMEOUT = 10.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 PROBE_TIMEOUT = timedelta(seconds=2)
 OUTPUT_SHOWN = 10_000
+# Set, the tests of NCCL ranks run where there is no GPU, over Gloo: it shows that they are collected and fit together.
+PRETEND = "GRADSYNC_TESTS_PRETEND_GPU"
 
 # Warnings that torch provokes itself, as regular expressions. All others are errors in the workers.
 TORCH_NOISE = (
@@ -103,6 +112,8 @@ class ThreadRanks:
         self.world_size = world_size
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        if _over is not None:
+            return nccl_pool_of(self.world_size, _over).run(function, *args, **kwargs)
         # Imported late: the tests of the process ranks must not depend on the library under test.
         from gradsync.testing import run_ranks
 
@@ -118,13 +129,18 @@ def run_once(ranks: Ranks, function: Callable[..., T], /, *args: Any) -> list[T]
 class RankPool:
     """`world_size` processes in one group, started at the first `run` and again after a failure.
 
-    The group is Gloo's, with tensors on the CPU, unless there is a `gpu`: then it is NCCL's, on that GPU, where also
-    tensors are made that say no device.
+    The group is Gloo's, with tensors on the CPU, unless there is a `gpu`: then it is NCCL's, and the tensors that a
+    test makes are on that GPU (see tests/on_gpu.py), as are those that it passes. A pretended GPU is in its place where
+    there is none.
     """
 
-    def __init__(self, world_size: int, gpu: "SharedGpu | None" = None) -> None:
+    def __init__(self, world_size: int, backend: Backend = "gloo", gpu: "SharedGpu | None" = None) -> None:
         self.world_size = world_size
+        self._backend = backend
         self._gpu = gpu
+        self._patience = RUN_TIMEOUT if gpu is None else GPU_RUN_TIMEOUT
+        # Tests for threads have functions of their own.
+        self._pickler = _Pickler if backend == "gloo" else _CodePickler
         self._workers: list[_Worker] = []
         self._store: Any = None  # torch does not export the type to type checkers
 
@@ -134,7 +150,7 @@ class RankPool:
         function: Callable[..., T],
         /,
         *args: Any,
-        timeout: float = ...,
+        timeout: float | None = ...,
         expect_errors: Literal[False] = ...,
         **kwargs: Any,
     ) -> list[T]: ...
@@ -144,7 +160,7 @@ class RankPool:
         function: Callable[..., T],
         /,
         *args: Any,
-        timeout: float = ...,
+        timeout: float | None = ...,
         expect_errors: Literal[True],
         **kwargs: Any,
     ) -> list[T | RankError]: ...
@@ -153,22 +169,26 @@ class RankPool:
         function: Callable[..., Any],
         /,
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         expect_errors: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Call the module-level `function(*args, **kwargs)` on every rank; return the results in rank order.
 
-        Raises RankFailure when a rank raises, dies or does not answer within `timeout` seconds, and ends the
+        Raises RankFailure when a rank raises, dies or does not answer within `timeout` seconds (60), and ends the
         processes, whose state is then unknown. With `expect_errors` a rank's RankError stands in the place of
         its result, and the processes live on if their group still works.
         """
-        request = _dump((function, args, kwargs))  # first of all: what can't be pickled harms no worker
+        if _over is not None and self is _pools.get((self.world_size, None)):
+            pool = nccl_pool_of(self.world_size, _over)
+            # Of the two overloads mypy takes the first.
+            return pool.run(function, *args, timeout=timeout, expect_errors=expect_errors, **kwargs)  # type: ignore
+        request = _dump((function, args, kwargs), self._pickler)  # first of all: what can't be pickled harms no worker
         if not self._alive():
             self._start()
         name = getattr(function, "__qualname__", repr(function))
         try:
-            answers = self._ask(name, request, timeout, expect_errors)
+            answers = self._ask(name, request, timeout or self._patience, expect_errors)
             if any(isinstance(answer, RankError) for answer in answers) and not self._in_step():
                 self.kill()
         except BaseException:  # pytest-timeout and Ctrl-C also leave workers in the middle of a call
@@ -209,8 +229,7 @@ class RankPool:
         try:
             for rank in range(self.world_size):
                 more = {} if self._gpu is None else self._gpu.variables(rank)
-                backend = "gloo" if self._gpu is None else "nccl"
-                self._workers.append(_Worker.start(rank, self.world_size, self._store.port, backend, more))
+                self._workers.append(_Worker.start(rank, self.world_size, self._store.port, self._backend, more))
             self._collect("start", START_TIMEOUT, patient=False)
         except BaseException:
             self.kill()
@@ -330,6 +349,19 @@ class _Worker:
 
 _pools: dict[tuple[int, Sharing | None], RankPool] = {}
 _gpus: "dict[Sharing, SharedGpu]" = {}
+# How the NCCL ranks share their GPU that stand in for all others, while they do.
+_over: Sharing | None = None
+
+
+@contextlib.contextmanager
+def over_nccl(sharing: Sharing) -> Iterator[None]:
+    """Inside, what `ThreadRanks` and the pools of `pool_of` are to run, NCCL ranks run."""
+    global _over
+    before, _over = _over, sharing
+    try:
+        yield
+    finally:
+        _over = before
 
 
 def pool_of(world_size: int) -> RankPool:
@@ -341,9 +373,11 @@ def nccl_pool_of(world_size: int, sharing: Sharing) -> RankPool:
     """The pool of NCCL ranks on one GPU that all tests share; how they share the GPU is in gradsync/lab/gpu.py."""
     from gradsync.lab.gpu import SharedGpu, SharedGpuPlan
 
+    if PRETEND in os.environ:
+        return _pools.setdefault((world_size, sharing), RankPool(world_size, "pretended"))
     if sharing not in _gpus:
         _gpus[sharing] = SharedGpu(SharedGpuPlan(mps=sharing == "mps")).__enter__()
-    return _pools.setdefault((world_size, sharing), RankPool(world_size, _gpus[sharing]))
+    return _pools.setdefault((world_size, sharing), RankPool(world_size, "nccl", _gpus[sharing]))
 
 
 @atexit.register
@@ -353,6 +387,10 @@ def close_pools() -> None:
         pool.close()
     while _gpus:
         _gpus.popitem()[1].__exit__()
+
+
+# Where this process puts the tensors that it is sent.
+_device = torch.device("cpu")
 
 
 def serve(rank: int, world_size: int, port: int, backend: str, descriptor: int) -> None:
@@ -367,9 +405,21 @@ def serve(rank: int, world_size: int, port: int, backend: str, descriptor: int) 
     connection = Connection(descriptor)
     store = _store(port, is_master=False)
     if backend == "nccl":
-        torch.cuda.set_device(0)
-        torch.set_default_device("cuda")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        global _device
+        _device = torch.device("cuda", 0)
+        torch.cuda.set_device(_device)
+        compute_on(_device)
+    elif backend == "pretended":
+        pretend_device()
+    dist.init_process_group(
+        "nccl" if backend == "nccl" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=GROUP_TIMEOUT,
+        # Without it, barriers warn.
+        device_id=_device if backend == "nccl" else None,
+    )
     connection.send_bytes(_dump("ready"))
     while True:
         try:
@@ -408,16 +458,16 @@ def _portable(error: BaseException) -> BaseException | None:
 
 def _probe() -> bool:
     # Gloo numbers a group's collectives: one that a rank never joined makes this one wait for ever somewhere.
-    count = torch.ones(())
+    count = torch.ones((), device=_device)
     work = dist.all_reduce(count, async_op=True)
     assert work is not None
     work.wait(PROBE_TIMEOUT)
     return int(count) == dist.get_world_size()
 
 
-def _dump(message: object) -> bytes:
+def _dump(message: object, pickler: "type[_Pickler] | None" = None) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
+    (pickler or _Pickler)(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
     return buffer.getvalue()
 
 
@@ -436,11 +486,18 @@ class _Pickler(pickle.Pickler):
         self._memories: dict[int, _Memory] = {}
 
     def reducer_override(self, given: Any) -> Any:
-        is_plain = type(given) in (torch.Tensor, torch.nn.Parameter) and given.layout is torch.strided
-        if is_plain and given.is_cuda:
+        is_tensor = type(given) in (torch.Tensor, torch.nn.Parameter)
+        if is_tensor and given.is_cuda:
             # Whoever reads it has no GPU to put it on.
             return _rebuild_on_host, (given.detach().cpu(), type(given) is torch.nn.Parameter, given.requires_grad)
-        if not is_plain or given.device.type != "cpu" or given.is_conj() or given.is_neg() or given.__dict__:
+        if (
+            not is_tensor
+            or given.layout is not torch.strided
+            or given.device.type != "cpu"
+            or given.is_conj()
+            or given.is_neg()
+            or given.__dict__
+        ):
             return NotImplemented
         storage = given.untyped_storage()
         memory = self._memories.setdefault(storage.data_ptr(), _Memory(storage))
@@ -448,6 +505,33 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         shape = given.dtype, given.storage_offset(), tuple(given.shape), given.stride()
         return _rebuild, (memory, *shape, type(given) is torch.nn.Parameter, given.requires_grad)
+
+
+class _CodePickler(_Pickler):
+    """Functions that are local to another one go as their code, and with what they refer to."""
+
+    def reducer_override(self, given: Any) -> Any:
+        if not isinstance(given, FunctionType) or "<" not in given.__qualname__:
+            return super().reducer_override(given)
+        names = given.__module__, given.__name__, given.__qualname__
+        values = [cell.cell_contents for cell in given.__closure__ or ()]
+        return _rebuild_function, (
+            marshal.dumps(given.__code__),
+            names,
+            given.__defaults__,
+            given.__kwdefaults__,
+            values,
+        )
+
+
+def _rebuild_function(
+    code: bytes, names: tuple[str, str, str], defaults: Any, keyword_defaults: Any, values: list[Any]
+) -> FunctionType:
+    module, name, qualified = names
+    cells = tuple(map(CellType, values))
+    function = FunctionType(marshal.loads(code), importlib.import_module(module).__dict__, name, defaults, cells)
+    function.__qualname__, function.__kwdefaults__ = qualified, keyword_defaults
+    return function
 
 
 def _rebuild_on_host(values: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
@@ -484,5 +568,6 @@ def _rebuild(
     is_parameter: bool,
     requires_grad: bool,
 ) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype).set_(memory.storage, offset, shape, stride)  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=dtype)
+    tensor = tensor.set_(memory.storage, offset, shape, stride).to(_device)  # type: ignore[call-overload]
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)

@@ -409,6 +409,7 @@ def test_a_rank_has_nothing_for_several_models(thread_ranks: Ranks) -> None:
         assert_close(parameters, values(a, b))
 
 
+@pytest.mark.cpu_ranks("on a GPU the others hear of it a window later: test_gpu.py")
 def test_a_rank_fails_with_several_models(thread_ranks: Ranks) -> None:
     *others, last = thread_ranks.run(absent, "raises")
     assert last[0] == "ConfigurationError: its own"
@@ -930,6 +931,7 @@ def bad_weight(weight: float) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("weight", [0, float("nan"), -1.0])
+@pytest.mark.cpu_ranks("on a GPU the others hear of it a window later: test_gpu.py")
 def test_a_bad_weight_on_one_rank_is_heard_by_all(process_ranks: RankPool, weight: float) -> None:
     *others, last = process_ranks.run(bad_weight, weight)
     assert last[0].startswith("ConfigurationError: a weight must be finite")

@@ -26,7 +26,7 @@ from gradsync.communicator import (
 from gradsync.errors import ConfigurationError
 from gradsync.testing import run_ranks
 from tests.ranks import RankPool, Ranks, ThreadRanks
-from tests.wires import WIRES, WireRanks, ranks_of
+from tests.wires import FOUND_ON_GPU, WIRES, WireRanks, ranks_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,7 +46,7 @@ WIRED = [
 
 @pytest.fixture(
     scope="session",
-    params=[("threads", 1), ("threads", 3), ("processes", 2), ("processes", 4), *WIRED],
+    params=[("threads", 1), ("threads", 3), ("processes", 2), ("processes", 4), *WIRED, *FOUND_ON_GPU],
     ids=lambda kind_and_size: "{}-{}".format(*kind_and_size),
 )
 def ranks(request: pytest.FixtureRequest) -> Ranks:
@@ -75,8 +75,7 @@ def patterns(world_size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def introduce() -> dict[str, Any]:
     wire = choose_communicator()
-    cpu = torch.device("cpu")
-    memory = wire.allocate(5, torch.bfloat16, cpu)
+    memory = wire.allocate(5, torch.bfloat16, wire.device)
     return {
         "type": type(wire),
         "name": repr(wire),
@@ -84,7 +83,7 @@ def introduce() -> dict[str, Any]:
         "rank": wire.rank,
         "world size": wire.world_size,
         "device": wire.device,
-        "averages": wire.averages(cpu),
+        "averages": wire.averages(wire.device),
         "memory": memory,
         "handle": isinstance(wire.all_reduce(torch.zeros(1)), Handle),
     }
@@ -98,8 +97,9 @@ def test_it_says_who_it_is(ranks: Ranks) -> None:
         assert said["keeps the protocol"]
         assert said["handle"]
         assert (said["rank"], said["world size"]) == (rank, ranks.world_size)
-        assert said["device"] == torch.device("cpu")
-        assert said["averages"] is False
+        on_gpu = "nccl" in said["name"]
+        assert said["device"] == torch.device("cuda:0" if on_gpu else "cpu")
+        assert said["averages"] is on_gpu
         assert torch.equal(said["memory"], torch.zeros(5, dtype=torch.bfloat16))
         assert said["memory"].dtype == torch.bfloat16
 
@@ -108,7 +108,7 @@ def allocate_where_there_is_no_device() -> float:
     wire = choose_communicator()
     with pytest.raises((AssertionError, RuntimeError)):
         wire.allocate(5, torch.float32, torch.device("cuda", 99))
-    total = wire.allocate(1 << 17, torch.float32, torch.device("cpu")).add_(1.0)
+    total = wire.allocate(1 << 17, torch.float32, wire.device).add_(1.0)
     wire.all_reduce(total).wait()
     return float(total.max())
 

@@ -1078,7 +1078,7 @@ def join_training(
     return [values(wrapper), buffers(wrapper), losses]
 
 
-UNEVEN = {2: [[3, 1], [0, 2], [2, 0], [2, 2]], 4: [[1, 3, 0, 2], [5, 5, 5, 4]]}
+UNEVEN = {2: [[3, 1], [0, 2], [2, 0], [2, 2]], 3: [[3, 0, 1]], 4: [[1, 3, 0, 2], [5, 5, 5, 4]]}
 
 
 @pytest.mark.parametrize("by_world_size", [True, False], ids=["by-world-size", "by-active-ranks"])

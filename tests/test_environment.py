@@ -420,6 +420,7 @@ def meet_on_two_hosts(hosts: list[str]) -> tuple[int, int]:
     return world.local_process_index, world.environment.local_world_size
 
 
+@pytest.mark.cpu_ranks("has hosts for two and for four ranks")
 def test_local_ranks_are_those_on_the_same_host(process_ranks: RankPool) -> None:
     hosts = ["a", "b", "a", "a"][: process_ranks.world_size]
     expected = [(0, 1), (0, 1)] if process_ranks.world_size == 2 else [(0, 3), (0, 1), (1, 3), (2, 3)]
@@ -528,6 +529,7 @@ def enter_in_order(events: list[str], local_rank_of: list[int] | None) -> None:
         events.append("first" if leads else "other")
 
 
+@pytest.mark.cpu_ranks("its ranks share a list")
 def test_the_main_process_goes_first(thread_ranks: ThreadRanks) -> None:
     events: list[str] = []
     thread_ranks.run(enter_in_order, events, None)
@@ -565,6 +567,7 @@ def arrive_late(arrived: list[int]) -> int:
     return len(arrived)
 
 
+@pytest.mark.cpu_ranks("its ranks share a list")
 def test_waiting_for_everyone(thread_ranks: ThreadRanks) -> None:
     size = thread_ranks.world_size
     assert thread_ranks.run(arrive_late, []) == [size] * size

@@ -16,12 +16,12 @@ from gradsync.communicator import Handle, InProcessWorld, choose_communicator
 from gradsync.communicator.logs import LOGGER, VARIABLE, configure_logging
 from gradsync.errors import ConfigurationError
 from tests.ranks import Ranks, ThreadRanks, pool_of
-from tests.wires import SIZED, WireRanks, ranks_of
+from tests.wires import EVERYWHERE, WireRanks, ranks_of
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope="session", params=SIZED, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
+@pytest.fixture(scope="session", params=EVERYWHERE, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     return ranks_of(*request.param)
 

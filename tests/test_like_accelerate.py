@@ -202,6 +202,7 @@ def short_windows(**options: Any) -> None:
                 model.zero_grad()
 
 
+@pytest.mark.cpu_ranks("reads what its ranks log")
 def test_the_division_of_a_short_window_is_mentioned_once(
     thread_ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:

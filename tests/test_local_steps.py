@@ -159,6 +159,7 @@ def average_after_each_step(steps: int) -> Parameters:
 
 
 @pytest.mark.parametrize("outer", [None, functools.partial(torch.optim.SGD, lr=1.0)], ids=["none", "one whole step"])
+@pytest.mark.cpu_ranks("needs sums in the order of ranks")
 def test_after_every_step_it_is_the_mean_of_parameters_bit_for_bit(thread_ranks: ThreadRanks, outer: Any) -> None:
     """On a wire that adds up in the order of ranks, wherever numbers lie."""
     expected = thread_ranks.run(average_after_each_step, 5)

@@ -13,7 +13,7 @@ from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import ConfigurationError
 from tests.ranks import Ranks
 from tests.test_communicators import pattern, patterns
-from tests.wires import SIZED, ranks_of
+from tests.wires import EVERYWHERE, ranks_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,7 +26,7 @@ COUNTS = {
 }
 
 
-@pytest.fixture(scope="session", params=SIZED, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
+@pytest.fixture(scope="session", params=EVERYWHERE, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     return ranks_of(*request.param)
 
@@ -39,7 +39,7 @@ def gather_uneven(all_counts: list[tuple[int, ...]], dtype: torch.dtype) -> list
         tensor = pattern(wire.rank, counts[wire.rank], dtype)
         output = torch.zeros(sum(counts), dtype=dtype)
         if number % 2:
-            output = wire.allocate(sum(counts), dtype, torch.device("cpu"))
+            output = wire.allocate(sum(counts), dtype, wire.device)
             mine = output.split(counts)[wire.rank]
             tensor = mine.copy_(tensor)
         handles.append(wire.all_gather(output, tensor, counts))
@@ -65,7 +65,7 @@ def scatter_uneven(all_counts: list[tuple[int, ...] | None], op: str, dtype: tor
         sizes = counts or (7,) * wire.world_size
         tensor = pattern(wire.rank, sum(sizes), dtype)
         if number % 2:
-            tensor = wire.allocate(sum(sizes), dtype, torch.device("cpu")).copy_(tensor)
+            tensor = wire.allocate(sum(sizes), dtype, wire.device).copy_(tensor)
         output = torch.zeros(sizes[wire.rank], dtype=dtype)
         handles.append(wire.reduce_scatter(output, tensor, op, counts))  # type: ignore[arg-type]
         outputs.append(output)

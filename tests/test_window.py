@@ -525,6 +525,7 @@ def fail_in_last_micro_batch() -> str:
     return "nothing"
 
 
+@pytest.mark.cpu_ranks("on a GPU the others hear of it a window later: test_gpu.py")
 def test_an_exception_in_the_last_micro_batch_is_heard_by_all(process_ranks: RankPool) -> None:
     first, *others = process_ranks.run(fail_in_last_micro_batch)
     assert first == "RuntimeError: the data was bad"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from gradsync.communicator import (
@@ -21,7 +23,7 @@ from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.communicator.topology import HOST_VARIABLE
-from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
+from tests.ranks import PRETEND, RankPool, Ranks, ThreadRanks, nccl_pool_of, pool_of
 
 T = TypeVar("T")
 
@@ -68,6 +70,11 @@ SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("pro
 SIZED += [("peer-exchange", 1), ("peer-exchange", 3), ("small-parts", 2), ("round-robin", 2), ("round-robin", 3)]
 SIZED += [("shared-memory", 1), ("shared-memory", 2), ("shared-memory", 3), ("hosts-2+2", 4), ("hosts-3+1", 4)]
 
+# And where there is a GPU.
+FOUND_ON_GPU = [pytest.param(("nccl-slices", n), id=f"nccl-slices-{n}", marks=pytest.mark.gpu) for n in (2, 3)]
+FOUND_ON_GPU = FOUND_ON_GPU if PRETEND in os.environ or torch.cuda.device_count() else []
+EVERYWHERE = [*SIZED, *FOUND_ON_GPU]
+
 _made: dict[str, tuple[dist.ProcessGroup, Communicator]] = {}
 
 
@@ -110,6 +117,8 @@ class WireRanks:
 
 def ranks_of(kind: str, world_size: int) -> Ranks:
     """Threads, processes with their group, or processes to whom a wire of that name is the ambient one."""
+    if kind == "nccl-slices":
+        return nccl_pool_of(world_size, "slices")
     if kind == "threads":
         return ThreadRanks(world_size)
     return pool_of(world_size) if kind == "processes" else WireRanks(pool_of(world_size), kind)
