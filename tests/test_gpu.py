@@ -1,19 +1,23 @@
-"""The engine on a CUDA device. Skipped where there is none; run there with ``pytest tests/test_gpu.py``."""
+"""The engine on a CUDA device. Skipped where there is none; run there with ``pytest -m "gpu and not breadth"``.
 
-import os
+What holds on all kinds of ranks is in test_contract.py and others, whose tests run over NCCL ranks, too.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import gradsync
+from tests.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+two_or_three = pytest.mark.parametrize(
+    "nccl_ranks", [("slices", 2), ("slices", 3), ("mps", 2)], indirect=True, ids="nccl-{0[0]}-{0[1]}".format
+)
 
 
 def make_model() -> nn.Module:
@@ -159,29 +163,6 @@ def test_timeline_on_the_device(nccl: None) -> None:
     assert all(times.start is not None and times.finish is not None for times in step.buckets)
 
 
-def two_ranks(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.cuda.set_device(0)
-    wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
-    plain = make_model()
-    for step in range(5):
-        everything = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float64).cuda()
-        wrapped.zero_grad()
-        plain.zero_grad()
-        wrapped(everything[rank]).square().mean().backward()
-        plain(everything.flatten(0, 1)).square().mean().backward()
-        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-15)
-    dist.destroy_process_group()
-
-
-def test_two_ranks_share_a_device_over_gloo(tmp_path: object) -> None:
-    """Contract 1 with two ranks whose tensors are on one GPU."""
-    mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -192,11 +173,9 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError("on purpose")
 
 
-def fail_unseen(rank: int, folder: str) -> None:
+def fail_unseen() -> list[str]:
     """Rank 0's backward fails in windows 1 and 5. The host of rank 1 does not read ballots at once, but all of them."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.cuda.set_device(0)
+    rank = dist.get_rank()
     wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
     told = []
     order = wrapped.synchronizer.engine.arrangement.order
@@ -208,24 +187,21 @@ def fail_unseen(rank: int, folder: str) -> None:
             loss = (Fails.apply(output) if rank == 0 and window in (1, 5) else output).square().mean()
             loss.backward()
         except ZeroDivisionError:
-            told.append(f"{window} failed")
+            told.append("failed")
         except gradsync.PeerFailedError:
-            told.append(f"{window} told")
+            told.append("told")
         wrapped.zero_grad()
-    assert len(told) == 2, told
-    assert all(("failed" in line) == (rank == 0) for line in told), told
-    dist.destroy_process_group()
+    return told
 
 
-def test_every_ballot_on_a_device_is_read(tmp_path: object) -> None:
-    mp.spawn(fail_unseen, args=(str(tmp_path),), nprocs=2)
+@two_or_three
+def test_every_ballot_on_a_device_is_read(nccl_ranks: RankPool) -> None:
+    assert nccl_ranks.run(fail_unseen) == [["failed"] * 2] + [["told"] * 2] * (nccl_ranks.world_size - 1)
 
 
-def weigh(rank: int, folder: str) -> None:
-    """Rank 1 has no backward, in the first window of all and where the others begin to count later."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.cuda.set_device(0)
+def weigh() -> None:
+    """The last rank has no backward, in the first window of all and where the others begin to count later."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     for kinds in ("wpw", "pwp"):
         wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
         plain = make_model()
@@ -233,18 +209,19 @@ def weigh(rank: int, folder: str) -> None:
         for kind in kinds:
             x = torch.ones(4, 64, dtype=torch.float64, device="cuda")
             loss = wrapped(x).square().mean()
-            if rank == 0 and kind == "w":
+            if rank < world_size - 1 and kind == "w":
                 wrapped.backward(loss, weight=3)
-            elif rank == 0:
+            elif rank < world_size - 1:
                 loss.backward()
             optimizer.step()
             plain.zero_grad()
-            (plain(x).square().mean() / (1 if kind == "w" else 2)).backward()
+            share = 1 if kind == "w" else (world_size - 1) / world_size
+            (plain(x).square().mean() * share).backward()
             for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-15)
             optimizer.zero_grad()
-    dist.destroy_process_group()
 
 
-def test_a_rank_without_a_backward_follows_on_a_device(tmp_path: object) -> None:
-    mp.spawn(weigh, args=(str(tmp_path),), nprocs=2)
+@two_or_three
+def test_a_rank_without_a_backward_follows_on_a_device(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(weigh)

@@ -1,17 +1,16 @@
-"""Compression on a GPU: the bits of the host, alone over NCCL, and two ranks of one GPU over Gloo."""
+"""Compression on a GPU: the bits of the host, alone, and as NCCL ranks that share it."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import gradsync
 from gradsync.reduction import fused, reduction_by_name
 from gradsync.reduction.codings import Blocks, Noise, Rounded, Signs
+from tests.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,26 +90,23 @@ def train(name: str) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def compare(rank: int, world_size: int, backend: str, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def compare() -> None:
+    world_size = dist.get_world_size()
     exact = train("mean")
     for name in NAMES:
         ours = train(name)
         for mine, expected in zip(ours, exact, strict=True):
             assert mine.isfinite().all(), name
             assert (mine - expected).abs().max() < (1e-6 if world_size == 1 else 0.05), name
-            others = [torch.empty_like(mine).cpu() for _ in range(world_size)]
-            if backend == "gloo":
-                dist.all_gather(others, mine.cpu())
-                assert all(torch.equal(other, others[0]) for other in others), name
-    dist.destroy_process_group()
+            others = [torch.empty_like(mine) for _ in range(world_size)]
+            dist.all_gather(others, mine)
+            assert all(torch.equal(other, others[0]) for other in others), name
 
 
-def test_alone_nothing_is_lost(tmp_path: Any) -> None:
-    mp.spawn(compare, args=(1, "nccl", str(tmp_path)), nprocs=1)
+def test_alone_nothing_is_lost(nccl: None) -> None:
+    compare()
 
 
-def test_two_ranks_of_one_gpu(tmp_path: Any) -> None:
-    mp.spawn(compare, args=(2, "gloo", str(tmp_path)), nprocs=2)
+@pytest.mark.parametrize("nccl_ranks", [("slices", 2), ("mps", 2)], indirect=True, ids="nccl-{0[0]}-{0[1]}".format)
+def test_two_ranks_of_one_gpu(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(compare, timeout=120.0)

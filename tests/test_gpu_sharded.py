@@ -1,16 +1,15 @@
-"""The sharded optimizer on a GPU: alone over NCCL, and two ranks of one GPU over Gloo."""
+"""The sharded optimizer on a GPU: alone, and as NCCL ranks that share it."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from gradsync import DistributedDataParallel, ShardedOptimizer
 from gradsync.sharded.gather import AwaitedParameter
+from tests.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,27 +47,28 @@ def train(kind: str, dtype: torch.dtype, *, scaled: bool) -> tuple[list[torch.Te
     return [parameter.detach().double() for parameter in model.parameters()], awaited
 
 
-def compare(rank: int, world_size: int, backend: str, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def compare() -> None:
+    alone = dist.get_world_size() == 1
     for scaled in (False, True):
         theirs, _ = train("plain", torch.float64, scaled=scaled)
         ours, awaited = train("sharded", torch.float64, scaled=scaled)
         # Alone there is nobody to wait for.
-        assert (awaited > 0) == (world_size > 1)
+        assert (awaited == 0) == alone
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     narrow, _ = train("sharded", torch.bfloat16, scaled=False)
     torch.testing.assert_close(narrow, theirs, rtol=0.05, atol=0.05)
-    if rank == 0:
-        dist.broadcast(torch.cat([each.view(-1) for each in narrow]), 0)
-    else:
-        others = torch.empty(sum(each.numel() for each in narrow), dtype=torch.float64, device="cuda")
-        dist.broadcast(others, 0)
-        assert torch.equal(others, torch.cat([each.view(-1) for each in narrow]))
-    dist.destroy_process_group()
+    mine = torch.cat([each.view(-1) for each in narrow])
+    others = mine.clone()
+    dist.broadcast(others, 0)
+    assert torch.equal(others, mine)
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "nccl"), (2, "gloo")])
-def test_it_trains_to_the_parameters_of_a_plain_optimizer(tmp_path: object, world_size: int, backend: str) -> None:
-    mp.spawn(compare, args=(world_size, backend, str(tmp_path)), nprocs=world_size)
+def test_alone_it_trains_to_the_parameters_of_a_plain_optimizer(nccl: None) -> None:
+    compare()
+
+
+@pytest.mark.parametrize(
+    "nccl_ranks", [("slices", 2), ("slices", 3), ("mps", 2)], indirect=True, ids="nccl-{0[0]}-{0[1]}".format
+)
+def test_it_trains_to_the_parameters_of_a_plain_optimizer(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(compare, timeout=120.0)
