@@ -112,8 +112,11 @@ def run_over_nccl(function: Any, world_size: int, *args: Any, **kwargs: Any) -> 
 
 # Files and tests that are not for NCCL ranks, and why. Of a test its mark `cpu_ranks` may say so, too.
 CPU_WIRES = "about communicators of the CPU"
+COMPILED = "torch.compile traces the mode by which what a test makes is on the GPU"
 CPU_RANKS = {
     "test_awaited_parameters::test_nobody_goes_on_with_half_of_the_parameters": "the others hear that, and not why",
+    "test_data_parallel::test_a_compiled_model_trains_to_the_same_numbers": COMPILED,
+    "test_edge_cases::test_a_compiled_module_is_averaged_like_any_other": COMPILED,
     "test_cost_model": CPU_WIRES,
     "test_leisure": CPU_WIRES,
     "test_lost_wire": CPU_WIRES,

@@ -70,16 +70,20 @@ class _OnDevice(TorchFunctionMode):
 
 
 def pretend_device() -> None:
-    """Where there is no GPU: have the engine do what it does on one, and read what ranks say a window later."""
+    """Where there is no GPU, the engine does as on one: it reads what ranks say a window later, and records nothing
+    unasked."""
     # Imported late: the tests of the process ranks must not depend on the library under test.
     from gradsync.bucket import finite
     from gradsync.engine import pipeline
     from gradsync.window import weights
+    from gradsync.wrap import replica
 
     for module in (finite, pipeline, weights):
         vars(module)["reads_at_once"] = lambda device: False
     for module in (pipeline, weights):
         vars(module)["HostCopy"] = _Copy
+    choose = replica.choose_recorder
+    vars(replica)["choose_recorder"] = lambda observer, device: choose(observer, torch.device("cuda"))
 
 
 class _Copy:

@@ -675,8 +675,12 @@ def test_a_rank_outside_the_process_group_is_told_so(pair: RankPool) -> None:
     assert "rank 1" in pair.run(wrap_outside_the_group)[1]
 
 
+def device_here() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def train_over_a_mesh() -> list[torch.Tensor]:
-    wrapper = DistributedDataParallel(net(seed=rank_here()), device_mesh=init_device_mesh("cpu", (2,)))
+    wrapper = DistributedDataParallel(net(seed=rank_here()), device_mesh=init_device_mesh(device_here(), (2,)))
     return train(wrapper, range(3))
 
 
@@ -687,7 +691,7 @@ def test_a_device_mesh_of_one_dimension_is_a_group(pair: RankPool) -> None:
 
 
 def train_over_a_slice() -> tuple[str, list[torch.Tensor]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_here(), (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ConfigurationError) as refused:
         DistributedDataParallel(net(), device_mesh=mesh)
     wrapper = DistributedDataParallel(net(seed=dist.get_rank()), device_mesh=mesh["dp"])

@@ -341,7 +341,7 @@ def test_the_engine_can_be_taken_off_and_the_model_wrapped_again(pair: RankPool)
 
 
 def mesh_attribute() -> bool:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", (2,))
     wrapper = DistributedDataParallel(net(), device_mesh=mesh)
     assert not hasattr(DistributedDataParallel(net()), "device_mesh")  # as in torch
     return wrapper.device_mesh is mesh
