@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync.bench.blocks import blocks_of
 from gradsync.bench.measure import Rounds
 from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.memory import PeakMemory, used_bytes
-from gradsync.bench.peers import PEERS, FSDP2Replicate, Gradsync, blocks_of
+from gradsync.bench.peers import PEERS, FSDP2Replicate, Gradsync
 from gradsync.bench.record import EVERY, Cell, CellRecord, ResultFolder, Sample
 from gradsync.bench.scenarios.convergence import PERIODS, RATES, Convergence, variant_name
 from gradsync.bench.scenarios.peers import Peers

@@ -12,8 +12,9 @@ from gradsync.bench.scenarios.bucket_size import AUTO, BucketSize
 from gradsync.bench.scenarios.bucket_size import variant_name as size_name
 from gradsync.bench.scenarios.round_robin import RoundRobin
 from gradsync.bench.scenarios.scaling import HOST, Scaling
-from gradsync.bench.scenarios.wire import GLOO, Wire, calls_of, fit_line, places_of
-from gradsync.bench.scenarios.wire import variant_name as wire_name
+from gradsync.bench.scenarios.wire import Wire
+from gradsync.bench.scenarios.wire_times import GLOO, calls_of, fit_line, places_of
+from gradsync.bench.scenarios.wire_times import variant_name as wire_name
 
 SCENARIOS: list[Scenario] = [BucketSize(), Scaling(), RoundRobin(), Wire()]
 
@@ -55,9 +56,7 @@ def test_cells_can_be_stored(scenario: Scenario, quick: bool) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-@pytest.mark.parametrize(
-    "variant", ["no wrapper", "gradsync", "DDP tuned", AUTO, "1 Gloo group", wire_name(GLOO, 4096)]
-)
+@pytest.mark.parametrize("variant", ["no wrapper", "gradsync", "DDP tuned", AUTO, "1 group", wire_name(GLOO, 4096)])
 def test_what_is_missing_is_borne(scenario: Scenario, variant: str) -> None:
     """A run that was interrupted has shown one variant of one cell."""
     record = record_of(scenario.cells(quick=True)[0], {variant: 0.1})

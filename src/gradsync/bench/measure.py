@@ -2,8 +2,10 @@
 
 Every round runs each variant once, in an order that changes from round to round and is the same on all ranks. A step
 is timed between two points at which all ranks meet, on a group of its own: what the variants send is not in that
-group's way. The slowest rank's time counts. The bytes are those of the interface's counters between the two meetings;
-the second meeting itself is among them (some hundred bytes), and nothing is subtracted.
+group's way. It ends when the device is done with it. A cell may have blocks of several steps timed together, as on
+GPUs: nothing is waited for between steps of a block. The slowest rank's time counts. The bytes are those of the
+interface's counters between the two meetings; the second meeting itself is among them (some hundred bytes), and nothing
+is subtracted.
 """
 
 import json
@@ -16,16 +18,19 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from gradsync.bench.device import CPU, Device
 from gradsync.bench.record import LIMITS, Cell, RowFile, Sample
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Meter", "Parts", "Progress", "Rounds", "Steady", "Step"]
+__all__ = ["LateParts", "Meter", "Parts", "Progress", "Rounds", "Steady", "Step"]
 
 Parts = Mapping[str, float]
+# Tells the seconds of parts of a step, once the device is done with it.
+LateParts = Callable[[], Parts]
 # Runs one step, and may return the seconds of parts of it.
-Step = Callable[[], Parts | None]
+Step = Callable[[], Parts | LateParts | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +67,16 @@ class Rounds:
     """What a scenario measures with, inside every rank of a cell."""
 
     def __init__(
-        self, cell: Cell, rows: RowFile, *, progress: Progress | None = None, meter: Meter = lambda: 0
+        self,
+        cell: Cell,
+        rows: RowFile,
+        *,
+        progress: Progress | None = None,
+        meter: Meter = lambda: 0,
+        device: Device = CPU,
     ) -> None:
         self.cell = cell
+        self.device = device
         # A process may measure alone, without any group.
         self._control: Communicator = InProcessWorld(1).communicator(0)
         if dist.is_initialized():
@@ -107,6 +119,8 @@ class Rounds:
         """
         if not variants:
             raise ConfigurationError("the best of no variants was asked for; give at least one")
+        # A block has several steps.
+        warmup, rounds = (-(-count // self.cell.block) for count in (warmup, rounds))
         for _ in range(warmup):
             self._round(variants)
         seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -125,25 +139,32 @@ class Rounds:
         own = {name: self._time(variants[name]) for name in self._order.sample(list(variants), len(variants))}
         return self._share({name: own[name] for name in variants})
 
+    def mean(self, value: float) -> float:
+        """Of what the ranks have."""
+        return statistics.fmean(json.loads(each) for each in gather_bytes(self._control, json.dumps(value).encode()))
+
     def _time(self, step: Step) -> Sample:
-        self._meet()
+        self.device.finish()
+        self.meet()
         steady = step if isinstance(step, Steady) else None
         before = self._meter()
         if steady is not None:
             steady.step()
         began = time.perf_counter()
-        parts = step()
+        told = [step() for _ in range(self.cell.block)]
+        self.device.finish()
         seconds = time.perf_counter() - began
         if steady is not None:
             steady.flush()
         # A rank that is done first would otherwise miss what still passes through its interface.
-        self._meet()
-        times = 1 if steady is None else steady.times
+        self.meet()
+        times = self.cell.block * (1 if steady is None else steady.times)
         # Bytes of all steps: what the one before the clock left on the wire is among them.
-        steps = 1 if steady is None else steady.times + 1
-        return Sample(seconds=seconds / times, sent=(self._meter() - before) // steps, parts=parts or {})
+        steps = times if steady is None else times + 1
+        return Sample(seconds=seconds / times, sent=(self._meter() - before) // steps, parts=_mean_parts(told))
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Wait for all ranks, on a group that no variant uses."""
         if isinstance(self._control, ProcessGroupCommunicator):
             dist.barrier(group=self._control.group)
 
@@ -158,3 +179,9 @@ class Rounds:
             slowest = max(ranks, key=lambda timing: timing.seconds)
             everyone = {"ranks": [timing.seconds for timing in ranks], "sent": max(timing.sent for timing in ranks)}
             self._rows.write("sample", variant=name, round=number, **asdict(slowest) | everyone)
+
+
+def _mean_parts(told: Sequence[Parts | LateParts | None]) -> Parts:
+    """Over the steps of a block."""
+    known = [each() if callable(each) else each for each in told if each is not None]
+    return {name: statistics.fmean(each[name] for each in known) for name in (known[0] if known else {})}

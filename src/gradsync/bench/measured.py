@@ -9,17 +9,16 @@ from functools import partial
 
 import torch.distributed as dist
 
+from gradsync.bench.device import DEVICES
 from gradsync.bench.measure import Progress, Rounds
+from gradsync.bench.ranks import CellRanks
 from gradsync.bench.record import Cell, RowFile
 from gradsync.bench.scenario import Scenario
-from gradsync.lab import Lab, read_counters
-from gradsync.lab.lab import fork_ranks
+from gradsync.lab import read_counters
 
 __all__ = ["MeasuredScenario"]
 
 WIRE_TIMEOUT = timedelta(seconds=120)
-# A cell may take this many times as long as it should, and some more, before it counts as hung.
-PATIENCE, GRACE = 5, 120.0
 
 
 class MeasuredScenario(Scenario):
@@ -29,10 +28,11 @@ class MeasuredScenario(Scenario):
     def measure(self, rounds: Rounds) -> None:
         """What each rank of a cell does, on a process group that is there already."""
 
-    def drive(self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress) -> None:
+    def drive(self, cell: Cell, ranks: CellRanks, rows: RowFile, progress: Progress) -> None:
         """Fork the ranks of the cell, and have each of them measure."""
         rank = partial(self._live, cell, rows, progress)
-        fork_ranks(lab, rank, ranks_per_host=cell.ranks_per_host, timeout=cell.seconds * PATIENCE + GRACE)
+        times, more = DEVICES[cell.device].patience
+        ranks.fork(cell, rank, timeout=cell.seconds * times + more)
 
     def _live(self, cell: Cell, rows: RowFile, progress: Progress) -> None:
         """The life of a rank."""
@@ -40,7 +40,11 @@ class MeasuredScenario(Scenario):
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         interface = os.environ["GLOO_SOCKET_IFNAME"]
-        dist.init_process_group("gloo", timeout=WIRE_TIMEOUT)
-        rounds = Rounds(cell, rows, progress=progress, meter=lambda: read_counters(interface).sent)
+        device = DEVICES[cell.device]()
+        facts = device.open()
+        dist.init_process_group(device.backend, timeout=WIRE_TIMEOUT)
+        rounds = Rounds(cell, rows, progress=progress, meter=lambda: read_counters(interface).sent, device=device)
+        for name, value in facts.items():
+            rounds.fact(name, value)
         self.measure(rounds)
         dist.destroy_process_group()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsync.bench.blocks import blocks_of
 from gradsync.communicator import Communicator
 from gradsync.data_parallel import DistributedDataParallel
 from gradsync.engine.observer import Observer
@@ -54,7 +55,6 @@ __all__ = [
     "TorchDDP",
     "Wrapped",
     "ZeroRedundancy",
-    "blocks_of",
     "tuned_options",
 ]
 
@@ -213,7 +213,7 @@ class FSDP2(Peer):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(_device_of(model).type, (dist.get_world_size(),))
         for group in blocks_of(model):
             fully_shard(group, mesh=mesh, reshard_after_forward=False)
         sharded: Any = fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -271,7 +271,8 @@ class Accelerate(Peer):
         # Its counting of micro-batches is one for the whole process, so windows of other lengths need other processes.
         size = 25 if self.bucket_mb is None else self.bucket_mb
         options = accelerate.DistributedDataParallelKwargs(bucket_cap_mb=size)
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=window, kwargs_handlers=[options])
+        on_cpu = _device_of(model).type == "cpu"
+        accelerator = accelerate.Accelerator(cpu=on_cpu, gradient_accumulation_steps=window, kwargs_handlers=[options])
         wrapper, prepared = accelerator.prepare(model, optimizer(model.parameters()))
         return Wrapped(
             model=wrapper,
@@ -294,7 +295,7 @@ class Fabric(Peer):
         environments: Any = importlib.import_module("lightning_fabric.plugins.environments")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         fabric = lightning.Fabric(
-            accelerator="cpu",
+            accelerator=_device_of(model).type,
             strategy="ddp",
             devices=here,
             num_nodes=dist.get_world_size() // here,
@@ -328,7 +329,7 @@ class FSDP2Replicate(Peer):
         from torch.distributed._composable.replicate_with_fsdp import replicate
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+        mesh = init_device_mesh(_device_of(model).type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
         for group in blocks_of(model):
             replicate(group, mesh=mesh)
         replicated: Any = replicate(model, mesh=mesh)
@@ -342,6 +343,10 @@ class FSDP2Replicate(Peer):
                 replicated.set_requires_gradient_sync(True)
 
         return _summing(replicated, optimizer, window, no_sync=no_sync)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def tuned_options() -> dict[str, Any]:
@@ -358,29 +363,6 @@ def _summing(model: nn.Module, optimizer: MakeOptimizer, window: int, **others: 
         (loss / window).backward()
 
     return Wrapped(model=model, optimizer=optimizer(model.parameters()), backward=backward, **others)
-
-
-def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
-    """What FSDP2 synchronizes together: the modules of every block, a child of the model or of a container in it."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        blocks.extend([child] if _is_called(child) else child.children())
-    groups = [[module for module in _called_in(block) if _has_parameters(module)] for block in blocks]
-    return [group for group in groups if group]
-
-
-def _called_in(module: nn.Module) -> list[nn.Module]:
-    if _is_called(module):
-        return [module]
-    return [called for child in module.children() for called in _called_in(child)]
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 # By name, in the order in which tables show them.

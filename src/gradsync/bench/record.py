@@ -61,7 +61,8 @@ class Cell:
     """One run of ranks: where they run, how often, and what the scenario needs to know besides.
 
     Without ``hosts`` the ranks talk over loopback. ``seconds`` is about how long it takes, for the time left on the
-    screen. ``options`` hold only what JSON can.
+    screen. ``options`` hold only what JSON can. A sample is the mean of ``block`` steps in a row. ``sharing`` says how
+    ranks on the ``device`` "cuda" have their GPUs.
     """
 
     name: str
@@ -72,7 +73,15 @@ class Cell:
     rounds: int = 30
     seconds: float = 60.0
     emulated: bool = True
+    device: str = "cpu"
+    sharing: str = ""
+    block: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def transport(self) -> str:
+        """What carries gradients between the ranks, where gradsync does not choose by itself."""
+        return "Gloo" if self.device == "cpu" else "NCCL"
 
     @property
     def ranks_per_host(self) -> int:

@@ -28,6 +28,8 @@ class Section:
     title: str
     source: str
     question: str
+    # Where ranks had GPUs, and which.
+    places: list[str] = field(default_factory=list)
     reading: str = ""
     drawings: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
@@ -55,6 +57,7 @@ def _section(folder: ResultFolder, scenario: Scenario) -> Section:
     records = folder.records(scenario.name)
     section = Section(name=scenario.name, title=scenario.title, source=scenario.source, question=scenario.question)
     section.notes = [note for record in records if (note := _note(record))] or [] if records else ["Not run."]
+    section.places = list(dict.fromkeys(words for record in records if (words := _place(record))))
     section.failed = any(record.outcome == "failed" for record in records)
     usable = [record for record in records if record.samples]
     if usable:
@@ -80,6 +83,16 @@ def _present(section: Section, scenario: Scenario, records: Sequence[CellRecord]
         section.drawings.append(dataclasses.replace(picture, slug=slug, svg=part))
 
 
+def _place(record: CellRecord) -> str:
+    cell = record.cell
+    if not cell.sharing:
+        return ""
+    gpu = "".join(f", {record.facts[name]}" for name in ("gpu",) if name in record.facts)
+    return (
+        f"{cell.transport}: {cell.sharing if cell.sharing.startswith('one') else f'{cell.ranks} {cell.sharing}'}{gpu}"
+    )
+
+
 def _note(record: CellRecord) -> str:
     if record.outcome == "done":
         return ""
@@ -90,7 +103,7 @@ def _note(record: CellRecord) -> str:
 
 
 def _result(section: Section, records: Sequence[CellRecord]) -> dict[str, Any]:
-    told = {key: getattr(section, key) for key in ("title", "question", "source", "reading", "notes")}
+    told = {key: getattr(section, key) for key in ("title", "question", "source", "places", "reading", "notes")}
     tables = [dataclasses.asdict(table) for table in section.tables]
     return {"scenario": section.name, **told, "tables": tables, "cells": [_cell_result(record) for record in records]}
 

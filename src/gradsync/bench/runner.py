@@ -7,27 +7,25 @@ cell that fails leaves the others alone, and after Ctrl-C the report is made of 
 import dataclasses
 import importlib
 import json
+import math
 import time
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradsync.bench import measure, statistics
 from gradsync.bench.machine import commit, describe_machine, versions
+from gradsync.bench.placing import ON_CPU, Placement
+from gradsync.bench.ranks import ranks_of
 from gradsync.bench.record import DONE, INTERRUPTED, Cell, CellRecord, ResultFolder, RowFile
 from gradsync.bench.report import Section, build_report
 from gradsync.bench.scenario import Scenario
 from gradsync.bench.screen import Screen
 from gradsync.charts.canvas import require
 from gradsync.errors import ConfigurationError, GradsyncError
-from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.lab.system import check_fit
 
 __all__ = ["Outcome", "RunPlan", "missing_lab", "run"]
-
-# Named, so that what a killed run has left is found and removed by the next.
-LAB_NAME = "bench"
 
 
 def missing_lab() -> str:
@@ -45,6 +43,7 @@ class RunPlan:
 
     scenarios: Sequence[Scenario]
     out: Path
+    placement: Placement = ON_CPU
     quick: bool = False
     rounds: int | None = None
     # Of cells and of variants, by name; all where there are none. How long cells may take that mind it, together, and
@@ -55,6 +54,8 @@ class RunPlan:
     jobs: int = 1
     # ``out`` holds results, and what is among them is not measured again.
     resumes: bool = False
+    # Pictures and a page at the end.
+    reports: bool = True
     command: str = ""
     no_lab: str = field(default_factory=missing_lab)
 
@@ -69,13 +70,14 @@ class RunPlan:
             self.cells(scenario)
 
     def cells(self, scenario: Scenario) -> list[Cell]:
-        cells = list(scenario.cells(quick=self.quick))
+        cells = self.placement.cells(scenario, quick=self.quick)
         known = {cell.name for cell in cells}
         wanted = _whole_names(self.cases, known)
         unknown = [name for name in wanted if name not in known]
         if unknown:
             names = ", ".join(repr(cell.name) for cell in cells)
-            raise ConfigurationError(f"{scenario.name} has no case {unknown[0]!r}. It has: {names}")
+            why = self.placement.without(unknown[0])
+            raise ConfigurationError(f"{scenario.name} has no case {unknown[0]!r}{why}. It has: {names}")
         if wanted:
             cells = [cell for cell in cells if cell.name in wanted]
         cells = [dataclasses.replace(cell, options={**cell.options, **self._wishes(len(cells))}) for cell in cells]
@@ -99,24 +101,25 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a run."""
+    """What came of a run. Without a report it has no ``sections``."""
 
     folder: ResultFolder
     sections: Sequence[Section]
     interrupted: bool
-
-    @property
-    def failed(self) -> list[str]:
-        return [section.name for section in self.sections if section.failed]
+    failed: Sequence[str]
 
 
 def run(plan: RunPlan, screen: Screen) -> Outcome:
     """All cells of all scenarios, one after the other, then the report."""
-    # Nobody wants to hear after an hour that it cannot be shown.
-    require("jinja2", "matplotlib")
+    if plan.reports:
+        # Nobody wants to hear after an hour that it cannot be shown.
+        require("jinja2", "matplotlib")
     folder = _resumed(plan) if plan.resumes else ResultFolder.create(plan.out)
     if not plan.resumes:
         folder.write_config(_config(plan))
+    deadline = math.inf if plan.minutes is None else time.monotonic() + plan.minutes * 60
+    for note in plan.placement.notes:
+        screen.note(note)
     later = sum(plan.seconds(scenario) for scenario in plan.scenarios)
     interrupted = False
     try:
@@ -129,6 +132,8 @@ def run(plan: RunPlan, screen: Screen) -> Outcome:
                     later -= cell.seconds if runs else 0.0
                     if _is_measured(scenario, known):
                         screen.note(f"{cell.name} is measured already")
+                    elif time.monotonic() > deadline:
+                        screen.note(f"{cell.name} is left for --resume {plan.out}: the time of --minutes is over")
                     elif runs:
                         _begin(scenario, cell, rows, known)
                         _run_cell(scenario, cell, rows, screen, later)
@@ -138,7 +143,9 @@ def run(plan: RunPlan, screen: Screen) -> Outcome:
     except KeyboardInterrupt:
         interrupted = True
         screen.note("interrupted; the report shows what was measured until now")
-    return Outcome(folder=folder, sections=build_report(folder, plan.scenarios), interrupted=interrupted)
+    sections = build_report(folder, plan.scenarios) if plan.reports else []
+    failed = [section.name for section in sections if section.failed] or _failed(plan, folder)
+    return Outcome(folder=folder, sections=sections, interrupted=interrupted, failed=failed)
 
 
 def _resumed(plan: RunPlan) -> ResultFolder:
@@ -175,6 +182,11 @@ def _require_same(scenario: Scenario, cell: Cell, known: CellRecord | None, out:
         )
 
 
+def _failed(plan: RunPlan, folder: ResultFolder) -> list[str]:
+    records = {scenario.name: folder.records(scenario.name) for scenario in plan.scenarios}
+    return [name for name, found in records.items() if any(record.outcome == "failed" for record in found)]
+
+
 def _is_measured(scenario: Scenario, known: CellRecord | None) -> bool:
     """Cells are whole or not, unless a scenario adds to what is known."""
     return known is not None and known.outcome == DONE and not scenario.adds_rounds
@@ -199,6 +211,7 @@ def _config(plan: RunPlan) -> dict[str, object]:
         "scenarios": [scenario.name for scenario in plan.scenarios],
         "quick": plan.quick,
         "rounds": plan.rounds,
+        "device": plan.placement.device,
         "command": plan.command,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": commit(),
@@ -212,11 +225,9 @@ def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, lat
     progress = screen.cell(scenario, cell, later)
     # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
     importlib.import_module("torch._dynamo")
-    rate = None if cell.rate is None else Rate.parse(cell.rate)
-    hosts = nullcontext() if cell.hosts is None else Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))
     try:
-        with hosts as lab:
-            scenario.drive(cell, lab, rows, progress)
+        with ranks_of(cell) as ranks:
+            scenario.drive(cell, ranks, rows, progress)
     except KeyboardInterrupt:
         rows.write(INTERRUPTED)
         raise

@@ -16,7 +16,8 @@ runs inside every rank of a cell, on a process group that is there already::
             rounds.limits(compute="no wrapper", wire={"*": rounds.cell.wire_seconds(gradient_bytes)})
             rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
 
-One that starts processes of its own and watches them from outside writes ``drive`` itself.
+One that starts processes of its own and watches them from outside writes ``drive`` itself. One that can be measured
+over NCCL, too, has ``gpu_cells``, made with :func:`gpu_cell`, and takes its models and times from ``rounds.device``.
 
 ``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must bear that some variants are missing.
 By themselves they say one sentence a cell, hold its times against a ``baseline`` and draw one picture, a panel a cell.
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from gradsync.lab import Lab
+    from gradsync.bench.ranks import CellRanks
 
 __all__ = [
     "MISSING",
@@ -46,6 +47,7 @@ __all__ = [
     "Scenario",
     "Table",
     "colour_of",
+    "gpu_cell",
     "known",
     "spread",
     "times_of",
@@ -55,6 +57,10 @@ __all__ = [
 Key = TypeVar("Key")
 
 MISSING = "–"
+# Of cells over NCCL: steps of a block, blocks, and what ranks take to start. What is chosen before the first block, as
+# bucket sizes are, takes about as long as this many steps of all variants.
+GPU_BLOCK, GPU_WARMUP, GPU_ROUNDS = 3, 1, 8
+GPU_START_SECONDS, GPU_CHOOSING = 6.0, 15
 # A peer has the same colour in every picture, and gradsync is always the blue.
 COLOURS = {
     OURS: "blue",
@@ -112,9 +118,13 @@ class Scenario(ABC):
     @abstractmethod
     def cells(self, *, quick: bool) -> list[Cell]: ...
 
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        """Those over NCCL, for two ranks and more, wherever these find their GPUs; none, if it is for CPU ranks."""
+        return []
+
     @abstractmethod
-    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
-        """Run a cell, on the hosts of ``lab`` where it wants some, and write its samples."""
+    def drive(self, cell: Cell, ranks: "CellRanks", rows: RowFile, progress: Progress) -> None:
+        """Run a cell, where its ``ranks`` are, and write its samples."""
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         """The overview, and the times of every cell."""
@@ -151,6 +161,14 @@ class Scenario(ABC):
     def sentence(self, record: CellRecord) -> str:
         """What a cell says."""
         return ""
+
+
+def gpu_cell(name: str, *, quick: bool, step_seconds: float, ranks: int = 2, **others: Any) -> Cell:
+    """A cell over NCCL, in blocks of steps. ``step_seconds`` is about what one step of all its variants takes."""
+    rounds = GPU_ROUNDS if quick else 3 * GPU_ROUNDS
+    steps = (GPU_WARMUP + rounds) * GPU_BLOCK + GPU_CHOOSING
+    fixed: dict[str, Any] = {"device": "cuda", "warmup": GPU_WARMUP, "rounds": rounds, "block": GPU_BLOCK}
+    return Cell(name=name, ranks=ranks, seconds=GPU_START_SECONDS + steps * step_seconds, **fixed, **others)
 
 
 def colour_of(name: str) -> str:

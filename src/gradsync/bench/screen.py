@@ -70,6 +70,8 @@ class Screen:
         for section in sections:
             self.console.print()
             self.console.print(Text(section.title, style="bold"))
+            for place in section.places:
+                self.console.print(Text(place))
             for table in section.tables:
                 self._table(table.title, table.columns, table.rows)
             if section.reading:

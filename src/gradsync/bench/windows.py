@@ -4,14 +4,15 @@ Models are scaled down so that many rounds fit into minutes, and a default of 25
 all of a scaled one into one bucket. So torch's wrapper gets the best of some shares of the gradients, found by trying.
 """
 
-import time
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import StrEnum
 
 import torch
 
-from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.device import Device
+from gradsync.bench.measure import LateParts, Parts, Rounds, Step
 from gradsync.bench.peers import DDP, TUNED, Peer, Wrapped
 from gradsync.bench.workload import Workload
 from gradsync.bucket.tuner import TUNED_AFTER
@@ -105,28 +106,29 @@ def _accumulate(wrapped: Wrapped, forward: Forward, last: bool) -> None:
         (wrapped.framed_backward or wrapped.backward)(forward(wrapped.model))
 
 
-def timed_step(wrapped: Wrapped, forward: Forward, timeline: Timeline | None = None) -> Step:
+def timed_step(wrapped: Wrapped, forward: Forward, device: Device, timeline: Timeline | None = None) -> Step:
     """A step of one micro-batch that says how long its parts took.
 
-    ``timeline`` knows how much of backward was waiting for the wire; without it backward is one part.
+    ``timeline`` knows how much of backward was waiting for the wire, in the last step of a block; without it backward
+    is one part.
     """
 
-    def step() -> Parts:
-        began = time.perf_counter()
+    def step() -> LateParts:
+        marks = [device.mark()]
         loss = forward(wrapped.model)
-        forward_done = time.perf_counter()
+        marks.append(device.mark())
         wrapped.backward(loss)
-        backward_done = time.perf_counter()
+        marks.append(device.mark())
         optimizer_step(wrapped)
-        done = time.perf_counter()
-        last = None if timeline is None else timeline.last
-        waited = 0.0 if last is None else last.exposed
-        return {
-            "forward": forward_done - began,
-            "backward": backward_done - forward_done - waited,
-            "exposed": waited,
-            "optimizer": done - backward_done,
-        }
+        marks.append(device.mark())
+
+        def parts() -> Parts:
+            ahead, back, update = (device.seconds(*each) for each in itertools.pairwise(marks))
+            last = None if timeline is None else timeline.last
+            waited = 0.0 if last is None else last.exposed
+            return {"forward": ahead, "backward": back - waited, "exposed": waited, "optimizer": update}
+
+        return parts
 
     return step
 

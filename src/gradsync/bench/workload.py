@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,24 +11,39 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradsync.bench.device import CPU, Device
 from gradsync.bench.measure import Rounds
 from gradsync.bench.peers import ALONE, Peer, Wrapped
 from gradsync.bench.record import EVERY
-from gradsync.lab.emulated import EmulatedModel
-from gradsync.lab.profile import Profile, transformer
+from gradsync.lab.profile import Profile, bert_base, resnet50, transformer
 from gradsync.llm.model import Block, GPTConfig
 
-__all__ = ["FLOAT_BYTES", "EmulatedWorkload", "RealWorkload", "Workload"]
+__all__ = ["FLOAT_BYTES", "PROFILES", "EmulatedWorkload", "RealWorkload", "Workload", "paper_models"]
 
 FLOAT_BYTES = 4
 VOCABULARY, HEADS = 256, 8
+# The models of the DDP paper, by name.
+PROFILES = {"ResNet-50": resnet50, "BERT-base": bert_base}
 SEED = 0
+# Over sockets on one machine gradients take about as long as a backward of so many seconds' forward and backward.
+GPU_SECONDS = {"ResNet-50": 0.06, "BERT-base": 0.25}
+# BERT-base of a quick run is smaller, and faster as much.
+QUICK_SCALES = {"ResNet-50": 1.0, "BERT-base": 0.4}
+
+
+def paper_models(*, quick: bool) -> list[dict[str, Any]]:
+    """The models of the DDP paper as options of cells over NCCL, where communication takes half of a backward."""
+    scales = {model: QUICK_SCALES[model] if quick else 1.0 for model in PROFILES}
+    return [
+        {"model": model, "parameters": scale, "seconds": GPU_SECONDS[model] * scale} for model, scale in scales.items()
+    ]
 
 
 class Workload(ABC):
     """A model, and what is known of it before anything runs."""
 
     learning_rate: float
+    device: Device = CPU
     # A class of torch's.
     optimizer: str
 
@@ -51,7 +66,9 @@ class Workload(ABC):
         """The same weights for everyone."""
         torch.manual_seed(SEED)
         made = getattr(torch.optim, self.optimizer)
-        return peer.wrap(self.model(), partial(made, lr=self.learning_rate, foreach=True), window=window)
+        with self.device.torch_device:
+            model = self.model()
+        return peer.wrap(model, partial(made, lr=self.learning_rate, foreach=True), window=window)
 
     def note(self, rounds: Rounds, *, senders: int | None = None) -> None:
         """Its size, and what bounds a step that synchronizes it once, among so many ``senders`` or all ranks."""
@@ -65,7 +82,18 @@ class EmulatedWorkload(Workload):
 
     profile: Profile
     optimizer: str = "SGD"
+    device: Device = CPU
     learning_rate = 1e-4
+
+    @classmethod
+    def of(cls, rounds: Rounds, **others: Any) -> "EmulatedWorkload":
+        """What the options of the cell, and ``others``, say: a ``model`` of the DDP paper, with so many times its
+        ``parameters``, or a transformer."""
+        said = {**rounds.cell.options, **others}
+        whole = PROFILES.get(said.get("model", ""))
+        if whole is None:
+            return replace(cls.transformer(said), device=rounds.device)
+        return cls(profile=whole(seconds=said["seconds"]).scaled(parameters=said["parameters"]), device=rounds.device)
 
     @classmethod
     def transformer(cls, options: Mapping[str, Any], **others: Any) -> "EmulatedWorkload":
@@ -78,12 +106,16 @@ class EmulatedWorkload(Workload):
         return self.profile.parameters
 
     def model(self) -> nn.Module:
-        return EmulatedModel(self.profile)
+        return self.device.emulated(self.profile)
 
     def forward(self, model: nn.Module) -> Tensor:
         """The gradients of rank r are r + 1 times those of rank 0, so that a mean differs from each of them."""
-        loss: Tensor = model(torch.tensor(float(dist.get_rank() + 1)))
+        loss: Tensor = model(self._input)
         return loss
+
+    @cached_property
+    def _input(self) -> Tensor:
+        return torch.tensor(float(dist.get_rank() + 1), device=self.device.torch_device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +132,7 @@ class RealWorkload(Workload):
     batch: int
     length: int
     optimizer: str = "SGD"
+    device: Device = CPU
     learning_rate = 1e-3
 
     @cached_property
@@ -116,6 +149,7 @@ class RealWorkload(Workload):
     def _tokens(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(SEED + dist.get_rank())
         tokens = torch.randint(VOCABULARY, (self.batch, self.length + 1), generator=generator)
+        tokens = tokens.to(self.device.torch_device)
         return tokens[:, :-1], tokens[:, 1:]
 
     def model(self) -> nn.Module:

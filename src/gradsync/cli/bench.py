@@ -26,6 +26,9 @@ def bench(
         typer.Argument(metavar="SCENARIO", help="Its name; 'all'; or 'report', to draw a folder again."),
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="With 'report': the folder of results.")] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu; or cuda: NCCL ranks, one per GPU if there are enough, else all on one GPU.")
+    ] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cells and rounds: minutes instead of hours.")] = False,
     out: Annotated[Path | None, typer.Option(help="New folder for the results; bench-results/TIME without it.")] = None,
     resume: Annotated[
@@ -36,19 +39,26 @@ def bench(
     ] = None,
     cases: Annotated[str | None, typer.Option(help="Only these cells, by name, with commas between them.")] = None,
     peers: Annotated[str | None, typer.Option(help="Of 'faults': only these peers, with commas between them.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Of 'faults': begin nothing more after so long.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no cell after so long, and no trial of 'faults'.")
+    ] = None,
     jobs: Annotated[
         int, typer.Option(help="Of 'faults': so many trials at once, each of three ranks. Two cores for each are good.")
     ] = 1,
+    report: Annotated[
+        bool, typer.Option(help="Draw pictures and a page at the end; else 'bench report' does, here or elsewhere.")
+    ] = True,
     listing: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
 ) -> None:
     """Measure what synchronization costs, beside torch's DDP, Accelerate and others.
 
     Results go to a folder: raw lines, tables, pictures, and report.html with all of it. Scenarios with hosts need root
-    (gradsync lab makes them); without it they are skipped, and the report says so.
+    (gradsync lab makes them); without it they are skipped, and the report says so. With --device cuda the ranks talk
+    through NCCL: one per GPU, or several on one GPU, under MPS where it can be used.
     """
     # Pictures and pages are not needed by the other commands, so their packages are imported here.
     try:
+        from gradsync.bench.placing import find_placement
         from gradsync.bench.runner import RunPlan
         from gradsync.bench.scenarios import SCENARIOS, find_scenarios
         from gradsync.bench.screen import Screen
@@ -68,8 +78,11 @@ def bench(
             raise ConfigurationError(f"expected one scenario, or 'all', but {folder} follows. For a folder say --out")
         if resume is not None and out is not None:
             raise ConfigurationError("expected --out for a new folder, or --resume for one with results, got both")
+        asked, placement = find_scenarios(scenario), find_placement(device)
         plan = RunPlan(
-            scenarios=find_scenarios(scenario),
+            scenarios=placement.scenarios(asked, all_of_them=scenario == ALL),
+            placement=placement,
+            reports=report,
             out=resume or out or Path("bench-results") / time.strftime("%Y%m%d-%H%M%S"),
             resumes=resume is not None,
             quick=quick,
@@ -106,7 +119,10 @@ def _run(plan: "RunPlan", screen: "Screen") -> None:
 
     outcome = run(plan, screen)
     screen.results(outcome.sections)
-    print(f"\nreport: {outcome.folder.path / PAGE}")
+    path = outcome.folder.path
+    print(
+        f"\nreport: {path / PAGE}" if plan.reports else f"\nresults: {path} (gradsync bench report {path} shows them)"
+    )
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
     if outcome.failed:

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from gradsync.lab.profile import Layer, Profile
 
-__all__ = ["EmulatedModel"]
+__all__ = ["EmulatedModel", "put_at"]
 
 # Shorter sleeps are saved up: each takes some 0.1 ms longer than asked for.
 GRAIN_SECONDS = 0.001
@@ -48,7 +48,7 @@ class EmulatedModel(nn.Module):
         for layer in self.profile.layers:
             factors = tuple(self._factors[f"{layer.name}.{name}"] for name in layer.shapes)
             self._steps.append(_EmulatedLayer(layer, self._clock, factors))
-            _place(self, layer.name, self._steps[-1])
+            put_at(self, layer.name, self._steps[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The mean of ``inputs``, after the time of a forward. It requires gradients, as a loss does."""
@@ -153,7 +153,7 @@ class _Sleep(torch.autograd.Function):
         return None, None, gradient, *gradients
 
 
-def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+def put_at(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register ``module`` under a dotted name, with plain modules on the way."""
     *parents, name = path.split(".")
     for parent in parents:

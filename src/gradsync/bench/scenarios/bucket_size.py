@@ -1,7 +1,8 @@
 """The DDP paper's bucket sizes: how long a step takes with larger and smaller buckets, and where ``"auto"`` lands.
 
 Gradients and computation are scaled to each link: the wire takes about as long as the computation. Sizes are shares of
-all gradients, since a good size grows with the link. gradsync's own choice is measured after its tuner has finished.
+all gradients, since a good size grows with the link; over NCCL they are those of the paper. gradsync's own choice is
+measured after its tuner has finished.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Table, colour_of, known, times_of
+from gradsync.bench.scenario import MISSING, Table, colour_of, gpu_cell, known, times_of
 from gradsync.bench.windows import MIB, Pattern, plain_step, window_step
-from gradsync.bench.workload import FLOAT_BYTES, EmulatedWorkload
+from gradsync.bench.workload import FLOAT_BYTES, EmulatedWorkload, paper_models
 from gradsync.bucket.tuner import TUNED_AFTER
 from gradsync.charts.canvas import colour, limit_line
 from gradsync.charts.kinds import draw_curves
@@ -31,6 +32,9 @@ AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
 SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
 WIRE_SECONDS = 0.035
 LAYERS = 6
+# Of the paper, in MiB, as far as the models reach.
+GPU_SIZES = {"ResNet-50": (5, 10, 25, 50), "BERT-base": (10, 25, 50, 100)}
+MORE_GPU_SIZES = {"ResNet-50": (1, 2, 5, 10, 25, 50, 100), "BERT-base": (5, 10, 25, 50, 100, 200, 420)}
 # Beyond the last meeting of the tuner, at which buckets are made anew.
 TUNING_WINDOWS = max(TUNED_AFTER) + 4
 
@@ -44,7 +48,10 @@ class BucketSize(MeasuredScenario):
 
     name = "bucket-size"
     title = "Bucket size: the best one, and the one that gradsync finds by itself"
-    source = "After Li et al., PyTorch Distributed, VLDB 2020 (ResNet-50 and BERT, buckets of 0 to 100 MB)."
+    source = (
+        "After Li et al., PyTorch Distributed, VLDB 2020 (buckets of 0 to 200 MB; best: about 5 MB over Gloo; over "
+        "NCCL 10 to 25 MB for ResNet-50, about 50 MB for BERT)."
+    )
     question = "How large should buckets be on this link, and is the automatic choice good enough?"
     baseline = AUTO
     slug, ylabel, height, shared = "sizes", "ms a step (median, p5–p95)", 4.4, False
@@ -68,11 +75,22 @@ class BucketSize(MeasuredScenario):
             for rate, words in RATES.items()
         ]
 
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        cells = []
+        for options in paper_models(quick=quick):
+            model = options["model"]
+            sizes = GPU_SIZES[model] if quick else MORE_GPU_SIZES[model]
+            seconds = (2 * len(sizes) + 2) * 1.2 * options["seconds"]
+            options = {**options, "sizes": list(sizes)}
+            cells.append(gpu_cell(f"{model}, 2 ranks, NCCL", quick=quick, step_seconds=seconds, options=options))
+        return cells
+
     def measure(self, rounds: Rounds) -> None:
-        workload = EmulatedWorkload.transformer(rounds.cell.options, layers=LAYERS)
+        workload, options = EmulatedWorkload.of(rounds, layers=LAYERS), rounds.cell.options
         workload.note(rounds)
         # Fixed sizes have a little room for the alignment and the tail of a bucket.
-        sizes = [workload.nbytes * 1.02 / share / MIB for share in rounds.cell.options["shares"]]
+        shares = [workload.nbytes * 1.02 / share / MIB for share in options.get("shares", [])]
+        sizes: list[float] = options.get("sizes", shares)
         rounds.fact("sizes in MiB", sizes)
         auto = workload.wrap(Gradsync(name=AUTO))
         automatic = window_step(auto, workload.forward, count=1, pattern=Pattern.EVERY)

@@ -31,6 +31,7 @@ from gradsync.errors import ConfigurationError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from gradsync.bench.ranks import CellRanks
     from gradsync.lab import Lab
 
 __all__ = ["Faults", "Planned", "outcomes"]
@@ -69,7 +70,8 @@ class Faults(Scenario):
             for name in (QUICK if quick else CASES)
         ]
 
-    def drive(self, cell: Cell, lab: "Lab | None", rows: RowFile, progress: Progress) -> None:
+    def drive(self, cell: Cell, ranks: "CellRanks", rows: RowFile, progress: Progress) -> None:
+        lab = ranks.lab
         wanted = cell.options.get("peers", list(PEERS))
         unknown = [name for name in wanted if name not in PEERS]
         if unknown:

@@ -3,56 +3,50 @@
 Between hosts the computation is emulated, so that ranks do not fight over this machine's cores; on one host two real
 transformers are trained as well, one that mostly communicates and one that mostly computes.
 
-Memory is measured in cells of its own, one a peer: in ranks that have nothing else. Each first wraps and steps a tiny
-model, so that imports and first uses are not counted, then watches its proportional set size while it wraps and steps
-the real one (see :mod:`gradsync.bench.memory`).
+Memory is measured in cells of its own (see :mod:`gradsync.bench.scenarios.peer_memory`).
 
 Where gradsync is behind a peer, the words say so: in time if the whole interval of the ratio lies above 1, in bytes,
 which hardly vary, if it sends 2 % more, in memory if it needs 2 % more in its best run than the peer in its worst.
 """
 
-import gc
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from gradsync.bench.measure import Parts, Rounds, Step
+from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.measured import MeasuredScenario
-from gradsync.bench.memory import PeakMemory, memory_unreadable
-from gradsync.bench.peers import ALONE, OURS, PEERS, TUNED, Peer
+from gradsync.bench.peers import ALONE, OURS, PEERS, TUNED
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Table, colour_of, known, timing_table
+from gradsync.bench.scenario import MISSING, Picture, Table, colour_of, gpu_cell, known, timing_table
+from gradsync.bench.scenarios.peer_memory import (
+    MEMORY,
+    SAME,
+    SHOWN,
+    STOCK,
+    WHOLE,
+    Memory,
+    gpu_memory_cell,
+    heavier,
+    measure_memory,
+    memory_cell,
+    memory_table,
+)
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import plain_step, settle, tuned_ddp
-from gradsync.bench.workload import EmulatedWorkload, RealWorkload, Workload
+from gradsync.bench.workload import EmulatedWorkload, RealWorkload, Workload, paper_models
 from gradsync.charts.canvas import canvas, colour, limit_line
 from gradsync.charts.kinds import draw_rows
-from gradsync.charts.words import count
 
 __all__ = ["Peers"]
 
-STOCK = "DDP stock"
-# From the top down.
-SHOWN = (OURS, TUNED, STOCK, "Accelerate", "Lightning Fabric", "FSDP2 replicate", "naive")
-# A cell with this option measures memory; its samples have this part.
-MEMORY, PEAK = "memory", "peak bytes"
-# Of those that measure memory.
-LAST_STEPS = 3
-# Bytes and memory within this share of each other are the same.
-SAME = 0.02
 # Rounds of a cell whose times spread, against those of the others.
 MORE = 1.5
 # Model and computation of the emulated cells; what is sent takes about as long as what is computed.
 SMALL = {"layers": 2, "seconds": 0.02}
 SLOW_PARAMETERS, FAST_PARAMETERS = 300_000, 750_000
-WHOLE: dict[str, Any] = {"layers": 8, "width": 512, "batch": 1, "length": 8}
-TINY = RealWorkload(layers=1, width=16, batch=1, length=4)
-# Wrappers make their buckets anew in the first steps.
-MEMORY_STEPS = 7
+# Computed for real, on a GPU: with the smaller batch it mostly communicates.
+GPU_WHOLE: dict[str, Any] = {"layers": 8, "width": 512, "batch": 8, "length": 256}
 # Allocators keep more or less of what is freed, so one run says little about a few percent.
 MEMORY_RUNS = 5
 
@@ -67,21 +61,30 @@ class Peers(MeasuredScenario):
 
     def cells(self, *, quick: bool) -> list[Cell]:
         cells = _emulated(quick=quick) + _real(quick=quick)
-        memory = [_memory_cell(name, repeat) for repeat in range(1 if quick else MEMORY_RUNS) for name in PEERS]
+        memory = [memory_cell(name, repeat) for repeat in range(1 if quick else MEMORY_RUNS) for name in PEERS]
         return cells + memory
 
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        (emulated, *_) = paper_models(quick=quick)
+        cells = [gpu_cell("ResNet-50, 2 ranks, NCCL", quick=quick, step_seconds=0.6, options=emulated)]
+        for batch, seconds in ((8, 0.3), (32, 0.4)):
+            options = {**GPU_WHOLE, "batch": batch}
+            name = f"{RealWorkload(**options).parameters / 1e6:.0f}M parameters, batch {batch}, 2 ranks, NCCL"
+            cells.append(gpu_cell(name, quick=quick, step_seconds=seconds, emulated=False, options=options))
+        return [*cells, gpu_memory_cell(**GPU_WHOLE)]
+
     def measure(self, rounds: Rounds) -> None:
-        options = dict(rounds.cell.options)
+        options = rounds.cell.options
         if MEMORY in options:
-            _measure_memory(rounds, PEERS[options.pop(MEMORY)], RealWorkload(**options))
+            measure_memory(rounds)
         elif rounds.cell.emulated:
-            _measure_time(rounds, EmulatedWorkload.transformer(options))
+            _measure_time(rounds, EmulatedWorkload.of(rounds))
         else:
-            _measure_time(rounds, RealWorkload(**options))
+            _measure_time(rounds, RealWorkload(**options, device=rounds.device))
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         memory = Memory(records)
-        return [_table(record) for record in _timed(records)] + ([_memory_table(memory)] if memory.peak else [])
+        return [_table(record) for record in _timed(records)] + ([memory_table(memory)] if memory.peak else [])
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         timed, memory = _timed(records), Memory(records)
@@ -95,23 +98,12 @@ class Peers(MeasuredScenario):
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         sentences = [sentence for record in _timed(records) if (sentence := _lead(record))]
-        behind = [words for record in _timed(records) for words in _behind(record)] + _heavier(Memory(records))
+        behind = [words for record in _timed(records) for words in _behind(record)] + heavier(Memory(records))
         if behind:
             sentences.append(f"gradsync is behind in: {'; '.join(behind)}.")
         elif sentences:
             sentences.append("No peer is ahead of gradsync in time, bytes or memory by more than the noise.")
         return " ".join(sentences) or "There is nothing to compare yet."
-
-
-def _memory_cell(name: str, repeat: int) -> Cell:
-    return Cell(
-        name=f"memory, {name}" + (f", run {repeat + 1}" if repeat else ""),
-        warmup=0,
-        rounds=MEMORY_STEPS,
-        seconds=3.0,
-        emulated=False,
-        options={MEMORY: name, **WHOLE},
-    )
 
 
 def _emulated(*, quick: bool) -> list[Cell]:
@@ -161,49 +153,7 @@ def _measure_time(rounds: Rounds, workload: Workload) -> None:
     rounds.run(variants)
 
 
-def _measure_memory(rounds: Rounds, peer: Peer, workload: RealWorkload) -> None:
-    reason = peer.absent() or memory_unreadable()
-    if reason is not None:
-        rounds.absent(peer.name, reason)
-        return
-    rounds.fact("gradient bytes", workload.nbytes)
-    plain_step(TINY, peer)()
-    gc.collect()
-    dist.barrier()
-    with PeakMemory() as memory:
-        train = plain_step(workload, peer)
-
-        def step() -> Parts:
-            train()
-            total = torch.tensor(float(memory.take()), dtype=torch.float64)
-            dist.all_reduce(total)
-            return {PEAK: float(total) / rounds.world_size}
-
-        rounds.run({peer.name: step})
-
-
 # -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-class Memory:
-    """Bytes of a rank, run by run, by variant: the most in any step, and what the last steps need."""
-
-    def __init__(self, records: Sequence[CellRecord]) -> None:
-        self.peak: dict[str, list[float]] = {}
-        self.settled: dict[str, list[float]] = {}
-        self.absent: dict[str, str] = {}
-        self.gradients = 0.0
-        for record in records:
-            if MEMORY in record.cell.options:
-                self._add(record)
-
-    def _add(self, record: CellRecord) -> None:
-        self.absent |= record.absent
-        self.gradients = max(self.gradients, float(record.facts.get("gradient bytes", 0)))
-        for variant, samples in record.samples.items():
-            steps = [samples[number].parts[PEAK] for number in sorted(samples)]
-            self.peak.setdefault(variant, []).append(max(steps))
-            self.settled.setdefault(variant, []).append(statistics.median(steps[-LAST_STEPS:]))
 
 
 def _timed(records: Sequence[CellRecord]) -> list[CellRecord]:
@@ -257,17 +207,6 @@ def _behind(record: CellRecord) -> list[str]:
     return words
 
 
-def _heavier(memory: Memory) -> list[str]:
-    """The peers whose worst run needs less than the best of gradsync."""
-    words = []
-    for when, runs in (("peak", memory.peak), ("settled", memory.settled)):
-        for name in SHOWN:
-            if OURS in runs and name in runs and min(runs[OURS]) > (1 + SAME) * max(runs[name]):
-                more = statistics.median(runs[OURS]) / statistics.median(runs[name])
-                words.append(f"{when} memory, {more:.2f} of {name} ({count(len(runs[name]), 'run')})")
-    return words
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -289,34 +228,6 @@ def _bucket_note(record: CellRecord) -> str:
     small = record.facts.get("gradient bytes", 0) < 25 * 2**20
     whole = " DDP stock, Accelerate and Lightning Fabric have buckets of 25 MiB, which hold this model whole."
     return f"Buckets of DDP tuned, in MiB: {tuned}.{whole if small else ''}"
-
-
-def _memory_table(memory: Memory) -> Table:
-    rows = []
-    for name, peaks in memory.peak.items():
-        settled, more = memory.settled[name], MISSING
-        if ALONE in memory.settled and memory.gradients:
-            above = statistics.median(settled) - statistics.median(memory.settled[ALONE])
-            more = f"{above / memory.gradients:+.2f}"
-        rows.append([name, _megabytes(peaks), _megabytes(settled), more])
-    rows += [[name, reason, MISSING, MISSING] for name, reason in memory.absent.items()]
-    most = max(map(len, memory.peak.values()))
-    spread = "median, lowest and highest" if most > 1 else "so its noise is not known"
-    return Table(
-        title=f"Memory of a rank, 1 host, 2 ranks, {memory.gradients / 1e6:.0f} MB of gradients",
-        columns=["variant", "peak MB", "settled MB", "settled above no wrapper, in sizes of the gradients"],
-        rows=rows,
-        note=(
-            "Model, gradients, activations and everything the wrapper adds, in processes of its own; memory that ranks "
-            "share is counted once, half for each. The peak includes wrapping and the first steps, in which buckets "
-            f"are made anew; settled is what the last steps need. {count(most, 'run')} a peer: {spread}."
-        ),
-    )
-
-
-def _megabytes(runs: Sequence[float]) -> str:
-    middle = f"{statistics.median(runs) / 1e6:.0f}"
-    return middle if len(runs) == 1 else f"{middle} ({min(runs) / 1e6:.0f}–{max(runs) / 1e6:.0f})"
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

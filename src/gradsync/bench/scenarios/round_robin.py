@@ -13,10 +13,10 @@ from gradsync.bench.measure import Rounds
 from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, Gradsync, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, known, times_of
+from gradsync.bench.scenario import Picture, gpu_cell, known, times_of
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import MIB, plain_step
-from gradsync.bench.workload import EmulatedWorkload
+from gradsync.bench.workload import EmulatedWorkload, paper_models
 from gradsync.charts.canvas import canvas, colour, legend
 from gradsync.charts.kinds import draw_bars
 from gradsync.communicator.round_robin import RoundRobinCommunicator
@@ -30,12 +30,14 @@ MODELS = {
     "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4, "times": 1},
 }
 RATES = {"many small buckets": None, "few large buckets": "400mbit"}
+# Over NCCL, of ResNet-50 and BERT-base.
+GPU_BUCKETS = (4, 8)
 # How many groups, in blues from light to dark: they are all gradsync.
 SHADES = {1: "light-blue", 3: "mid-blue", 5: "blue"}
 
 
 def variant_name(groups: int) -> str:
-    return f"{groups} Gloo group{'s' if groups > 1 else ''}"
+    return f"{groups} group{'s' if groups > 1 else ''}"
 
 
 class RoundRobin(MeasuredScenario):
@@ -65,8 +67,19 @@ class RoundRobin(MeasuredScenario):
             )
         return cells
 
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        return [
+            gpu_cell(
+                f"{options['model']}, 2 ranks, NCCL",
+                quick=quick,
+                step_seconds=7 * options["seconds"],
+                options={**options, "buckets": buckets},
+            )
+            for options, buckets in zip(paper_models(quick=quick), GPU_BUCKETS, strict=True)
+        ]
+
     def measure(self, rounds: Rounds) -> None:
-        workload = EmulatedWorkload.transformer(rounds.cell.options)
+        workload = EmulatedWorkload.of(rounds)
         workload.note(rounds)
         size = workload.nbytes / rounds.cell.options["buckets"] / MIB
         rounds.fact("bucket MiB", size)
@@ -82,7 +95,7 @@ class RoundRobin(MeasuredScenario):
     def note(self, record: CellRecord) -> str:
         size = record.facts.get("bucket MiB")
         same = f"all but {ALONE} are gradsync, with the same buckets."
-        return "" if size is None else f"Buckets of {size:.2f} MiB; {same}"
+        return "" if size is None else f"{record.cell.transport}, buckets of {size:.2f} MiB; {same}"
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         title, cells = _message(records), [record.cell.name for record in records]

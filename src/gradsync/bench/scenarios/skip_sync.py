@@ -9,7 +9,7 @@ from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import Picture, known, times_of
+from gradsync.bench.scenario import Picture, gpu_cell, known, times_of
 from gradsync.bench.statistics import percent
 from gradsync.bench.windows import Pattern, plain_step, repeated, settle, tuned_ddp, window_step
 from gradsync.bench.workload import EmulatedWorkload
@@ -43,8 +43,16 @@ class SkipSync(MeasuredScenario):
         name = "2 hosts, 400 Mbit/s"
         return [Cell(name=name, hosts=2, rate="400mbit", rounds=rounds, seconds=seconds, options=options)]
 
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        options = {"parameters": 5_000_000, "layers": 3, "seconds": 0.01}
+        counts = (2,) if quick else (2, 4)
+        return [
+            gpu_cell(f"{ranks} ranks, NCCL", quick=quick, ranks=ranks, step_seconds=0.9, options=options)
+            for ranks in counts
+        ]
+
     def measure(self, rounds: Rounds) -> None:
-        workload = EmulatedWorkload.transformer(rounds.cell.options)
+        workload = EmulatedWorkload.of(rounds)
         rounds.fact("gradient bytes", workload.nbytes)
         variants: dict[str, Step] = {ALONE: repeated(plain_step(workload, NoWrapper()), ITERATIONS)}
         wire: dict[str, float] = {}

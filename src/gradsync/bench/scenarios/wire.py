@@ -6,17 +6,37 @@ among the wires: its ranks must be started by mpirun.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from gradsync.bench.device import Device
 from gradsync.bench.measure import Rounds, Step
 from gradsync.bench.measured import MeasuredScenario
 from gradsync.bench.record import Cell, CellRecord
-from gradsync.bench.scenario import MISSING, Picture, Table, known
-from gradsync.bench.statistics import percent, ring_bytes
+from gradsync.bench.scenario import MISSING, Picture, Table, gpu_cell, known
+from gradsync.bench.scenarios.wire_times import (
+    COLOURS,
+    COPY,
+    EXCHANGE,
+    GLOO,
+    GROUPS,
+    HALVES,
+    LAYERS,
+    NCCL,
+    NCCL_HALVES,
+    SHARED,
+    TURNS,
+    WIRES,
+    PlaceTimes,
+    calls_of,
+    fit_line,
+    places_of,
+    variant_name,
+)
+from gradsync.bench.statistics import percent
 from gradsync.bench.windows import MIB, repeated
 from gradsync.charts.canvas import canvas, colour, legend, limit_line
 from gradsync.charts.kinds import Series, draw_curves
@@ -29,20 +49,8 @@ from gradsync.communicator.round_robin import RoundRobinCommunicator
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["GLOO", "Wire", "calls_of", "fit_line", "places_of", "variant_name"]
+__all__ = ["Wire"]
 
-GLOO, EXCHANGE, HALVES = "Gloo group", "peer exchange", "peer exchange RS+AG"
-SHARED, TURNS, LAYERS, COPY = "shared memory", "round-robin of 3", "hierarchical", "plain copy"
-COLOURS = {
-    GLOO: "orange",
-    EXCHANGE: "blue",
-    HALVES: "sky",
-    SHARED: "green",
-    TURNS: "pink",
-    LAYERS: "vermillion",
-    COPY: "grey",
-}
-WIRES = tuple(COLOURS)
 Sizes = tuple[int, ...]
 KIB = 2**10
 IN_TURN = 3
@@ -63,19 +71,6 @@ PLACES = (
 )
 
 
-def variant_name(wire: str, size: int) -> str:
-    return f"{wire} · {size_words(size)}"
-
-
-def calls_of(cell: Cell, wire: str, size: int) -> int:
-    """How often a sample repeats a message: ranks leave their meeting up to milliseconds apart."""
-    if wire in (SHARED, COPY):
-        return 128 if size <= MIB else 16 if size <= 4 * MIB else 4
-    if size < MIB:
-        return 8 // cell.ranks
-    return 4 if size == MIB and cell.hosts is None else 1
-
-
 class Wire(MeasuredScenario):
     """Time and bandwidth of every communicator over the size of the message."""
 
@@ -87,11 +82,27 @@ class Wire(MeasuredScenario):
     def cells(self, *, quick: bool) -> list[Cell]:
         return [cell for place in PLACES for cell in _cells(place, quick=quick)]
 
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        kinds = {"small": QUICK_SMALL, "large": LARGE} if quick else {"small": SMALL, "large": LARGE}
+        return [
+            gpu_cell(
+                f"{place}, {kind} messages",
+                quick=quick,
+                ranks=ranks,
+                step_seconds=0.02 if kind == "small" else 0.2 * ranks / 2,
+                emulated=False,
+                options={"place": place, "sizes": list(sizes)},
+            )
+            for ranks in ((2,) if quick else (2, 4))
+            for place in [f"{ranks} ranks, NCCL"]
+            for kind, sizes in kinds.items()
+        ]
+
     def measure(self, rounds: Rounds) -> None:
-        wires = _wires(rounds)
+        wires = _gpu_wires(rounds) if rounds.cell.transport == "NCCL" else _wires(rounds)
         variants: dict[str, Step] = {}
         for size in rounds.cell.options["sizes"]:
-            for wire, call in _calls(wires, size).items():
+            for wire, call in _calls(wires, size, rounds.device).items():
                 variants[variant_name(wire, size)] = repeated(call, calls_of(rounds.cell, wire, size))
         rounds.run(variants)
 
@@ -150,20 +161,28 @@ def _wires(rounds: Rounds) -> dict[str, Communicator]:
     return wires
 
 
-def _calls(wires: Mapping[str, Communicator], size: int) -> dict[str, Call]:
+def _gpu_wires(rounds: Rounds) -> dict[str, Communicator]:
+    group = dist.group.WORLD
+    assert group is not None
+    for wire in (EXCHANGE, SHARED, LAYERS):
+        rounds.absent(wire, "is for CPU tensors")
+    return {NCCL: ProcessGroupCommunicator(group), TURNS: RoundRobinCommunicator.over(group, IN_TURN)}
+
+
+def _calls(wires: Mapping[str, Communicator], size: int, device: Device) -> dict[str, Call]:
     """What to time, by the name of the wire."""
 
     def allocate(wire: str) -> torch.Tensor:
         # Written once, or all of it would be one page of zeros.
-        return wires[wire].allocate(size // 4, torch.float32, torch.device("cpu")).zero_()
+        return wires[wire].allocate(size // 4, torch.float32, device.torch_device).zero_()
 
-    tensor = allocate(GLOO)
-    calls = {
-        GLOO: _reducing(wires[GLOO], tensor),
-        EXCHANGE: _reducing(wires[EXCHANGE], tensor),
-        HALVES: _halves(wires[EXCHANGE], tensor),
-        TURNS: _in_parts(wires[TURNS], tensor),
-    }
+    group = GROUPS[device.name]
+    tensor = allocate(group)
+    calls = {group: _reducing(wires[group], tensor), TURNS: _in_parts(wires[TURNS], tensor)}
+    halves = {EXCHANGE: HALVES, NCCL: NCCL_HALVES}
+    calls |= {halves[wire]: _halves(wires[wire], tensor) for wire in halves if wire in wires}
+    if EXCHANGE in wires:
+        calls[EXCHANGE] = _reducing(wires[EXCHANGE], tensor)
     calls |= {wire: _reducing(wires[wire], allocate(wire)) for wire in (SHARED, LAYERS) if wire in wires}
     if SHARED in wires:
         calls[COPY] = _copying(tensor)
@@ -212,79 +231,18 @@ def _copying(tensor: torch.Tensor) -> Call:
 # -- what came of it --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlaceTimes:
-    """Seconds by wire and size, of the cells of one place."""
-
-    name: str
-    ranks: int
-    rate: float | None
-    seconds: Mapping[str, Mapping[int, float]]
-    absent: Mapping[str, str]
-
-    @property
-    def sizes(self) -> list[int]:
-        return sorted({size for times in self.seconds.values() for size in times})
-
-    def bus(self, wire: str, size: int) -> float:
-        """Bytes per second; a copy moves each byte once."""
-        moved = float(size) if wire == COPY else ring_bytes(size, self.ranks)
-        return moved / self.seconds[wire][size]
-
-    def over_gloo(self, wire: str, size: int) -> float | None:
-        """How many times as fast as Gloo."""
-        known = size in self.seconds.get(wire, {}) and size in self.seconds.get(GLOO, {})
-        return self.seconds[GLOO][size] / self.seconds[wire][size] if known else None
-
-
-def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
-    """Latency and seconds per byte, neither below 0, with the least sum of squared relative errors."""
-    weights = {size: 1 / seconds**2 for size, seconds in times.items()}
-    total = sum(weights.values())
-    mean_size = sum(weight * size for size, weight in weights.items()) / total
-    mean_time = sum(weights[size] * seconds for size, seconds in times.items()) / total
-    spread = sum(weight * (size - mean_size) ** 2 for size, weight in weights.items())
-    product = sum(weights[size] * (size - mean_size) * (seconds - mean_time) for size, seconds in times.items())
-    slope = max(product / spread, 0.0) if spread > 0 else 0.0
-    latency = mean_time - slope * mean_size
-    if latency >= 0:
-        return latency, slope
-    # The best line through the origin.
-    squares = sum(weight * size**2 for size, weight in weights.items())
-    return 0.0, sum(weights[size] * size * seconds for size, seconds in times.items()) / squares
-
-
-def places_of(records: Sequence[CellRecord]) -> list[PlaceTimes]:
-    names = dict.fromkeys(record.cell.options["place"] for record in records)
-    places = [_place(name, [record for record in records if record.cell.options["place"] == name]) for name in names]
-    return [place for place in places if place.seconds]
-
-
-def _place(name: str, records: Sequence[CellRecord]) -> PlaceTimes:
-    cell = records[0].cell
-    seconds: dict[str, dict[int, float]] = {}
-    for wire in WIRES:
-        for record in records:
-            for size in record.cell.options["sizes"]:
-                if variant_name(wire, size) in record.samples:
-                    median = record.summary(variant_name(wire, size)).median
-                    seconds.setdefault(wire, {})[size] = median / calls_of(cell, wire, size)
-    absent = {wire: reason for record in records for wire, reason in record.absent.items()}
-    return PlaceTimes(name=name, ranks=cell.ranks, rate=cell.bytes_per_second, seconds=seconds, absent=absent)
-
-
 def _size_tables(place: PlaceTimes) -> Iterator[Table]:
     """Times and bandwidths of the wires, by the size of the message."""
 
     def milliseconds(wire: str, size: int) -> str:
-        faster = place.over_gloo(wire, size)
-        against = f" ({faster:.1f}×)" if faster is not None and wire != GLOO else ""
+        faster = place.over_group(wire, size)
+        against = f" ({faster:.1f}×)" if faster is not None and wire != place.group else ""
         return f"{place.seconds[wire][size] * 1e3:.3g}{against}"
 
     def bandwidths(wire: str, size: int) -> str:
         return f"{size / place.seconds[wire][size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}"
 
-    note = "In brackets: how many times as fast as the Gloo group. The round-robin gets the message in three parts. "
+    note = f"In brackets: how many times as fast as the {place.group}. The round-robin gets messages in three parts. "
     missing = "; ".join(f"{wire}: {reason}" for wire, reason in place.absent.items())
     link = "" if place.rate is None else f"The link carries {place.rate / 1e6:.0f} MB/s in each direction."
     for unit, words, remark in (
@@ -344,24 +302,25 @@ def _log_axes(axes: "Axes", sizes: Sequence[int], label: str) -> None:
 
 
 def _message(place: PlaceTimes) -> str:
-    """The title: the fastest of the whole all-reduces at the largest size, against Gloo."""
+    """The title: the fastest of the whole all-reduces at the largest size, against torch's own group."""
     largest = place.sizes[-1]
-    gains = known({wire: place.over_gloo(wire, largest) for wire in WIRES if wire != COPY})
-    best = max(gains, key=lambda wire: gains[wire], default=GLOO)
-    if best == GLOO:
-        return f"{place.name}: nothing is faster than the Gloo group at {size_words(largest)}"
-    return f"{place.name}: {best} is {gains[best]:.1f}× as fast as Gloo at {size_words(largest)}"
+    gains = known({wire: place.over_group(wire, largest) for wire in WIRES if wire != COPY})
+    best = max(gains, key=lambda wire: gains[wire], default=place.group)
+    if best == place.group:
+        return f"{place.name}: nothing is faster than the {place.group} at {size_words(largest)}"
+    return f"{place.name}: {best} is {gains[best]:.1f}× as fast as the {place.group} at {size_words(largest)}"
 
 
 def _sentence(place: PlaceTimes) -> str:
     largest = place.sizes[-1]
     parts = []
-    for wire in (HALVES, SHARED, LAYERS):
-        gains = known({size: place.over_gloo(wire, size) for size in place.sizes})
+    for wire in (HALVES, NCCL_HALVES, SHARED, LAYERS):
+        gains = known({size: place.over_group(wire, size) for size in place.sizes})
         if gains:
             first, last = (f"{gains[size]:.1f}× at {size_words(size)}" for size in (min(gains), max(gains)))
             parts.append(f"{wire} {first} and {last}")
-    words = place.name + (f", speed against Gloo: {', '.join(parts)}." if parts else ": only Gloo was measured.")
+    group = place.group
+    words = place.name + (f", speed against the {group}: {', '.join(parts)}." if parts else f": only the {group}.")
     if place.rate is not None and largest in place.seconds.get(HALVES, {}):
         words += f" Peer exchange fills {percent(place.bus(HALVES, largest) / place.rate)} of the link."
     if largest in place.seconds.get(COPY, {}) and largest in place.seconds.get(SHARED, {}):
