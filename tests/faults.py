@@ -10,6 +10,20 @@ SIGSTOP, cut link    warned about after 5 s, an error at the group's timeout, a 
 pause                SIGSTOP for 10 s, then SIGCONT: the parameters at the end have the bits of a run without
 link down and up     for 3 s: the same
 ===================  ==========================================================================================
+
+``python -m tests.faults --device cuda --seeds 5`` does it with three NCCL ranks that share a GPU, where the host does
+not wait for collectives: the device does. What must be true there:
+
+===================  ==========================================================================================
+kill -9, os._exit    all others raise within a second, and name the rank, wherever their host waits for the device
+raise in …           the same, in forward, backward and optimizer
+SIGSTOP              warned about after 5 s, named and ended by the group's timeout and 3 s; the stopped rank ends with
+                     an error when it goes on
+survived             an error in backward that is caught, and NaN with each ``on_veto``: named within a second, and all
+                     replicas stay equal from window to window
+===================  ==========================================================================================
+
+Several trials run at once, none begins after ``--seconds``, and every rank has a limit.
 """
 
 import argparse
@@ -24,24 +38,43 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gradsync.lab import Lab, LabPlan
-from tests.faulty import PLACES, STEPS, Fault, Host
+from gradsync.lab.gpu import SharedGpuPlan
+from tests.faulty import PLACES, STEPS, SURVIVED, WAITS, Fault, Host
 from tests.scripts import free_port
 from tests.zygote import Forked, fork
 
-__all__ = ["KINDS", "Times", "check", "draw", "live_through", "undisturbed"]
+__all__ = [
+    "CUDA_KINDS",
+    "KINDS",
+    "Times",
+    "check",
+    "check_survived",
+    "draw",
+    "draw_on_cuda",
+    "live_through",
+    "survive",
+    "undisturbed",
+]
 
 ENDINGS = ("kill -9", "os._exit", "exception")
 SILENCES = ("SIGSTOP", "cut link")
 HARMLESS = ("pause", "link down and up")
 KINDS = (*ENDINGS, *SILENCES, *HARMLESS)
 LINKS = ("cut link", "link down and up")
+RAISED = ("raise in forward", "raise in backward", "raise in optimizer")
+CUDA_KINDS = ("kill -9", "os._exit", *RAISED, "SIGSTOP")
+CUDA_RANKS = 3
 # Beyond which a rank is stuck.
 PATIENCE = 60.0
+CUDA_PATIENCE = 45.0
+# What a rank that was stopped has, once it goes on, to end with an error.
+RESUMED_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +87,8 @@ class Times:
     cut: float = 3.0
     noticed: float = 1.0
     off: float = 1.0
+    # Of a wait on a device, how long after the timeout it has ended.
+    late: float = 3.0
 
 
 @dataclass(kw_only=True)
@@ -63,6 +98,8 @@ class Outcome:
     at: float
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     output: str = ""
+    # How long the slowest rank, other than the victim, took to end.
+    ended: float = 0.0
 
 
 def draw(kind: str, seed: int, times: Times, *, hosts: tuple[int, ...] = (1, 2)) -> Fault:
@@ -81,6 +118,23 @@ def draw(kind: str, seed: int, times: Times, *, hosts: tuple[int, ...] = (1, 2))
     )
 
 
+def draw_on_cuda(kind: str, seed: int, times: Times) -> Fault:
+    chance = random.Random(f"{kind} {seed}")
+    return Fault(
+        kind="exception" if kind in RAISED else kind,
+        ranks=CUDA_RANKS,
+        hosts=1,
+        victim=chance.randrange(CUDA_RANKS),
+        step=chance.randrange(5, 40),
+        after=chance.uniform(0.0, 0.02),
+        place=kind.removeprefix("raise in ") if kind in RAISED else "",
+        timeout=times.timeout if kind in SILENCES else 60.0,
+        warned=times.warned,
+        device="cuda",
+        waits=WAITS[seed % len(WAITS)],
+    )
+
+
 def live_through(fault: Fault, folder: Path, times: Times) -> Outcome:
     """Run the training of ``fault``, and do what its ranks cannot do themselves."""
     folder.mkdir()
@@ -91,20 +145,47 @@ def live_through(fault: Fault, folder: Path, times: Times) -> Outcome:
         for rank in ranks:
             stack.callback(rank.kill_all)
         at = _disturb(fault, folder, lab, ranks, times) if fault.kind != "none" else 0.0
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + (PATIENCE if fault.device == "cpu" else CUDA_PATIENCE)
         waited_for = [rank for number, rank in enumerate(ranks) if fault.kind != "SIGSTOP" or number != fault.victim]
         for rank in waited_for:
             with contextlib.suppress(Exception):
                 rank.wait(max(0.1, deadline - time.monotonic()))
-        outcome = Outcome(at=at, output=os.pread(log.fileno(), 20_000, 0).decode(errors="replace"))
-        for number in range(fault.ranks):
-            path = folder / f"rank-{number}"
-            if path.exists():
-                outcome.ranks[number] = json.loads(path.read_text())
+        ended = time.monotonic() - at
+        if fault.kind == "SIGSTOP" and fault.device != "cpu":
+            ranks[fault.victim].send_signal(signal.SIGCONT)
+            with contextlib.suppress(Exception):
+                ranks[fault.victim].wait(RESUMED_SECONDS)
+        outcome = Outcome(at=at, output=os.pread(log.fileno(), 20_000, 0).decode(errors="replace"), ended=ended)
+        outcome.ranks = _left_by_ranks(fault, folder)
     return outcome
 
 
-def _start(fault: Fault, folder: Path, lab: Lab | None, log: Any) -> Iterator[Forked]:
+def _left_by_ranks(fault: Fault, folder: Path) -> dict[int, dict[str, Any]]:
+    paths = {number: folder / f"rank-{number}" for number in range(fault.ranks)}
+    return {number: json.loads(path.read_text()) for number, path in paths.items() if path.exists()}
+
+
+def survive(seeds: int, folder: Path, times: Times, *, device: str = "cuda") -> tuple[Fault, Outcome]:
+    """All that a training survives, in ranks that live on."""
+    fault = replace(draw_on_cuda("survived", 0, times), timeout=60.0, device=device)
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(tempfile.TemporaryFile())
+        ranks = list(_start(fault, folder, None, log, "survive", seeds))
+        for rank in ranks:
+            stack.callback(rank.kill_all)
+        deadline = time.monotonic() + CUDA_PATIENCE + 2.0 * seeds * len(SURVIVED)
+        for rank in ranks:
+            with contextlib.suppress(Exception):
+                rank.wait(max(0.1, deadline - time.monotonic()))
+        outcome = Outcome(at=0.0, output=os.pread(log.fileno(), 20_000, 0).decode(errors="replace"))
+        outcome.ranks = _left_by_ranks(fault, folder)
+    return fault, outcome
+
+
+def _start(
+    fault: Fault, folder: Path, lab: Lab | None, log: Any, function: str = "train", *more: Any
+) -> Iterator[Forked]:
     hosts = [Host(addresses={})]
     meeting = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if lab is not None:
@@ -114,8 +195,10 @@ def _start(fault: Fault, folder: Path, lab: Lab | None, log: Any) -> Iterator[Fo
     meeting |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(fault.ranks), "OMP_NUM_THREADS": "1"}
     for rank in range(fault.ranks):
         variables = {**os.environ, **meeting, "RANK": str(rank)}
+        if fault.device != "cpu":
+            variables |= {"LOCAL_RANK": "0", **SharedGpuPlan(ranks=fault.ranks).variables(rank)}
         host = hosts[rank * len(hosts) // fault.ranks]
-        yield fork("tests.faulty:train", fault, folder, host, output=log, variables=variables)
+        yield fork(f"tests.faulty:{function}", fault, folder, host, *more, output=log, variables=variables)
 
 
 def _disturb(fault: Fault, folder: Path, lab: Lab | None, ranks: list[Forked], times: Times) -> float:
@@ -160,9 +243,11 @@ def check(fault: Fault, outcome: Outcome, times: Times, expected: str = "") -> l
             continue
         each = outcome.ranks.get(rank)
         assert each is not None, f"rank {rank} is stuck, or has ended without a word. {told}"
-        # Of a backward that raised the others hear in the ballot, and their wire is whole.
-        expected_error = "PeerFailedError" if fault.place == "backward" else "WireLostError"
-        assert each.get("error") == expected_error, f"rank {rank}: {told}"
+        # Of a backward that raised the others hear in the ballot, and their wire is whole. On a device they hear of it
+        # a window later, when the rank may have ended.
+        errors = ["PeerFailedError"] if fault.place == "backward" else ["WireLostError"]
+        errors += ["WireLostError"] * (fault.device != "cpu")
+        assert each.get("error") in errors, f"rank {rank}: {told}"
         lost = _lost(fault, rank)
         named = any(re.search(rf"\brank {other}\b", each["said"]) for other in lost)
         assert named, f"rank {rank} names none of {lost}: {told}"
@@ -170,12 +255,49 @@ def check(fault: Fault, outcome: Outcome, times: Times, expected: str = "") -> l
     if fault.kind in ENDINGS:
         assert max(seconds) <= times.noticed, f"{seconds}: {told}"
         return seconds
-    assert all(abs(each - times.timeout) <= times.off for each in seconds), f"{seconds}: {told}"
+    if fault.device == "cpu":
+        assert all(abs(each - times.timeout) <= times.off for each in seconds), f"{seconds}: {told}"
+    else:
+        assert max(seconds) <= times.timeout + times.late, f"{seconds}: {told}"
+        stopped = outcome.ranks.get(fault.victim, {})
+        assert stopped.get("error"), f"the stopped rank has not ended with an error when it went on: {told}"
     warnings = [
         at - outcome.at for each in outcome.ranks.values() for at, line in each["heard"] if "error only after" in line
     ]
     assert warnings, f"nobody was warned. {told}"
     assert abs(min(warnings) - times.warned) <= 2 * times.off, f"warned after {warnings} s: {told}"
+    return seconds
+
+
+def check_survived(fault: Fault, outcome: Outcome, times: Times) -> dict[str, list[float]]:
+    """By case, the seconds after which others heard of it. AssertionError if something was not as it must be."""
+    assert len(outcome.ranks) == fault.ranks, (
+        f"{sorted(outcome.ranks)} have come to their end: {outcome.output[-3000:]}"
+    )
+    seconds: dict[str, list[float]] = {}
+    for name in outcome.ranks[0]:
+        case = name.rpartition(" ")[0]
+        by_rank = {rank: told[name] for rank, told in outcome.ranks.items()}
+        told = f"{name}: {json.dumps(by_rank)}"
+        assert len({str(each["digests"]) for each in by_rank.values()}) == 1, f"replicas differ: {told}"
+        victim, window, digests = (by_rank[0][key] for key in ("victim", "window", "digests"))
+        dropped = case == "NaN, drop-rank"
+        assert (digests[window] == digests[window - 1]) is not dropped, f"a step too many, or too few: {told}"
+        assert digests[-1] != digests[-2], f"training does not go on: {told}"
+        for rank, each in by_rank.items():
+            said = [(text, at) for _, _, text, at in each["raised"] if f"rank {victim}" in text]
+            if case in ("NaN, skip-window", "NaN, drop-rank"):
+                # One line of warning, on rank 0.
+                assert not each["raised"], told
+                said = [(text, at) for at, text in each["heard"] if f"rank {victim}" in text]
+                if rank != 0:
+                    continue
+            elif rank == victim and "caught" in case:
+                continue
+            assert said, f"rank {rank} has not heard of it: {told}"
+            seconds.setdefault(case, []).append(said[0][1] - each["at"])
+    late = {case: each for case, each in seconds.items() if max(each) > times.noticed}
+    assert not late, f"heard of it too late: {late}"
     return seconds
 
 
@@ -187,15 +309,26 @@ def _lost(fault: Fault, rank: int) -> list[int]:
 
 
 def main() -> int:
+    options = _options()
+    return _main_on_cuda(options) if options.device == "cuda" else _main_on_cpu(options)
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="how many of each kind")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--jobs", type=int, default=3, help="with --device cuda: trials at once")
+    parser.add_argument("--seconds", type=float, default=240.0, help="with --device cuda: no trial begins after these")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *RAISED, "survived"], help="by default all")
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2] if os.geteuid() == 0 else [1], choices=[1, 2])
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def _main_on_cpu(options: argparse.Namespace) -> int:
     times, failed, rows, known = Times(), 0, [], dict[tuple[int, int], str]()
     with tempfile.TemporaryDirectory() as name:
-        for kind in [each for each in options.kinds if each not in LINKS or 2 in options.hosts]:
+        for kind in [each for each in options.kinds or KINDS if each not in LINKS or 2 in options.hosts]:
             seconds, bad = list[float](), 0
             for seed in range(options.first, options.first + options.seeds):
                 fault = draw(kind, seed, times, hosts=tuple(options.hosts))
@@ -216,6 +349,47 @@ def main() -> int:
             print(rows[-1], flush=True)
     print(f"\n{'':18s} as it must be   median s   most s", *rows, sep="\n")
     return 1 if failed else 0
+
+
+def _main_on_cuda(options: argparse.Namespace) -> int:
+    times, began = Times(), time.monotonic()
+    kinds = options.kinds or [*CUDA_KINDS, "survived"]
+    trials = [
+        (kind, seed)
+        for kind in kinds
+        for seed in range(options.first, options.first + (1 if kind == "survived" else options.seeds))
+    ]
+    # Those that take longest first.
+    trials.sort(key=lambda trial: trial[0] not in ("SIGSTOP", "survived"))
+    rows: dict[str, list[list[float] | str]] = {kind: [] for kind in kinds if kind != "survived"}
+
+    def run(trial: tuple[str, int]) -> None:
+        kind, seed = trial
+        folder = Path(name) / f"{kind} {seed}".replace(" ", "-")
+        if time.monotonic() - began > options.seconds:
+            rows.setdefault(kind, []).append("not begun in time")
+            return
+        try:
+            if kind == "survived":
+                for case, seconds in check_survived(*survive(options.seeds, folder, times), times).items():
+                    rows[case] = [[each] for each in seconds]
+                return
+            fault = draw_on_cuda(kind, seed, times)
+            outcome = live_through(fault, folder, times)
+            rows[kind].append(check(fault, outcome, times))
+        except Exception as error:
+            rows.setdefault(kind, []).append(str(error))
+            print(f"{kind}, seed {seed} FAILED after {time.monotonic() - began:.0f} s: {error}", flush=True)
+
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, trials))
+    print(f"\n{'':22s} as it must be   median s   most s     ({time.monotonic() - began:.0f} s)")
+    for kind, came in rows.items():
+        seconds = [each for trial in came if not isinstance(trial, str) for each in trial]
+        good = sum(not isinstance(trial, str) for trial in came)
+        median, most = (f"{f(seconds):.2f}" if seconds else "-" for f in (statistics.median, max))
+        print(f"{kind:22s} {good:4d} of {len(came):<4d} {median:>12s} {most:>8s}")
+    return int(any(isinstance(trial, str) for came in rows.values() for trial in came))
 
 
 if __name__ == "__main__":

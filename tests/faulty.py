@@ -2,13 +2,18 @@
 
 What came of it is left in a file: the error, when it came, what was said before, and the parameters at the end. Times
 are those of the machine's monotonic clock, which all its processes share.
+
+It trains over Gloo, or over NCCL on a GPU that the ranks share. There the host runs ahead of the device, and meets it
+where ``waits`` says: in ``torch.cuda.synchronize()``, in ``.item()``, or only in gradsync.
 """
 
 import hashlib
 import json
 import logging
 import os
+import random
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -24,11 +29,16 @@ import gradsync
 from gradsync.lab.system import enter_host
 from gradsync.watch import judge
 
-__all__ = ["Fault", "Host", "train"]
+__all__ = ["SURVIVED", "Fault", "Host", "survive", "train"]
 
 # A loop that nothing happens to ends after so many steps.
 STEPS = 120
 PLACES = ("data", "forward", "loss", "backward", "optimizer")
+WAITS = ("synchronize", "item", "")
+# What a training survives, by the name under which :func:`survive` tells of it: an error in backward that is caught,
+# and gradients that are not finite.
+SURVIVED = ("caught, fused AdamW", "caught, SGD", "NaN, raise", "NaN, skip-window", "NaN, drop-rank")
+WINDOWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +56,13 @@ class Fault:
     # Of the group, and when a rank is warned about.
     timeout: float
     warned: float
+    device: str = "cpu"
+    waits: str = ""
 
     def __str__(self) -> str:
         where = f" in {self.place}" if self.place else f" {1e3 * self.after:.1f} ms into its step {self.step}"
-        return f"{self.kind} of rank {self.victim} of {self.ranks} on {self.hosts} host(s){where}"
+        what = f"{self.kind} of rank {self.victim} of {self.ranks} on {self.hosts} host(s){where}"
+        return what if self.device == "cpu" else f"{what}, on {self.device}, waiting in {self.waits or 'gradsync'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +96,15 @@ class _Loop:
         self.fault, self._folder = fault, folder
         self.rank = dist.get_rank()
         torch.manual_seed(0)
-        layers = [nn.Linear(64, 64) for _ in range(4)]
+        self._device = torch.device(fault.device)
+        layers = [nn.Linear(64, 64, device=self._device) for _ in range(4)]
         self.model = gradsync.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        if fault.device != "cpu" and fault.waits != "item":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         layers[1].weight.register_hook(lambda _: self._trouble("backward"))
+        layers[1].register_forward_pre_hook(lambda *_: self._trouble("forward"))
+        self.optimizer.register_step_pre_hook(lambda *_: self._trouble("optimizer"))
         torch.manual_seed(self.rank)
         self._number = 0
 
@@ -95,14 +113,16 @@ class _Loop:
         if self._is_struck and not self.fault.place:
             threading.Timer(self.fault.after, self._strike).start()
         self._trouble("data")
-        batch = torch.randn(4, 64)
-        self._trouble("forward")
-        output = self.model(batch)
+        batch = torch.randn(4, 64).to(self._device)
+        loss = self.model(batch).square().mean()
         self._trouble("loss")
-        output.square().mean().backward()
-        self._trouble("optimizer")
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.fault.waits == "synchronize":
+            torch.cuda.synchronize()
+        elif self.fault.waits == "item":
+            loss.item()
         # As long as a step of a larger model takes: moments fall into all parts of it.
         time.sleep(0.002)
 
@@ -132,19 +152,31 @@ class _Loop:
         whole.rename(self._folder / "struck")
 
     def digest(self) -> str:
-        parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
-        return hashlib.sha256(parameters).hexdigest()
+        return _digest(self.model)
+
+
+def _digest(model: nn.Module) -> str:
+    parameters = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(parameters).hexdigest()
+
+
+def _begin(fault: Fault) -> _Heard:
+    torch.set_num_threads(1)
+    judge.SLOW_SECONDS = fault.warned
+    heard = _Heard()
+    logging.getLogger("gradsync").addHandler(heard)
+    if fault.device != "cpu":
+        torch.cuda.set_device(0)
+    backend = "gloo" if fault.device == "cpu" else "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=fault.timeout))
+    return heard
 
 
 def train(fault: Fault, folder: Path, host: Host) -> None:
     """One rank, by torchrun's variables. It ends as a script would: by its end, or by the error."""
     if host.namespace:
         enter_host(host.namespace, host.name, host.addresses)
-    torch.set_num_threads(1)
-    judge.SLOW_SECONDS = fault.warned
-    heard = _Heard()
-    logging.getLogger("gradsync").addHandler(heard)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=fault.timeout))
+    heard = _begin(fault)
     loop, outcome = _Loop(fault, folder), dict[str, Any]()
     try:
         for _ in range(STEPS if fault.kind in ("none", "pause", "link down and up") else 1_000_000):
@@ -157,3 +189,74 @@ def train(fault: Fault, folder: Path, host: Host) -> None:
     finally:
         outcome["heard"] = heard.lines
         (folder / f"rank-{loop.rank}").write_text(json.dumps(outcome))
+
+
+# -- what is survived -------------------------------------------------------------------------------------------------
+
+
+def survive(fault: Fault, folder: Path, host: Host, seeds: int) -> None:
+    """One rank through all of :data:`SURVIVED`, so many times each: what each came to is left in a file."""
+    heard = _begin(fault)
+    outcome = {}
+    for case in SURVIVED:
+        for seed in range(seeds):
+            outcome[f"{case} {seed}"] = _survive(case, random.Random(f"{case} {seed}"), fault, heard)
+    (folder / f"rank-{dist.get_rank()}").write_text(json.dumps(outcome))
+    dist.barrier()
+
+
+class _ToldError(Exception):
+    """The one that the victim raises in backward."""
+
+
+def _survive(case: str, chance: random.Random, fault: Fault, heard: _Heard) -> dict[str, Any]:
+    """When the fault struck whom, what this rank raised and heard by then and since, and the parameters at the end."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64, device=fault.device) for _ in range(4)]
+    kind, _, how = case.partition(", ")
+    on_veto: Any = how if kind == "NaN" else None
+    model = gradsync.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02, on_veto=on_veto)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if how == "fused AdamW":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    victim, window = chance.randrange(fault.ranks), chance.randrange(2, WINDOWS - 2)
+    is_struck, lines, at = False, len(heard.lines), 0.0
+
+    def explode(_: torch.Tensor) -> None:
+        if is_struck and kind == "caught":
+            raise _ToldError
+
+    layers[1].weight.register_hook(explode)
+    torch.manual_seed(dist.get_rank())
+    raised, digests = [], []
+    for number in range(WINDOWS):
+        is_struck = number == window and dist.get_rank() == victim
+        batch = torch.randn(4, 64).to(fault.device)
+        try:
+            loss = model(batch).square().mean()
+            if number == window:
+                at = time.monotonic()
+            if is_struck and kind == "NaN":
+                loss = loss * float("nan")
+            loss.backward()
+            optimizer.step()
+        except (gradsync.PeerFailedError, _ToldError) as error:
+            raised.append((number, type(error).__name__, str(error), time.monotonic()))
+        optimizer.zero_grad()
+        digests.append(_digest(model))
+    return {
+        "victim": victim,
+        "window": window,
+        "at": at,
+        "raised": raised,
+        "heard": heard.lines[lines:],
+        "digests": digests,
+    }
+
+
+if __name__ == "__main__":
+    # A script as users write them: whatever has happened, it destroys its group.
+    try:
+        train(Fault(**json.loads(sys.argv[1])), Path(sys.argv[2]), Host(addresses={}))
+    finally:
+        dist.destroy_process_group()

@@ -25,7 +25,7 @@ from gradsync.watch.guards import GRACE_SECONDS, LEFT_ON_DEVICE_SECONDS, LEFT_SE
 from gradsync.watch.judge import Ending
 from gradsync.watch.post import Plan
 from gradsync.watch.standing import Sampler
-from tests.ranks import pool_of
+from tests.ranks import RankPool, pool_of
 from tests.test_watch import MEMBERS, Engine, Hub, judge_of, stands, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -286,3 +286,28 @@ def test_an_abort_never_holds_up_who_asks_for_it(
     assert until(lambda: "has not ended within" in caplog.text)
     released.set()
     assert until(lambda: "a group could not be aborted: no more" in caplog.text)
+
+
+def destroy_a_lost_group() -> tuple[bool, float]:
+    """As a script does at its end. To shut the lost one down would take long."""
+
+    class Group:
+        def shutdown(self) -> None:
+            time.sleep(20)
+
+    world, group = dist.distributed_c10d._world, Group()
+    world.pg_names[group] = "lost"  # type: ignore[index]
+    process_group_module._spare_shutdown(group)  # type: ignore[arg-type]
+    began = time.monotonic()
+    dist.destroy_process_group()
+    return dist.is_initialized(), time.monotonic() - began
+
+
+def test_a_group_that_is_lost_on_a_device_is_not_shut_down() -> None:
+    pool = RankPool(1)
+    try:
+        ((is_initialized, seconds),) = pool.run(destroy_a_lost_group)
+    finally:
+        pool.close()
+    assert not is_initialized
+    assert seconds < 10.0

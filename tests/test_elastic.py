@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from gradsync import Accelerator, Elastic
+from gradsync.accelerator.elasticity import refuse_nccl
 from gradsync.accelerator.healing import heal
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.cli.elastic_launching import run_elastic_ranks_of
@@ -98,6 +99,12 @@ def test_without_torchft_it_is_said_how_to_get_it_and_what_to_do_without() -> No
 def test_the_address_of_a_lighthouse_is_checked() -> None:
     with pytest.raises(ConfigurationError, match="http://HOST:PORT"):
         LighthouseMembership("here")
+
+
+def test_nccl_is_refused_with_the_reason() -> None:
+    assert refuse_nccl("gloo") == "gloo"
+    with pytest.raises(ConfigurationError, match=r"NCCL watchdog ends the processes.*--max-restarts"):
+        refuse_nccl("cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,18 @@ AGAIN_SECONDS = 0.1
 MEETINGS = 20
 
 
+def refuse_nccl(backend: str) -> str:
+    """``backend``, if the other ranks of its groups survive that one is lost. The same on all ranks."""
+    if "nccl" not in backend:
+        return backend
+    raise ConfigurationError(
+        "elastic ranks cannot be connected by NCCL: when a rank is lost, torch's NCCL watchdog ends the processes of "
+        "all others a minute later, also if they have made a new process group by then. Use `gradsync train "
+        "--max-restarts 3`, which starts all ranks again from the newest checkpoint, or train on CPUs: "
+        "Accelerator(cpu=True)"
+    )
+
+
 def refuse_beside_elastic(**options: Any) -> None:
     """Raise ConfigurationError for what cannot lose a rank."""
     wrong = sorted(name for name, value in options.items() if value)
@@ -289,7 +301,8 @@ class Elasticity:
             dist.destroy_process_group()
 
     def _choose_backend(self, store: Any, size: int) -> str:
-        return agree_on_backend(store, replace(self._launched, world_size=size), self._ranks[0].device)
+        launched = replace(self._launched, world_size=size)
+        return refuse_nccl(agree_on_backend(store, launched, self._ranks[0].device))
 
     def _ask(self) -> Sequence[Member]:
         """Who takes part, as soon as there are enough."""

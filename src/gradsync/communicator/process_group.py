@@ -310,8 +310,7 @@ class ProcessGroupCommunicator(Wire):
             if backend.name() == "gloo":
                 break_gloo(backend, self.rank, self.world_size)
             elif hasattr(backend, "abort"):
-                # At the end of the process its destructor would wait for a watchdog that may sleep for a minute.
-                never_let_go(self.group)
+                _spare_shutdown(self.group)
                 _abort_in_background(backend, repr(self))
 
 
@@ -331,6 +330,14 @@ def break_gloo(backend: Any, rank: int, world_size: int) -> None:
             except RuntimeError as error:
                 if is_timeout(error):
                     break
+
+
+def _spare_shutdown(group: dist.ProcessGroup) -> None:
+    """Have nobody shut the group down or run its destructor, which both wait for torch's NCCL watchdog. Once that has
+    seen an error it sleeps for a minute and then ends the process, before anybody has read what was raised."""
+    never_let_go(group)
+    # From these names destroy_process_group() takes the groups that it shuts down.
+    dist.distributed_c10d._world.pg_names.pop(group, None)
 
 
 def _abort_in_background(backend: Any, name: str) -> None:
