@@ -52,7 +52,7 @@ def test_a_plan_needs_a_channel() -> None:
 
 @pytest.mark.parametrize(
     ("visible", "gpu", "name"),
-    [(None, 0, "0"), (None, 3, "3"), ("", 1, "1"), ("5", 0, "5"), ("2,GPU-8f,7", 1, "GPU-8f")],
+    [(None, 0, "0"), (None, 3, "3"), ("5", 0, "5"), ("2,GPU-8f,7", 1, "GPU-8f")],
 )
 def test_a_rank_sees_one_gpu_of_those_that_are_visible(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: int, name: str
@@ -63,11 +63,16 @@ def test_a_rank_sees_one_gpu_of_those_that_are_visible(
     assert SharedGpuPlan(gpu=gpu).variables(0)[VISIBLE] == name
 
 
-@pytest.mark.parametrize("gpu", [-1, 2])
-def test_a_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch, gpu: int) -> None:
-    monkeypatch.setenv(VISIBLE, "4,5")
-    with pytest.raises(ConfigurationError, match=rf"GPU {gpu} is not visible here: {VISIBLE} is 4,5"):
+@pytest.mark.parametrize(("gpu", "visible"), [(2, "4,5"), (0, ""), (1, "4,")])
+def test_a_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch, gpu: int, visible: str) -> None:
+    monkeypatch.setenv(VISIBLE, visible)
+    with pytest.raises(ConfigurationError, match=rf"GPU {gpu} is not visible here: {VISIBLE} is '{visible}'"):
         SharedGpuPlan(gpu=gpu).variables(0)
+
+
+def test_gpus_are_numbered_from_zero() -> None:
+    with pytest.raises(ConfigurationError, match="numbered from 0, got -1"):
+        SharedGpuPlan(gpu=-1)
 
 
 def test_each_rank_is_a_host_to_nccl_and_the_rest_is_the_same() -> None:

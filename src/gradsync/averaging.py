@@ -62,7 +62,7 @@ def _kinds_over_ranks(
     parameters: list[torch.nn.Parameter], communicator: Communicator
 ) -> tuple[list[bool], list[bool]]:
     """For every parameter: is its gradient dense somewhere, or else sparse somewhere."""
-    flags = torch.zeros(2, len(parameters), dtype=torch.int32)
+    flags = torch.zeros(2, len(parameters), dtype=torch.int32, device="cpu")
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None:
             flags[int(parameter.grad.is_sparse), number] = 1

@@ -62,11 +62,11 @@ class LayerDrop(nn.Module):
         if self._versions != (self.seed._version, self.forwards._version):
             # Written by others: at the start, by load_state_dict, or by the broadcast at wrapping.
             self._count, self._seed = int(self.forwards), int(self.seed)
-        generator = torch.Generator().manual_seed(hash((self._seed, self._count)) & 0x7FFF_FFFF_FFFF_FFFF)
+        generator = torch.Generator("cpu").manual_seed(hash((self._seed, self._count)) & 0x7FFF_FFFF_FFFF_FFFF)
         self._count += 1
         self.forwards += 1
         self._versions = (self.seed._version, self.forwards._version)
-        draws: list[bool] = (torch.rand(len(self.layers), generator=generator) < self.drop).tolist()
+        draws: list[bool] = (torch.rand(len(self.layers), generator=generator, device="cpu") < self.drop).tolist()
         return draws
 
     def _announce(self, dropped: list[bool]) -> None:

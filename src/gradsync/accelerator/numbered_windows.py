@@ -100,8 +100,8 @@ def permutation(count: int, seed: int, epoch: int) -> Tensor:
     """The order of ``count`` samples in an epoch."""
     # Hashed: neighbouring seeds and epochs must not share permutations, as seed + epoch would.
     digest = hashlib.sha256(f"{seed},{epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-    return torch.randperm(count, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.randperm(count, generator=generator, device="cpu")
 
 
 def share_of(count: int, rank: int, world_size: int) -> range:

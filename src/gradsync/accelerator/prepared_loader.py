@@ -355,7 +355,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _agree(self, wanted: Position) -> Position:
         """Rank 0's order for everybody. Everything else must be the same already."""
-        states = torch.tensor(list(base64.b64decode(wanted.generator or "")), dtype=torch.uint8)
+        states = torch.tensor(list(base64.b64decode(wanted.generator or "")), dtype=torch.uint8, device="cpu")
         batch_size, length = self._plan.batch_size, length_or_none(self._sharded.source)
         compared = {
             "epoch": wanted.epoch,

@@ -347,7 +347,7 @@ class Lookahead:
 
 def draw_seed(generator: torch.Generator | None) -> int:
     """A number as torch's loader and its random sampler draw one: 63 bits from ``generator`` or from torch's own."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ class HostCopy:
     """What ``numbers`` are now, to be read later."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(numbers, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()

@@ -30,7 +30,7 @@ def require_agreement(
     """Raise :class:`MismatchError` on every rank unless all ranks pass the same ``described``."""
     text = json.dumps(list(described), sort_keys=True).encode()
     digest = hashlib.sha256(text).digest()[:8]
-    digests = _gather_equal(communicator, torch.tensor(list(digest), dtype=torch.uint8))
+    digests = _gather_equal(communicator, torch.tensor(list(digest), dtype=torch.uint8, device="cpu"))
     if all(other == digests[0] for other in digests):
         return
     texts = [json.loads(payload) for payload in gather_bytes(communicator, text)]
@@ -43,7 +43,7 @@ def require_agreement(
 
 def agree_on_absent(communicator: Communicator, absent: Iterable[int], count: int) -> frozenset[int]:
     """Which of ``count`` parameters all ranks call absent. Collective."""
-    present = torch.ones(count, dtype=torch.int32)
+    present = torch.ones(count, dtype=torch.int32, device="cpu")
     present[list(absent)] = 0
     shared = present.to(communicator.device)
     communicator.all_reduce(shared, "max").wait()
@@ -73,10 +73,10 @@ def make_together(communicator: Communicator, what: str, make: Callable[[], T]) 
 
 def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:
     """Every rank's ``payload``, in rank order. They may differ in length."""
-    lengths = [int(length) for length in _gather_equal(communicator, torch.tensor([len(payload)]))]
+    lengths = [int(length) for length in _gather_equal(communicator, torch.tensor([len(payload)], device="cpu"))]
     if not any(lengths):
         return [b""] * communicator.world_size
-    padded = torch.zeros(max([1, *lengths]), dtype=torch.uint8)
+    padded = torch.zeros(max([1, *lengths]), dtype=torch.uint8, device="cpu")
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     gathered = torch.empty(padded.numel() * communicator.world_size, dtype=torch.uint8, device=communicator.device)

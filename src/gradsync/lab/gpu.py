@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -54,9 +54,14 @@ class SharedGpuPlan:
     mps: bool = False
     channels: int = 2
 
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks share one GPU {'under MPS' if self.mps else 'by time slices'}"
+
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MOST_RANKS:
             raise ConfigurationError(f"1 to {MOST_RANKS} ranks can share a GPU here, got {self.ranks}")
+        if self.gpu < 0:
+            raise ConfigurationError(f"GPUs are numbered from 0, got {self.gpu}")
         if self.channels < 1:
             raise ConfigurationError(f"NCCL needs at least 1 channel, got {self.channels}")
 
@@ -101,9 +106,13 @@ class SharedGpu:
     def places(self) -> list[RankPlace]:
         """The ranks of one program. To NCCL and to the program each is alone on its host, with GPU 0."""
         master, ranks = (LOOPBACK, free_port(LOOPBACK)), self.plan.ranks
+        return self.share([RankPlace(local=(rank, ranks), master=master) for rank in range(ranks)])
+
+    def share(self, places: Sequence[RankPlace]) -> list[RankPlace]:
+        """The ranks of ``places``, which are on one host, as ranks on this GPU."""
         return [
-            RankPlace(local=(0, 1), node=(rank, ranks), master=master, more=self.variables(rank))
-            for rank in range(ranks)
+            replace(each, local=(0, 1), node=(rank, len(places)), more={**each.more, **self.variables(rank)})
+            for rank, each in enumerate(places)
         ]
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600.0) -> int:
@@ -188,7 +197,9 @@ class _Mps:
 def _visible(gpu: int) -> str:
     """The name by which a rank sees only this GPU, which may already be one of those that are visible here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else []
-    if names and not 0 <= gpu < len(names):
-        raise ConfigurationError(f"GPU {gpu} is not visible here: CUDA_VISIBLE_DEVICES is {visible}")
-    return names[gpu] if names else str(gpu)
+    if visible is None:
+        return str(gpu)
+    names = [name for name in visible.split(",") if name.strip()]
+    if gpu >= len(names):
+        raise ConfigurationError(f"GPU {gpu} is not visible here: CUDA_VISIBLE_DEVICES is {visible!r}")
+    return names[gpu]

@@ -80,8 +80,8 @@ class LowRank(Compressing):
         known = self._rights.get(spec.name)
         if known is not None and known.shape == (_extents(spec)[1], self.rank):
             return known.to(values)
-        generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
-        return torch.randn(_extents(spec)[1], self.rank, generator=generator).to(values)
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(spec.name.encode()))
+        return torch.randn(_extents(spec)[1], self.rank, generator=generator, device="cpu").to(values)
 
     def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
         following, self._next = self._next, {}

@@ -377,7 +377,7 @@ def _refuse_mixed_ranks(weighted: float, plain: float, uncounted: float, *, late
 
 
 def _on(device: torch.device, numbers: tuple[float, ...]) -> torch.Tensor:
-    message = torch.tensor(numbers, dtype=torch.float64)
+    message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     return message if device.type == "cpu" else message.pin_memory().to(device, non_blocking=True)
 
 
