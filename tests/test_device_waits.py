@@ -38,16 +38,26 @@ def started(place: int, at: float = 0.0) -> StartedCollective:
     return StartedCollective(torch.futures.Future(), place, at, place, "all_reduce", "sum", 3, torch.float32)
 
 
-def guarded() -> tuple[Guards, Any]:
+def begun() -> Outstanding:
+    """In which one has ended, so that it is known that others will."""
+    outstanding, first = Outstanding(), started(0)
+    first.outcome.set_result(SUCCESS)
+    outstanding.add(first)
+    assert outstanding.oldest() is None
+    outstanding._since = 0.0
+    return outstanding
+
+
+def guarded(timeout: float = math.inf) -> tuple[Guards, Any]:
     wire = InProcessWorld(1).communicator(0)
-    guards = Guards(wire)
+    guards = Guards(wire, timeout)
     guards.add(wire, str)
-    wire.fate.outstanding = Outstanding()
+    wire.fate.outstanding = begun()
     return guards, wire
 
 
 def test_the_oldest_is_the_first_that_has_not_ended() -> None:
-    outstanding, works = Outstanding(), [started(place, float(place)) for place in range(1, 5)]
+    outstanding, works = begun(), [started(place, float(place)) for place in range(1, 5)]
     assert outstanding.oldest() is None
     for work in works:
         outstanding.add(work)
@@ -66,6 +76,18 @@ def test_the_oldest_is_the_first_that_has_not_ended() -> None:
     assert works[2].has_failed
 
 
+def test_where_no_future_is_ever_completed_nobody_seems_to_wait() -> None:
+    outstanding, work = Outstanding(), started(1, -100.0)
+    outstanding.add(work)
+    outstanding.add(started(2, -100.0))
+    assert outstanding.oldest() is outstanding.overdue(1.0) is None
+    work.outcome.set_result(SUCCESS)
+    oldest, overdue = outstanding.oldest(), outstanding.overdue(1.0)
+    assert oldest is not None
+    assert overdue is oldest[0]
+    assert outstanding.overdue(time.monotonic() + 200.0) is None
+
+
 def test_what_nobody_looks_at_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outstanding_module, "MOST_LISTED", 8)
     outstanding = Outstanding()
@@ -80,7 +102,7 @@ def test_what_nobody_looks_at_does_not_grow_for_ever(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_that_add_and_look_lose_nothing() -> None:
-    outstanding, works = Outstanding(), [started(place) for place in range(2000)]
+    outstanding, works = begun(), [started(place) for place in range(2000)]
     last = started(2000)
 
     def look() -> None:
@@ -147,7 +169,7 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
     served.outcome.set_result(COMM_ERROR)
     assert stranded(killed, 0.0)
     assert stranded(left, 0.0)
-    wire.fate.outstanding = Outstanding()
+    wire.fate.outstanding = begun()
     wire.fate.outstanding.add(started(13, now - 1.0))
     assert stranded(left, 2 * LEFT_SECONDS)
     wire._fail(WireLostError("it is known"))
@@ -155,17 +177,28 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
 
 
 def test_when_a_device_has_waited_for_too_long() -> None:
-    guards, wire = guarded()
-    assert guards.deadline(20.0) == math.inf
+    guards, wire = guarded(20.0)
+    assert guards.deadline() == math.inf
     wire.fate.outstanding.add(started(12, 100.0))
     wire.fate.outstanding.add(started(13, 101.0))
-    assert guards.deadline(20.0) == 120.0
-    assert guards.overdue(20.0, 119.9) == []
-    (overdue,) = guards.overdue(20.0, 120.5)
+    assert guards.deadline() == 120.0
+    assert guards.overdue(119.9) == []
+    (overdue,) = guards.overdue(120.5)
     assert (overdue.wire, overdue.seconds) == (0, 20.5)
     assert "collective 12" in overdue.what
     wire._fail(WireLostError("it is known"))
-    assert guards.deadline(20.0) == math.inf
+    assert guards.deadline() == math.inf
+
+
+def test_what_cannot_end_is_not_started_on_a_device() -> None:
+    """Of a rank that left, only what it has not started; of one that was killed nobody knows what it has."""
+    guards, wire = guarded()
+    guards.refuse_new(Ending(member=1, left=True, words="left", at=0.0, standing=stands(12)), "rank 1 left")
+    assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
+    guards.refuse_new(Ending(member=2, left=True, words="left", at=0.0, standing=stands(14)), "rank 2 left")
+    assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
+    guards.refuse_new(Ending(member=3, left=False, words="gone", at=0.0, standing=stands(14)), "rank 3 is gone")
+    assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 3 is gone", 0)
 
 
 def test_the_watch_comes_before_torch() -> None:
@@ -187,7 +220,7 @@ def stop_one(timeout: float) -> tuple[str, float, bool]:
             wire = ProcessGroupCommunicator(hub.group)
             hub.post.guard(wire)
             began = time.monotonic()
-            wire.fate.outstanding = Outstanding()
+            wire.fate.outstanding = begun()
             wire.fate.outstanding.add(started(12, began))
             assert until(lambda: wire.failure is not None)
             seconds = time.monotonic() - began
@@ -248,25 +281,48 @@ def list_collectives(tells: bool) -> tuple[list[int], bool, list[str]]:
     handles += [start() for _ in range(3)]
     outstanding = wire.fate.outstanding
     places = [] if outstanding is None else [each.place for each in outstanding._listed]
-    wire.fate.lost_rank = "rank 7 was killed"
+    # It has left, after the fifth.
+    wire.fate.lost_rank, wire.fate.lost_after = "rank 7 has left", 5
     said = []
-    for _ in range(2):
+    for _ in range(3):
         try:
-            start()
+            handles.append(start())
         except WireLostError as error:
             said.append(str(error))
     for handle in handles:
         handle.work._kept.waited()
     dist.destroy_process_group(group)
-    return places, len(works) == 4, said
+    return places, len(works) == 5, said
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_collectives_on_devices_are_listed_where_the_backend_tells(tells: bool) -> None:
     ((places, started_none_after, said),) = pool_of(1).run(list_collectives, tells)
     assert places == ([2, 3, 4] if tells else [])
-    assert started_none_after, "what needs a rank that was killed is not begun"
-    assert said == ["rank 7 was killed"] * 2
+    assert started_none_after, "what needs a rank that has ended is not begun"
+    assert said == ["rank 7 has left"] * 2
+
+
+def go_on_after_a_stop() -> tuple[str, int]:
+    """The process was stopped for longer than the timeout, and its thread of training runs before that of the watch."""
+    group: Any = dist.new_group([dist.get_rank()])
+    wire = ProcessGroupCommunicator(group)
+    wire.fate.witness, wire.fate.device_timeout = lambda story: f"rank 7 is gone. {story}", 5.0
+    wire.fate.outstanding = begun()
+    wire.fate.outstanding.add(started(12, time.monotonic() - 20.0))
+    works: list[int] = []
+    try:
+        wire._start(Collective(wire, "all_reduce", "sum", 3, torch.float32), torch.empty(3, device="meta"), works.pop)
+        return "", len(works)
+    except WireLostError as error:
+        return str(error), len(works)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def test_nothing_is_started_behind_what_has_lasted_too_long() -> None:
+    ((said, _),) = pool_of(1).run(go_on_after_a_stop)
+    assert said == "rank 7 is gone. rank 0 has been in collective 12 (all_reduce sum of 3 × torch.float32) for 20 s"
 
 
 def test_an_abort_never_holds_up_who_asks_for_it(

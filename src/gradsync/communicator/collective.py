@@ -7,6 +7,7 @@ its failure.
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,19 +66,32 @@ class Fate:
     Others read it while collectives run, and never wait for anybody to do so.
     """
 
-    __slots__ = ("_flag", "_places", "failure", "lost_rank", "outstanding", "started", "waits", "witness")
+    __slots__ = (
+        "_flag",
+        "_places",
+        "device_timeout",
+        "failure",
+        "lost_after",
+        "lost_rank",
+        "outstanding",
+        "started",
+        "waits",
+        "witness",
+    )
 
     def __init__(self) -> None:
         self.failure: GradsyncError | None = None
         self._flag: torch.Tensor | None = None
-        # The message of a rank that was lost. What has been started may still end well; nothing new can.
+        # The message of a rank that was lost, and the last place that it may have taken part in.
         self.lost_rank: str | None = None
+        self.lost_after = 0
         # How many collectives were started, and those that somebody waits for, with the time since when.
         self._places = itertools.count(1)
         self.started = 0
         self.waits: dict[Collective, float] = {}
         # Those that a device is at, where somebody watches and the backend tells. Else None.
         self.outstanding: Outstanding | None = None
+        self.device_timeout = math.inf
         # Who may know more of the other ranks than the wire does: it gets the story of a failure, and completes it.
         self.witness: Callable[[str], str] | None = None
 

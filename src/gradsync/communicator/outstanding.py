@@ -62,13 +62,18 @@ class StartedCollective(NamedTuple):
 
 
 class Outstanding:
-    """Those of one wire, in the order in which they were started."""
+    """Those of one wire, in the order in which they were started.
 
-    __slots__ = ("_listed", "_lock", "_since")
+    Nobody is said to wait before the first of them was seen to end. Where nothing completes the futures, all of them
+    would seem to hang.
+    """
+
+    __slots__ = ("_has_ended_one", "_listed", "_lock", "_since")
 
     def __init__(self) -> None:
         self._listed: deque[StartedCollective] = deque()
         self._lock = threading.Lock()
+        self._has_ended_one = False
         # When all before the oldest were seen to have ended.
         self._since = 0.0
 
@@ -90,7 +95,20 @@ class Outstanding:
             while listed:
                 first = listed[0]
                 if not first.has_ended:
-                    return first, max(first.started_at, self._since)
+                    return (first, max(first.started_at, self._since)) if self._has_ended_one else None
+                self._has_ended_one = True
                 self._since = time.monotonic()
                 listed.popleft()
         return None
+
+    def overdue(self, limit: float) -> StartedCollective | None:
+        """The oldest, if it was started ``limit`` seconds ago or before. Costs next to nothing while there is none."""
+        try:
+            first = self._listed[0]
+        except IndexError:
+            return None
+        now = time.monotonic()
+        if now - first.started_at < limit:
+            return None
+        oldest = self.oldest()
+        return oldest[0] if oldest is not None and now - oldest[0].started_at >= limit else None

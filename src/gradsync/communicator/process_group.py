@@ -233,15 +233,28 @@ class ProcessGroupCommunicator(Wire):
     def _start(self, collective: Collective, tensor: torch.Tensor, start: Callable[[], Work]) -> Handle:
         if tensor.is_cpu:
             return self._issue(collective, start)
-        if self.fate.lost_rank is not None and self.fate.failure is None:
-            # torch would take it, and its watchdog may hold a lock that the host then waits for.
-            self.lose(self.fate.lost_rank)
+        self._refuse_in_vain()
         handle = self._issue(DeviceCollective(self, collective, tensor.device), start, on_host=False)
         # What a graph captures runs when the graph does, and torch's watchdog does not see it.
         is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         if self.fate.witness is not None and self._tells_outcomes and not is_captured:
             self._list(handle)
         return handle
+
+    def _refuse_in_vain(self) -> None:
+        """Lose the wire before a collective is started on a device that cannot end. torch would take it, and the host
+        might wait for a lock: torch's watchdog holds it for a minute once it has seen an error."""
+        fate = self.fate
+        if fate.failure is not None:
+            return
+        if fate.lost_rank is not None and fate.started >= fate.lost_after:
+            self.lose(fate.lost_rank)
+        overdue = None if fate.outstanding is None else fate.outstanding.overdue(fate.device_timeout)
+        if overdue is not None:
+            # This process was stopped, or the watch, which should have come before, was not run.
+            seconds = time.monotonic() - overdue.started_at
+            story = f"{rank_name(self.group, self.rank)} has been in {overdue.describe()} for {seconds:.0f} s"
+            self.lose(story if fate.witness is None else fate.witness(story))
 
     @functools.cached_property
     def _tells_outcomes(self) -> bool:

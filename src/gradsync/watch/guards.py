@@ -47,8 +47,9 @@ class _Waiting(NamedTuple):
 class Guards:
     """Wires by their numbers, which are the same on all ranks: they come in one order, the group itself first."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device_timeout: float = math.inf) -> None:
         self.fates: list[Fate] = []
+        self._device_timeout = device_timeout
         self._group = weakref.ref(group)
         self._wires: list[tuple[int, weakref.ref[Wire]]] = []
         # Those on which the host never waits: their collectives are ordered on a device.
@@ -65,6 +66,7 @@ class Guards:
             if wire.device.type != "cpu":
                 self._ahead.add(number)
             wire.fate.witness = witness
+            wire.fate.device_timeout = self._device_timeout
 
     def stranded(self, endings: Sequence[tuple[Ending, float]], now: float) -> Iterator[tuple[int, Ending]]:
         """Wires on which somebody waits in vain, each with the ending by which it does, of those that were noticed at
@@ -91,21 +93,25 @@ class Guards:
             waits.append(_Waiting(fate.started, 0.0))
         return waits
 
-    def refuse_new(self, message: str) -> None:
-        """A rank was killed: what is started on a device from now on cannot end. See ``Fate.lost_rank``."""
-        for fate in self.fates:
-            if fate.lost_rank is None:
-                fate.lost_rank = message
+    def refuse_new(self, ending: Ending, message: str) -> None:
+        """A rank has ended: what is started on a device from now on cannot end, unless it has taken part in that."""
+        for number, fate in enumerate(self.fates):
+            started = ending.standing.started
+            lost_after = started[number] if ending.left and number < len(started) else 0
+            if fate.lost_rank is None or lost_after < fate.lost_after:
+                fate.lost_after, fate.lost_rank = lost_after, message
 
     # -- on a device, where no wait of the host ends by itself ---------------------------------------------------------
 
-    def deadline(self, limit: float) -> float:
-        """When the device will have been at a collective for ``limit`` seconds."""
+    def deadline(self) -> float:
+        """When the device will have been at a collective for too long."""
+        limit = self._device_timeout
         return min((started_at + limit for _, started_at, _ in self._on_devices()), default=math.inf)
 
-    def overdue(self, limit: float, now: float) -> list[Overdue]:
-        """Collectives that were started ``limit`` seconds ago or before. As torch counts it: since the host has started
-        them, however long the device took to come to them."""
+    def overdue(self, now: float) -> list[Overdue]:
+        """Collectives that have been under way for too long. As torch counts it: since the host has started them,
+        however long the device took to come to them."""
+        limit = self._device_timeout
         return [
             Overdue(number, what, now - started_at)
             for number, started_at, what in self._on_devices()

@@ -92,7 +92,7 @@ class Post:
         self.plan = plan
         # What the other ranks must know to come in.
         self.invitation = None if door is None else door.invitation()
-        self._guards = Guards(group)
+        self._guards = Guards(group, plan.device_timeout)
         self.sampler = Sampler(self._guards, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self.on_dump: Callable[[], None] | None = None
         # What is said of slow ranks and of the wire, for reports.
@@ -351,8 +351,7 @@ class Post:
             is_new = self._judge.end(ending)
             self._noticed.setdefault(ending.member, now)
             self._news.notify_all()
-        if not ending.left:
-            self._guards.refuse_new(ended(self.plan.members, ending))
+        self._guards.refuse_new(ending, ended(self.plan.members, ending))
         if is_new and self._is_hub:
             for line in self._lines.values():
                 line.send({"ended": ending.as_data()})
@@ -424,8 +423,7 @@ class Post:
 
     def _end_overdue(self, now: float) -> None:
         """End what a device has been at for as long as the group allows."""
-        limit = self.plan.device_timeout
-        for overdue in self._guards.overdue(limit, now):
+        for overdue in self._guards.overdue(now):
             with self._news:
                 words = self._words()
             window = self.sampler.look(now).windows + 1
@@ -435,7 +433,7 @@ class Post:
                 f"{cause}. {self._name} waited {overdue.seconds:.0f} s in window {window}, in {overdue.what}; the "
                 f"timeout of the group is {self.plan.timeout:g} s",
             )
-        self._deadline = self._guards.deadline(limit)
+        self._deadline = self._guards.deadline()
 
     def _own_wait(self, number: int, now: float) -> str:
         waits = [wait for wait in self.sampler.look(now).waits if wait.wire == number]
