@@ -6,6 +6,7 @@ A world of one has no process group: nothing is opened and nothing has to be clo
 import atexit
 import functools
 import itertools
+import os
 import socket
 import time
 import warnings
@@ -125,9 +126,11 @@ def _choose_device(environment: ProcessEnvironment, cpu: bool) -> torch.device:
 
 
 def agree_on_backend(store: Any, environment: ProcessEnvironment, device: torch.device) -> str:
-    """NCCL needs a GPU of its own for every rank, and all ranks must choose the same backend."""
+    """NCCL needs a GPU of its own for every rank of a host, and all ranks must choose the same backend."""
     on_gpu = device.type == "cuda"
-    alone = on_gpu and store.add(f"gpu {torch.cuda.get_device_properties(device).uuid}", 1) == 1
+    # NCCL's own name for the host: ranks of different hosts may share a GPU, as in the lab.
+    host = os.environ.get("NCCL_HOSTID", "")
+    alone = on_gpu and store.add(f"gpu {torch.cuda.get_device_properties(device).uuid} {host}", 1) == 1
     if not (alone and dist.is_nccl_available()):
         store.add("ranks without a gpu of their own", 1)
     if store.add("ranks", 1) == environment.world_size:

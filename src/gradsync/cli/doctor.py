@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradsync.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.doctor import Finding, Status, examine
 from gradsync.doctor.finding import place_of
 from gradsync.doctor.software import versions
@@ -26,21 +27,25 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds for measuring the wire; more on a busy machine.")
     ] = 8.0,
+    one_gpu: Annotated[bool, typer.Option("--one-gpu", help=ONE_GPU_HELP)] = False,
+    mps: Annotated[bool, typer.Option("--mps", help=MPS_HELP)] = False,
 ) -> None:
     """Say whether this machine is fit for data-parallel training."""
+    gpus = GpuChoice(one_gpu=one_gpu, mps=mps)
+    sharing = gpus.sharing(gpus.default_ranks)
     # Of several ranks on a machine one is enough.
     if place_of(os.environ).local_rank > 0:
         return
     console = Console(highlight=False)
     if as_json:
-        findings = examine(timeout=timeout)
+        findings = examine(timeout=timeout, sharing=sharing)
         print(json.dumps(_as_data(findings), indent=2))
     elif console.is_terminal:
         with console.status("examining this machine") as status:
-            findings = examine(timeout=timeout, progress=lambda line: status.update(line))
+            findings = examine(timeout=timeout, sharing=sharing, progress=lambda line: status.update(line))
         _show(console, findings)
     else:
-        findings = examine(timeout=timeout)
+        findings = examine(timeout=timeout, sharing=sharing)
         print("\n".join(_lines(findings)))
     if not _fit(findings):
         raise typer.Exit(1)

@@ -11,7 +11,8 @@ fork a function nor enter the network of a host, so that all ranks of gradsync a
 import os
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from gradsync.accelerator.environment import read_environment
 from gradsync.cli.last_words import WRONG_USE, Inquest, Statements
 from gradsync.communicator.naming import listed
 from gradsync.errors import ConfigurationError
+from gradsync.lab import SharedGpu, SharedGpuPlan
 from gradsync.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
 
 __all__ = ["inside_a_launch", "run_ranks_of", "times_restarted", "usable_cores"]
@@ -66,6 +68,7 @@ def run_ranks_of(
     grace_seconds: int = GRACE_SECONDS,
     explained: Collection[int] = (),
     max_restarts: int = 0,
+    sharing: SharedGpuPlan | None = None,
 ) -> int:
     """Run ``nproc`` ranks of ``python -m module arguments`` here, and return the exit code for this process.
 
@@ -77,6 +80,8 @@ def run_ranks_of(
     line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is. After a
     failure, which no signal to this process is, all ranks are started again, ``max_restarts`` times at most, and are
     told so by torchrun's variable. Not after a refusal of what they were given, which would be the same again.
+
+    ``sharing``: the ranks share a GPU in this way. Each then is alone on its node, as far as it can tell.
     """
     if nproc < 1:
         raise ConfigurationError(f"nproc must be at least 1, got {nproc}")
@@ -93,7 +98,7 @@ def run_ranks_of(
     failure: Failure | None = None
     for count in range(max_restarts + 1):
         with (
-            standalone(nproc, (count, max_restarts)) as places,
+            _places(nproc, (count, max_restarts), sharing) as places,
             Statements(nproc) as statements,
             RankProcesses(grace_seconds) as ranks,
         ):
@@ -108,6 +113,16 @@ def run_ranks_of(
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
     assert failure is not None
     return failure.exit_code
+
+
+@contextmanager
+def _places(nproc: int, restarts: tuple[int, int], sharing: SharedGpuPlan | None) -> Iterator[list[RankPlace]]:
+    with standalone(nproc, restarts) as places:
+        if sharing is None:
+            yield places
+        else:
+            with SharedGpu(sharing) as gpu:
+                yield gpu.share(places)
 
 
 def _run(ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float) -> Inquest:

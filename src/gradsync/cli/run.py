@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import torch
 import typer
 
 from gradsync.accelerator.environment import read_environment
+from gradsync.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.cli.last_words import FAILED, write_last_words
-from gradsync.cli.launching import inside_a_launch, run_ranks_of, usable_cores
+from gradsync.cli.launching import inside_a_launch, run_ranks_of
 from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.explain import explain_recordings
 from gradsync.recording import find_recordings, read_models
@@ -28,7 +28,6 @@ __all__ = ["SETTINGS", "run"]
 
 # What follows the script is the script's, whatever it looks like.
 SETTINGS = {"allow_interspersed_args": False}
-MOST_CPU_RANKS = 4
 # Of errors that nobody catches: torch's, which names the rank, and that of our own command line.
 USUAL_HOOKS = ("torch.", "typer.")
 
@@ -47,6 +46,8 @@ def run(
     ] = False,
     record: Annotated[Path | None, typer.Option(help="Keep in this folder what was recorded.")] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
+    one_gpu: Annotated[bool, typer.Option("--one-gpu", help=ONE_GPU_HELP)] = False,
+    mps: Annotated[bool, typer.Option("--mps", help=MPS_HELP)] = False,
     accounts: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run an unchanged DDP or Accelerate script on gradsync, and say where its time went.
@@ -69,14 +70,21 @@ def run(
                 "ranks. Leave their number to it"
             )
         _run_here(script, keep, record)
-    ranks = _default_ranks() if nproc is None else nproc
+    gpus = GpuChoice(one_gpu=one_gpu, mps=mps)
+    ranks = gpus.default_ranks if nproc is None else nproc
     if ranks < 0:
         raise ConfigurationError(f"--nproc must be at least 0, got {ranks}")
+    if ranks == 0 and one_gpu:
+        raise ConfigurationError("--one-gpu is for ranks that are started here: it does not go with --nproc 0")
+    sharing = gpus.sharing(ranks)
+    if too_many := gpus.too_many(ranks):
+        # Not refused: what the script does with GPUs is not known.
+        print(f"gradsync: warning: if the script wants a GPU per rank: {too_many}", file=sys.stderr, flush=True)
     if ranks == 0:
         _run_here(script, keep, record)
     with _folder(record) as folder:
         options = [*(["--keep"] if keep else []), "--accounts", str(folder)]
-        code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks)
+        code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks, sharing=sharing)
         _say(script, folder, [read_account(path) for path in find_accounts(folder)])
     raise typer.Exit(code)
 
@@ -152,7 +160,3 @@ def _explained(folder: Path) -> list[str]:
     except ConfigurationError:
         return []
     return lines
-
-
-def _default_ranks() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else min(usable_cores(), MOST_CPU_RANKS)

@@ -11,8 +11,9 @@ import torch
 import typer
 
 from gradsync.accelerator.environment import read_environment
+from gradsync.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.cli.last_words import is_heard, leave_last_words
-from gradsync.cli.launching import inside_a_launch, run_ranks_of, times_restarted, usable_cores
+from gradsync.cli.launching import inside_a_launch, run_ranks_of, times_restarted
 from gradsync.elastic import require_torchft
 from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
 from gradsync.llm.settings import TrainSettings
@@ -20,7 +21,6 @@ from gradsync.watch import say_goodbye
 
 __all__ = ["train"]
 
-MOST_CPU_RANKS = 4
 # A rank that has nothing to add to an error lets rank 0 end first: its exit code is the one that tells.
 SECONDS_FOR_RANK_0 = 3
 
@@ -56,6 +56,8 @@ def train(
         int | None, WIRE(help="Elastic ranks of all nodes at the beginning; those of this one without it.")
     ] = None,
     cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
+    one_gpu: Annotated[bool, WIRE("--one-gpu", help=ONE_GPU_HELP)] = False,
+    mps: Annotated[bool, WIRE("--mps", help=MPS_HELP)] = False,
     bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
     reduction: Annotated[
         str, WIRE(help="What is sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16.")
@@ -87,6 +89,7 @@ def train(
     """
     chosen = dict(locals())
     ranks, on_cpu, restarts = chosen.pop("nproc"), chosen.pop("cpu"), chosen.pop("max_restarts")
+    gpus = GpuChoice(one_gpu=chosen.pop("one_gpu"), mps=chosen.pop("mps"), cpu=on_cpu)
     del chosen["elastic_ranks"]
     # A launcher that starts ranks again wants them to go on.
     chosen["resume"] = resume = resume or times_restarted() > 0
@@ -109,16 +112,23 @@ def train(
         say_goodbye()
         # Not through the interpreter's end, where threads of the wire may still want it and abort the process.
         os._exit(code)
-    ranks = _default_ranks(on_cpu) if ranks is None else ranks
+    ranks = gpus.default_ranks if ranks is None else ranks
     if ranks < 1:
         raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
+    if too_many := gpus.too_many(ranks):
+        raise ConfigurationError(f"{too_many}, or --cpu to use none")
+    sharing = gpus.sharing(ranks)
     _check_early(settings)
     arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
     if elastic:
+        if sharing is not None:
+            raise ConfigurationError("--one-gpu is for a fixed number of ranks: leave it out, or --elastic")
         raise typer.Exit(_run_elastic(settings, arguments, ranks, elastic_ranks, restarts))
     if ranks == 1 and not restarts:
         raise typer.Exit(_run_rank(settings, on_cpu))
-    raise typer.Exit(run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts))
+    raise typer.Exit(
+        run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts, sharing=sharing)
+    )
 
 
 def _run_elastic(
@@ -136,12 +146,6 @@ def _run_elastic(
         ranks=ranks if all_ranks is None else all_ranks,
         min_ranks=settings.min_ranks,
     )
-
-
-def _default_ranks(on_cpu: bool) -> int:
-    if torch.cuda.is_available() and not on_cpu:
-        return torch.cuda.device_count()
-    return min(usable_cores(), MOST_CPU_RANKS)
 
 
 def _check_early(settings: TrainSettings) -> None:

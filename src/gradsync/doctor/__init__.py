@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradsync.doctor import machine, network, software
 from gradsync.doctor.finding import Finding, Status, guarded
 from gradsync.doctor.wire import Wire
+from gradsync.lab import SharedGpuPlan
 
 __all__ = ["Finding", "Status", "examine"]
 
@@ -22,12 +23,17 @@ def examine(
     *,
     timeout: float = 8.0,
     variables: Mapping[str, str] = os.environ,
+    sharing: SharedGpuPlan | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
-    """All checks, in the order of the table. ``timeout``: seconds for each measurement of the wire."""
+    """All checks, in the order of the table.
+
+    ``timeout``: seconds for each measurement of the wire. ``sharing``: how the ranks of NCCL share a GPU, if they do.
+    """
     with ExitStack() as stack:
         # First of all, since the processes need seconds to import torch; the other checks fill that time.
-        wires = [Wire(*each, timeout, stack) for each in _wires()]
+        shared = {"nccl": sharing}
+        wires = [Wire(*each, timeout, stack, shared.get(each[0])) for each in _wires(sharing)]
         findings = [guarded(name, check) for name, check in _checks(variables).items()]
         for wire in wires:
             progress(f"measuring the {wire.name}")
@@ -53,11 +59,11 @@ def _checks(variables: Mapping[str, str]) -> dict[str, Callable[[], Finding]]:
     }
 
 
-def _wires() -> list[tuple[str, int]]:
+def _wires(sharing: SharedGpuPlan | None = None) -> list[tuple[str, int]]:
     """Backends that can be tried here, with the number of ranks."""
     wires = []
     if dist.is_available() and dist.is_gloo_available():
         wires.append(("gloo", 2))
     if torch.cuda.is_available() and dist.is_nccl_available():
-        wires.append(("nccl", torch.cuda.device_count()))
+        wires.append(("nccl", torch.cuda.device_count() if sharing is None else sharing.ranks))
     return wires

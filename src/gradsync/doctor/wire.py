@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from gradsync.communicator import Communicator, choose_communicator, fit_communicator
 from gradsync.doctor.finding import KIB, MIB, Finding, Status, judged, size
+from gradsync.lab import SharedGpu, SharedGpuPlan
 from gradsync.launch import Failure, RankProcesses, become, standalone
 
 __all__ = ["Wire", "be_rank", "measured"]
@@ -34,6 +35,7 @@ WARM_UP = 2
 # Loopback moves 4 KiB in a fraction of a millisecond and some GB/s. Far from that, something else has the cores.
 SLOW_SECONDS = 5e-3
 SLOW_BYTES_PER_SECOND = {"gloo": 0.2e9, "nccl": 1e9}
+SHARING_SECONDS = 30.0
 RANK_SCRIPT = Path(__file__)
 
 
@@ -43,14 +45,20 @@ class Wire:
     ``stack`` ends them and closes their files.
     """
 
-    def __init__(self, backend: str, ranks: int, timeout: float, stack: ExitStack) -> None:
+    def __init__(
+        self, backend: str, ranks: int, timeout: float, stack: ExitStack, sharing: SharedGpuPlan | None = None
+    ) -> None:
         self.name = f"{backend} wire"
-        self._backend, self._ranks, self._timeout = backend, ranks, timeout
+        # Under MPS, CUDA takes longer to start.
+        timeout = timeout if sharing is None else max(timeout, SHARING_SECONDS)
+        self._backend, self._ranks, self._timeout, self._sharing = backend, ranks, timeout, sharing
         self._deadline = time.time() + timeout
         # Without names, so that none is left behind.
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2 * ranks)]  # noqa: SIM115 (it closes them)
         self._outputs, self._errors = files[:ranks], files[ranks:]
         places = stack.enter_context(standalone(ranks))
+        if sharing is not None:
+            places = stack.enter_context(SharedGpu(sharing)).share(places)
         self._processes = stack.enter_context(RankProcesses(grace=0))
         command = [sys.executable, "-P", str(RANK_SCRIPT), backend, str(timeout)]
         for place, output, error in zip(places, self._outputs, self._errors, strict=True):
@@ -64,7 +72,8 @@ class Wire:
             return self._late()
         if failure is not None:
             return self._failed(failure)
-        return measured(self._backend, self._ranks, **json.loads(_text(self._outputs[0]).removeprefix(READY)))
+        read = json.loads(_text(self._outputs[0]).removeprefix(READY))
+        return measured(self._backend, self._ranks, sharing=self._sharing, **read)
 
     def _failed(self, failure: Failure) -> Finding:
         rank, code = failure.place.rank, failure.code
@@ -100,22 +109,25 @@ def measured(
     backend: str,
     ranks: int,
     seconds: Mapping[str, float],
+    *,
+    sharing: SharedGpuPlan | None = None,
     choice: str = "",
     chosen: Mapping[str, float] | None = None,
 ) -> Finding:
     """``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time.
 
-    ``choice`` is the wire that gradsync would take between such ranks, and ``chosen`` its seconds.
+    ``choice`` is the wire that gradsync would take between such ranks, and ``chosen`` its seconds. Times of ranks that
+    share a GPU are shown, and not judged.
     """
     name = f"{backend} wire"
     if ranks == 1:
         return judged(name, f"{backend.upper()} starts and reduces; with a single GPU there is no wire to measure")
     times = {int(nbytes): value for nbytes, value in seconds.items()}
-    lines = [f"all-reduce between {ranks} ranks", *_rows(times)]
+    lines = [f"all-reduce between {ranks} ranks", *([] if sharing is None else [str(sharing)]), *_rows(times)]
     if chosen is not None:
         lines += [f"gradsync takes {choice}", *_rows({int(nbytes): value for nbytes, value in chosen.items()})]
     latency, bandwidth = times[min(times)], max(nbytes / value for nbytes, value in times.items() if nbytes >= MIB)
-    slow = latency > SLOW_SECONDS or bandwidth < SLOW_BYTES_PER_SECOND[backend]
+    slow = sharing is None and (latency > SLOW_SECONDS or bandwidth < SLOW_BYTES_PER_SECOND[backend])
     fix = "that is slow for one machine: see what else uses the cores (top), and measure again"
     return judged(name, "\n".join(lines), (slow, Status.WARN, fix))
 
