@@ -40,7 +40,7 @@ def step_gate(ballot: torch.Tensor, flags: list[torch.Tensor]) -> torch.Tensor:
     bad = torch.addcmul(bad, numbers[asked : Requests.KNOWN].sum(), unheard)
     for flag in flags:
         bad = bad + flag.to(ballot.device, non_blocking=True)
-    return (bad > 0).float()
+    return torch.gt(bad, 0, out=torch.empty_like(bad))
 
 
 def reads_found_inf(optimizer: Any) -> bool:
