@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -84,6 +85,7 @@ def step_without_a_sync(name: str) -> tuple[int, bool]:
     model = gradsync.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
     optimizer: Any = getattr(torch.optim, name)(model.parameters(), lr=1e-3, fused=True)
     inputs = torch.randn(32, 64)
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     for step in range(8):
         # The first windows learn, and load kernels.
         torch.cuda.set_sync_debug_mode("error" if step >= 6 else "default")

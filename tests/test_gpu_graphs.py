@@ -1,5 +1,6 @@
 """CUDA graphs, autocast with a loss scaler, and activation checkpointing, over NCCL ranks: as eager, or refused."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ def train(model: Any, steps: int) -> list[torch.Tensor]:
 
 
 def run_graphed() -> None:
+    # Of torch, about streams of its own in make_graphed_callables.
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
     graphed = torch.cuda.make_graphed_callables(make_model(), (torch.randn(8, 16),))
     ours, eager = train(graphed, REPLAYS), train(make_model(), REPLAYS)
     torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
@@ -47,6 +50,10 @@ def run_graphed() -> None:
 
 
 def run_captured() -> str:
+    # Of torch, since what was refused left nothing in the graph.
+    warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+    # And about a backward on another stream, as its documentation wants it for a capture.
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
     model: Any = gradsync.DistributedDataParallel(make_model())
     x = torch.randn(8, 16)
     stream = torch.cuda.Stream()

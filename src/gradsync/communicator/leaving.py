@@ -6,6 +6,7 @@ happens to threads of ours that come back from a message, and to threads of Gloo
 tensor. So before the interpreter ends
 
 - wires with collectives under way are given up, which wakes their threads, and the threads are waited for;
+- so are threads that abort NCCL's communicators, which come back from C++, too;
 - tensors of collectives that Gloo still works on are kept for good: letting go of them then needs no lock;
 - threads of Gloo that have finished one get a moment to let go of it, also of those that a user has started.
 
@@ -17,6 +18,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,10 +27,12 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["UnderWay", "keep_for_good", "keep_track", "leave_all", "never_let_go"]
+__all__ = ["UnderWay", "await_at_end", "keep_for_good", "keep_track", "leave_all", "never_let_go"]
 
 # For all threads of all wires together, and for those of Gloo.
 PATIENCE_SECONDS = 2.0
+# For aborts, each of which waits for the device to end its kernels.
+ABORT_SECONDS = 5.0
 SETTLE_SECONDS = 0.5
 LOOK_SECONDS = 1e-3
 GLOO_THREAD = "pt_gloo_runloop"
@@ -97,6 +101,15 @@ def never_let_go(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
+_awaited: list[threading.Thread] = []
+
+
+def await_at_end(thread: threading.Thread) -> None:
+    """Have the end of the process wait for a thread that comes back from C++ within seconds."""
+    _awaited[:] = [each for each in _awaited if each.is_alive()]
+    _awaited.append(thread)
+
+
 @atexit.register
 def leave_all() -> None:
     """See [Note: the end]."""
@@ -106,6 +119,9 @@ def leave_all() -> None:
         # One that cannot must not keep the others from it.
         with contextlib.suppress(Exception):
             wire.leave(max(0.0, deadline - time.monotonic()))
+    deadline = time.monotonic() + ABORT_SECONDS
+    for thread in _awaited:
+        thread.join(max(0.0, deadline - time.monotonic()))
     for tensor in (tensor for each in _under_way for tensor in each.left()):
         never_let_go(tensor)
     _let_gloo_settle()

@@ -18,7 +18,7 @@ from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
 from gradsync.communicator.first_cause import begin_anew, first_cause
-from gradsync.communicator.leaving import UnderWay, keep_for_good, never_let_go
+from gradsync.communicator.leaving import UnderWay, await_at_end, keep_for_good, never_let_go
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.outstanding import Outstanding, StartedCollective
@@ -374,7 +374,10 @@ def _abort_in_background(backend: Any, name: str) -> None:
             LOGGER.warning("the abort of %s has not ended within %g s: its kernels may still run", name, ABORT_SECONDS)
 
     for target in (abort, look):
-        threading.Thread(target=target, name="gradsync abort", daemon=True).start()
+        thread = threading.Thread(target=target, name="gradsync abort", daemon=True)
+        thread.start()
+        if target is abort:
+            await_at_end(thread)
 
 
 def is_timeout(error: RuntimeError) -> bool:
