@@ -100,6 +100,16 @@ def ours(**settings: Any) -> Make:
     return make
 
 
+def with_foreach(make: Make) -> Make:
+    """With an optimizer that cannot skip a step on the device, so that the host waits before it."""
+
+    def make_so(model: nn.Module) -> tuple[nn.Module, Any]:
+        wrapped, _ = make(model)
+        return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-4, foreach=True)
+
+    return make_so
+
+
 def sharded(mode: Any, **settings: Any) -> Make:
     def make(model: nn.Module) -> tuple[nn.Module, Any]:
         wrapped = gradsync.DistributedDataParallel(model, device_ids=[0], **settings)
@@ -124,6 +134,8 @@ OURS: dict[str, Make] = {
     "bf16": ours(reduction="bf16"),
     "int8": ours(reduction="int8"),
     "no wrapper": lambda model: (model, adam(model.parameters())),
+    "view 25 foreach": with_foreach(ddp("view", 25)),
+    "gradsync foreach": with_foreach(ours()),
 }
 
 

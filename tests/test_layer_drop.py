@@ -48,6 +48,8 @@ class Model(nn.Module):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+        # The buffers of LayerDrop, too.
+        self.to(self.trunk.weight.device)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.ran.append([])
