@@ -28,7 +28,7 @@ from gradsync.watch.standing import Sampler
 from tests.ranks import RankPool, pool_of
 from tests.test_watch import MEMBERS, Engine, Hub, judge_of, stands, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.cpu_ranks("its devices are stood in for")]
 
 SUCCESS, TIMEOUT, COMM_ERROR = 0, 1, 2
 
