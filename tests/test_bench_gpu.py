@@ -18,7 +18,7 @@ from rich.console import Console
 
 import gradsync
 from gradsync.bench import placing
-from gradsync.bench.device import CPU, Cpu
+from gradsync.bench.device import CPU, Cpu, Cuda
 from gradsync.bench.measure import Rounds
 from gradsync.bench.placing import OnGpu, find_placement
 from gradsync.bench.ranks import SharedGpuRanks, Sharing, ranks_of
@@ -30,7 +30,8 @@ from gradsync.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.bench.screen import Screen
 from gradsync.cli import main
 from gradsync.errors import ConfigurationError
-from gradsync.lab import LabError
+from gradsync.lab import LabError, emulated_gpu
+from gradsync.lab.profile import transformer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -166,6 +167,23 @@ def test_a_block_ends_when_the_device_is_done_and_is_one_sample(tmp_path: Path) 
     assert sample.parts == {"number": 1.0}
     assert device.done == ["step"] * 3
     assert rounds.mean(2.5) == 2.5
+
+
+def test_layers_of_an_emulated_model_wait_and_hand_out_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(emulated_gpu, "cycles_per_second", lambda: 1e9)
+    profile = transformer(parameters=20_000, layers=1, seconds=0.03)
+    model = emulated_gpu.EmulatedGpuModel(profile, device="cpu")
+    (model(torch.tensor(3.0)) / 2).backward()
+    count = len(profile.layers)
+    assert sum(slept[:count]) == pytest.approx(0.01e9, rel=0.01)
+    assert sum(slept[count:]) == pytest.approx(0.02e9, rel=0.01)
+    assert slept[count:] == pytest.approx([2 * cycles for cycles in reversed(slept[:count])], abs=2)
+    assert sum(parameter.numel() for parameter in model.parameters()) == profile.parameters
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and gradient.unique().tolist() == [1.5] for gradient in gradients)
+    assert len({gradient.data_ptr() for gradient in gradients if gradient is not None}) == len(gradients)
 
 
 # -- the same cells on CPU ranks --------------------------------------------------------------------------------------
@@ -369,12 +387,8 @@ def test_overlap_is_measured_over_nccl(tmp_path: Path) -> None:
 def test_an_emulated_model_takes_its_time_on_the_gpu() -> None:
     if torch.cuda.device_count() == 0:
         pytest.skip("needs a CUDA device")
-    from gradsync.bench.device import Cuda
-    from gradsync.lab.emulated_gpu import EmulatedGpuModel
-    from gradsync.lab.profile import transformer
-
     device = Cuda()
-    model = EmulatedGpuModel(transformer(parameters=1_000_000, layers=2, seconds=0.06))
+    model = emulated_gpu.EmulatedGpuModel(transformer(parameters=1_000_000, layers=2, seconds=0.06))
     value = torch.tensor(3.0, device="cuda")
     model(value).backward()
     device.finish()

@@ -242,6 +242,23 @@ def test_the_page_is_filled_from_a_run(tmp_path: Path, script: ModuleType) -> No
     assert str(tmp_path) not in text
 
 
+def test_a_run_over_nccl_has_a_place_of_its_own(tmp_path: Path, script: ModuleType) -> None:
+    page = tmp_path / "docs/benchmarks.md"
+    page.parent.mkdir()
+    page.write_text("# Page\n<!-- results begin -->\nGloo\n<!-- results end -->\n")
+    folder = stored(tmp_path / "results")
+    folder.write_config({**folder.config, "device": "cuda"})
+    with pytest.raises(ConfigurationError, match="needs the lines <!-- nccl results begin --> and"):
+        script.fill(folder, page, tmp_path / "docs/pictures/bench-nccl")
+    with page.open("a") as file:
+        file.write("<!-- nccl results begin -->\n<!-- nccl results end -->\n")
+    script.fill(folder, page, tmp_path / "docs/pictures/bench-nccl")
+    text = page.read_text()
+    assert "<!-- results begin -->\nGloo\n<!-- results end -->" in text
+    assert "`gradsync bench convergence --device cuda --quick`" in text
+    assert "pictures/bench-nccl/" in text
+
+
 def test_a_page_without_markers_is_left_alone(tmp_path: Path, script: ModuleType) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A page\n")

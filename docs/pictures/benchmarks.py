@@ -4,10 +4,12 @@
     python docs/pictures/benchmarks.py results
     gradsync bench faults --out faults
     python docs/pictures/benchmarks.py faults failures.md
+    gradsync bench all --device cuda --out nccl
+    python docs/pictures/benchmarks.py nccl
 
-Everything between the two markers of the page is written anew, and the page's folder of pictures holds the pictures of
-that run and no others, so that the page never mixes runs. Pictures are PNG: they have a white ground, also where a
-reader's page is dark.
+A run over NCCL has markers and a folder of pictures of its own. Everything between the two markers of the page is
+written anew, and the folder holds the pictures of that run and no others, so that the page never mixes runs. Pictures
+are PNG: they have a white ground, also where a reader's page is dark.
 """
 
 import shutil
@@ -25,11 +27,14 @@ from gradsync.errors import ConfigurationError, GradsyncError
 # The pages that are filled, and the folders of their pictures.
 PAGES = {"benchmarks.md": "bench", "failures.md": "faults"}
 BEGIN, END = "<!-- results begin -->", "<!-- results end -->"
+# Of a run over NCCL, in the names of markers and folders.
+NCCL = "nccl"
 
 
 def fill(folder: ResultFolder, page: Path, pictures: Path) -> None:
     """Write the run in ``folder`` into ``page``, and its pictures into ``pictures``, which lies beside or below it."""
-    before, after = _frame(page)
+    over_nccl = _is_over_nccl(folder)
+    before, after = _frame(page, over_nccl)
     sections = build_report(folder, SCENARIOS)
     slugs = [drawing.slug for section in sections for drawing in section.drawings]
     if not slugs:
@@ -40,24 +45,33 @@ def fill(folder: ResultFolder, page: Path, pictures: Path) -> None:
     for slug in slugs:
         shutil.copyfile(folder.figures / f"{slug}.png", pictures / f"{slug}.png")
     links = pictures.relative_to(page.parent).as_posix()
-    lines = [*_run_lines(folder.config), *(line for section in sections for line in _section_lines(section, links))]
+    shown = [line for section in sections for line in _section_lines(section, links, over_nccl)]
+    lines = [*_run_lines(folder.config), *shown]
     page.write_text("\n".join([before, *lines, after]), encoding="utf-8")
 
 
-def _frame(page: Path) -> tuple[str, str]:
+def _is_over_nccl(folder: ResultFolder) -> bool:
+    return bool(folder.config.get("device") == "cuda")
+
+
+def _frame(page: Path, over_nccl: bool) -> tuple[str, str]:
     """What stands before the results, and what after."""
     text = page.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ConfigurationError(f"{page.name} needs the lines {BEGIN} and {END}, once each and in this order")
-    return text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    begin, end = (each.replace("results", f"{NCCL} results") if over_nccl else each for each in (BEGIN, END))
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ConfigurationError(f"{page.name} needs the lines {begin} and {end}, once each and in this order")
+    return text[: text.index(begin) + len(begin)], text[text.index(end) :]
 
 
 def _run_lines(config: Mapping[str, Any]) -> Iterator[str]:
     """Where the numbers come from. Not the command as it was typed: that may name folders of a machine."""
     names = config.get("scenarios", [])
-    what = "all" if len(names) == len(SCENARIOS) else names[0] if len(names) == 1 else "SCENARIO"
+    over_nccl = config.get("device") == "cuda"
+    known = [each.name for each in SCENARIOS if not over_nccl or each.gpu_cells(quick=True)]
+    what = "all" if len(names) == len(known) else names[0] if len(names) == 1 else "SCENARIO"
+    options = f"{' --device cuda' if over_nccl else ''}{' --quick' if config.get('quick') else ''}"
     rows = {
-        "command": f"`gradsync bench {what}{' --quick' if config.get('quick') else ''}`",
+        "command": f"`gradsync bench {what}{options}`",
         "when": config.get("started", "unknown"),
         "commit": config.get("commit", "unknown"),
         **config.get("machine", {}),
@@ -71,13 +85,16 @@ def _run_lines(config: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _section_lines(section: Section, links: str) -> Iterator[str]:
-    yield f"### {section.title}"
+def _section_lines(section: Section, links: str, over_nccl: bool) -> Iterator[str]:
+    yield f"### {'NCCL: ' if over_nccl else ''}{section.title}"
     yield ""
     yield f"*{section.question}* {section.source}"
     yield ""
-    yield f"    gradsync bench {section.name}"
+    yield f"    gradsync bench {section.name}{' --device cuda' if over_nccl else ''}"
     yield ""
+    for place in section.places:
+        yield place
+        yield ""
     for note in section.notes:
         yield f"**{note}**"
         yield ""
@@ -127,7 +144,9 @@ def main() -> None:
         sys.exit(f"usage: python docs/pictures/benchmarks.py FOLDER [PAGE]: results of gradsync bench, and {pages}")
     here = Path(__file__).parent
     try:
-        fill(ResultFolder.open(Path(results)), here.parent / page, here / PAGES[page])
+        folder = ResultFolder.open(Path(results))
+        pictures = PAGES[page] + (f"-{NCCL}" if _is_over_nccl(folder) else "")
+        fill(folder, here.parent / page, here / pictures)
     except (GradsyncError, OSError) as error:
         sys.exit(f"benchmarks.py: {error}")
 

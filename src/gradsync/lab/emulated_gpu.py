@@ -29,12 +29,12 @@ TRIAL_CYCLES, TRIALS = 1_000_000, 400
 
 
 class EmulatedGpuModel(nn.Module):
-    """The layers of a profile, on the current GPU. It names its parameters as the real model does."""
+    """The layers of a profile, on the current GPU or ``device``. It names its parameters as the real model does."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, device: torch.device | str = "cuda") -> None:
         super().__init__()
         self.profile = profile
-        self._steps = [_GpuLayer(layer) for layer in profile.layers]
+        self._steps = [_GpuLayer(layer, torch.device(device)) for layer in profile.layers]
         for layer, step in zip(profile.layers, self._steps, strict=True):
             put_at(self, layer.name, step)
 
@@ -48,12 +48,12 @@ class EmulatedGpuModel(nn.Module):
 
 
 class _GpuLayer(nn.Module):
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, device: torch.device) -> None:
         super().__init__()
         seconds = (layer.forward_seconds, layer.backward_seconds)
         self.cycles = tuple(int(each * cycles_per_second()) for each in seconds)
         for name, shape in layer.shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape, device="cuda")))
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, device=device)))
 
     def forward(self, signal: Tensor, value: Tensor) -> Tensor:
         answer: Tensor = _Spin.apply(self.cycles, signal, value, *self._parameters.values())
