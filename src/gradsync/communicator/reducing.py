@@ -17,7 +17,7 @@ def combine(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, into: torch.Te
 
 
 def combine_in_order(values: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
-    """Into ``output``, which may be the first of ``values`` or none of them."""
+    """Into ``output``, which may be one of the first two of ``values`` or none of them."""
     if len(values) == 1:
         if output.data_ptr() != values[0].data_ptr():
             output.copy_(values[0])

@@ -288,13 +288,17 @@ class SharedMemoryCommunicator(Wire):
             self._number += 1
 
     def _reduce_rows(self, rows: list[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
-        """Block by block, and not in place: ``output`` may be one of the rows, and the others are not ours."""
+        """Block by block. ``output`` may be one of the rows; the others are not ours."""
         step = BLOCK_BYTES // output.itemsize
+        # The sum of the first two rows must not take the place of a row that is yet to be added.
+        is_late = any(row.data_ptr() == output.data_ptr() for row in rows[2:])
+        spare = torch.empty(min(step, output.numel()), dtype=output.dtype) if is_late else output
         for start in range(0, output.numel(), step):
             blocks = [row[start : start + step] for row in rows]
-            total = torch.empty_like(blocks[0])
+            total = spare[: blocks[0].numel()] if is_late else output[start : start + step]
             combine_in_order(blocks, total, op)
-            output[start : start + step].copy_(total)
+            if is_late:
+                output[start : start + step].copy_(total)
 
     def _exchange(
         self,
