@@ -47,6 +47,8 @@ class _Update:
         self.making: Handle | None = None
         self.gathering: Handle | None = None
         self.is_made = False
+        # Where the new share is.
+        self.made = self.own
         self.options: Options = []
         self._versions = (0, 0)
 
@@ -57,7 +59,11 @@ class _Update:
             self.before = Before(self._segments, self.share)
         self._segments.load([self.share])
         self.before.take()
-        self._segments.update(self.options, self.before.segments)
+        self.made = self.share.flat
+        if self.share.is_in_place:
+            # Parameters must not change: a copy of them is updated, where it is wanted anyway.
+            self.made = self.own.copy_(self.share.flat)
+        self._segments.update(self.options, self.before.segments, self.made)
         self.is_made = True
 
     def note_versions(self) -> None:
@@ -78,7 +84,7 @@ class _Update:
 
     def undo(self) -> None:
         if self.is_made:
-            self.before.restore()
+            self.before.restore(self.made)
             self.is_made = False
 
 
@@ -132,7 +138,8 @@ class EarlyUpdates:
         with self._lock:
             if self._hold:
                 update.make(self._options())
-        update.own.copy_(update.share.flat)
+                if update.made is not update.own:
+                    update.own.copy_(update.made)
 
     def _gather(self, update: _Update) -> Handle:
         """Whatever has happened here: the others do."""
@@ -147,8 +154,9 @@ class EarlyUpdates:
 
     # -- in the step ---------------------------------------------------------------------------------------------
 
-    def claim(self) -> list[Share]:
-        """The shares that were updated as this step would do it. Unless all hold, all are undone, and it is none."""
+    def claim(self) -> dict[Share, torch.Tensor]:
+        """Shares that were updated as this step would do it, and where the new ones are. Unless all hold, all are
+        undone, and it is none."""
         options = self._options()
         for update in self._updates.values() if self.are_asked_for else ():
             assert update.making is not None
@@ -156,10 +164,10 @@ class EarlyUpdates:
         made = [update for update in self._updates.values() if update.is_made]
         if not self._hold or not all(update.holds(options) for update in made):
             self.withdraw()
-            return []
+            return {}
         for update in made:
             update.is_made = False
-        return [update.share for update in made]
+        return {update.share: update.made for update in made}
 
     def agree(self, communicator: Communicator, *, hold: bool) -> "Verdict":
         """Whether they hold on all ranks; if not, all gather them again. Collective."""
@@ -211,7 +219,7 @@ class Verdict:
             update.share.put_down()
         # What the next forward needs first was reduced last.
         shares = sorted((update.share for update in self._updates), key=lambda share: -share.plan.index)
-        return Together([self._communicator.all_gather(share.gathered, share.gathered_own) for share in shares])
+        return Together([self._communicator.all_gather(share.gathered, share.sent) for share in shares])
 
     def holds(self) -> bool:
         """Wait for it."""

@@ -11,14 +11,16 @@ forward of the module that has it, so before that the parameters of the module a
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradsync.bucket.without_values import WITHOUT_VALUES
+from gradsync.errors import MisuseError
 
-__all__ = ["AwaitedParameter", "Gathers", "await_before_forward"]
+__all__ = ["Arrival", "AwaitedParameter", "Gathers", "await_before_forward"]
 
 # What says nothing of values, and need not wait for them.
 _HARMLESS = WITHOUT_VALUES | {
@@ -81,6 +83,30 @@ class Gather:
                 parameter.__class__ = nn.Parameter
                 del parameter._gather  # type: ignore[attr-defined]
             self._is_finished = True
+
+
+class Arrival:
+    """Waits for new values that are not even on their way yet: whoever makes them says later how to wait for them."""
+
+    def __init__(self) -> None:
+        self._arrive: Future[Callable[[], None]] = Future()
+        self._maker = threading.get_ident()
+
+    def started(self, arrive: Callable[[], None]) -> None:
+        """They are on their way."""
+        self._arrive.set_result(arrive)
+
+    def fail(self, error: BaseException) -> None:
+        """They will never be, unless they are."""
+        if not self._arrive.done():
+            self._arrive.set_exception(error)
+
+    def __call__(self) -> None:
+        if not self._arrive.done() and threading.get_ident() == self._maker:
+            raise MisuseError(
+                "a parameter was read inside of the step that updates it. Read it before or after the step"
+            )
+        self._arrive.result()()
 
 
 class Gathers:

@@ -4,19 +4,25 @@ Mostly in ``step()``; some before it, see :mod:`gradsync.sharded.early`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from gradsync.bucket import Bucket
-from gradsync.communicator import Communicator, Handle, scattering_over
+from gradsync.communicator import (
+    Communicator,
+    Handle,
+    HierarchicalCommunicator,
+    SharedMemoryCommunicator,
+    scattering_over,
+)
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.sharded.early import EarlyUpdates
-from gradsync.sharded.gather import Gathers
+from gradsync.sharded.gather import Arrival, Gathers
 from gradsync.sharded.options import Options
 from gradsync.sharded.pace import Pace, plan_early
-from gradsync.sharded.segments import Segments
+from gradsync.sharded.segments import Segment, Segments
 from gradsync.sharded.share import Share
 
 __all__ = ["Journey"]
@@ -36,6 +42,9 @@ class Journey:
         self.pace = Pace()
         self.segments: Segments | None = None
         self._gathers = Gathers()
+        # Ranks that share memory are faster in that of the communicator, which parameters do not lie in.
+        sharing = SharedMemoryCommunicator, HierarchicalCommunicator
+        self._through_bucket = isinstance(self._communicator, sharing)
 
     def take(self, segments: Segments | None) -> None:
         """Buckets were laid out anew, or shares are cut by other parameter groups; None if there are none any more."""
@@ -67,6 +76,8 @@ class Journey:
         sizes = [share.gathered.nbytes for share in segments.shares]
         reduced = sum(share.flat.nbytes for share in segments.shares) * self.wire.world_size
         times = self.pace.agree(self._communicator)
+        if not segments.are_placed:
+            self._place(segments)
         self.early.plan(plan_early(times, sizes, gathered=sum(sizes) / max(reduced, 1)), segments)
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
@@ -86,25 +97,41 @@ class Journey:
         segments = self.segments
         if segments is None:
             return
+        self._place(segments)
         claimed = self.early.claim()
         self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
-        # The bucket that started last holds what is needed first. It is on its way while the others are updated.
-        by_need = segments.shares[::-1]
-        for shares in by_need[:1], by_need[1:]:
-            self._update([share for share in shares if share not in claimed], segments)
-            self._send(shares, hold=bool(claimed))
+        changing = segments.prepare([share for share in segments.shares if share not in claimed])
+        # From here on parameters are neither the old ones nor the new ones.
+        arrivals = {share: Arrival() for share in reversed(segments.shares)}
+        for share, arrival in arrivals.items():
+            self._gathers.expect(share.bucket.parameters, arrival)
+        try:
+            for share, made in claimed.items():
+                if made is not share.flat:
+                    share.flat.copy_(made)
+            # The bucket that started last holds what is needed first. It is on its way while the others are updated.
+            for shares in segments.shares[-1:], segments.shares[-2::-1]:
+                self._update([segment for segment in changing if segment.share in shares], segments)
+                self._send(shares, arrivals, hold=bool(claimed))
+        except BaseException as error:
+            for arrival in arrivals.values():
+                arrival.fail(error)
+            raise
         self.early.stepped()
         self.pace.stepped()
 
-    def _update(self, shares: Sequence[Share], segments: Segments) -> None:
+    def _place(self, segments: Segments) -> None:
+        segments.place(self._synchronizer.parameters, through_bucket=self._through_bucket)
+
+    def _update(self, changing: Sequence[Segment], segments: Segments) -> None:
         try:
-            segments.step(self._options(), shares)
+            segments.update(self._options(), changing)
         except BaseException as error:
             # The others have updated their shares, and wait for this one.
             self.wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
             raise
 
-    def _send(self, shares: Sequence[Share], *, hold: bool) -> None:
+    def _send(self, shares: Sequence[Share], arrivals: Mapping[Share, Arrival], *, hold: bool) -> None:
         """Have all ranks gather them, in this order. ``hold``: early updates of this rank do."""
         verdict = None
         for share in shares:
@@ -114,12 +141,12 @@ class Journey:
                 arrive = partial(verdict.arrive, share)
             else:
                 arrive = partial(_arrive, share, self._gather(share, self._communicator))
-            self._gathers.expect(share.bucket.parameters, partial(self._hand_over, share, arrive))
+            arrivals[share].started(partial(self._hand_over, share, arrive))
 
     def _gather(self, share: Share, communicator: Communicator) -> Handle:
         share.put_down()
         # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
-        handle = communicator.all_gather(share.gathered, share.gathered_own)
+        handle = communicator.all_gather(share.gathered, share.sent)
         self.pace.gather_started(handle)
         self._tell(share.bucket, handle)
         return handle
@@ -137,7 +164,7 @@ class Journey:
         self._gathers.finish()
 
     def _hand_over(self, share: Share, arrive: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Wait for the new parameters of a bucket, and put them into the old ones."""
+        """Wait for the new parameters of a bucket, and have them take the place of the old ones."""
         observer = self._synchronizer.engine.observer
         if observer is not None:
             observer.gather_needed(share.bucket)
@@ -146,7 +173,7 @@ class Journey:
         self.pace.waited(time.perf_counter() - began)
         if observer is not None:
             observer.gather_arrived(share.bucket)
-        torch._foreach_copy_(list(share.bucket.parameters), list(views))
+        share.receive(views)
 
     def settle(self) -> None:
         """State and parameters are wanted as the last step left them."""

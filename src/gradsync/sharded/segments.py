@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradsync.sharded.flat_parameters import movable, separate
 from gradsync.sharded.share import Part, Share
 
-__all__ = ["MASTER", "Before", "OptimizerFactory", "ParameterState", "Segments"]
+__all__ = ["MASTER", "Before", "OptimizerFactory", "ParameterState", "Segment", "Segments"]
 
 # Makes an optimizer over flat parameters, for each group its number and those in it.
 OptimizerFactory = Callable[[Sequence[tuple[int, list[nn.Parameter]]]], torch.optim.Optimizer]
@@ -41,9 +42,13 @@ class Segment:
 
     def __init__(self, share: Share, group: int, parts: list[Part]) -> None:
         self.share, self.group, self.parts = share, group, parts
-        place = slice(parts[0].start, parts[-1].stop)
-        self.flat = nn.Parameter(share.flat[place])
-        self.gradient = share.gradient[place]
+        self._place = slice(parts[0].start, parts[-1].stop)
+        self.flat = nn.Parameter(share.flat[self._place])
+        self.gradient = share.gradient[self._place]
+
+    def lie_in(self, flat: torch.Tensor) -> None:
+        """From now on it is a part of ``flat``, which is a share."""
+        self.flat.data = flat[self._place]
 
     @property
     def used(self) -> list[bool]:
@@ -66,6 +71,8 @@ class Segments:
         self._make_optimizer = make_optimizer
         # Parameters of which the shares hold the current values.
         self._loaded: set[int] = set()
+        # Before the first step shares have no memory.
+        self.are_placed = False
         self.cut(states)
 
     # -- segments ------------------------------------------------------------------------------------------------
@@ -105,7 +112,7 @@ class Segments:
         known = [states[part.index] for part in segment.parts if part.index in states]
         if not known:
             return
-        if MASTER in known[0].tensors:
+        if MASTER in known[0].tensors and segment.parts[0].is_narrow:
             segment.flat.data.copy_(torch.cat([each.tensors[MASTER] for each in known]))
             self._loaded.update(part.index for part in segment.parts)
         by_element = known[0].tensors.keys() - {MASTER}
@@ -139,26 +146,58 @@ class Segments:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def step(self, options: Sequence[dict[str, Any]], shares: Sequence[Share]) -> None:
-        """Update ``shares`` by their gradients. ``options`` are those of the parameter groups."""
+    def place(self, parameters: Sequence[nn.Parameter], *, through_bucket: bool) -> None:
+        """Before a step: see to it that all shares have memory. ``parameters`` are all of the model.
+
+        ``through_bucket``: see :meth:`Share.place`.
+        """
+        self.are_placed = True
+        shares = [share for share in self.shares if share.needs_place]
+        if not shares:
+            return
+        for share in shares:
+            share.detach()
+        # Not in the memory that parameters are about to leave.
+        self._follow(shares)
+        can_move = movable(parameters)
+        for share in shares:
+            share.place(can_move, through_bucket=through_bucket)
+        self._follow(shares)
+        # Some may have left the buckets, and would keep the memory of all that they once lay with.
+        inside = {id(parameter) for share in self.shares for parameter in share.bucket.parameters}
+        separate(each for each in parameters if id(each) in can_move and id(each) not in inside)
+
+    def _follow(self, shares: Sequence[Share]) -> None:
+        for segment in self.of(shares):
+            segment.lie_in(segment.share.flat)
+
+    def prepare(self, shares: Sequence[Share]) -> list[Segment]:
+        """What a step is to :meth:`update` of ``shares``."""
         self.load(shares)
         for share in shares:
             share.take_replaced()
         if any(0 < sum(segment.used) < len(segment.parts) for segment in self.of(shares)):
             unused = {part.index for segment in self._segments for part in segment.parts if part.parameter.grad is None}
             self.cut(self.states(), apart=unused)
-        segments = self.of(shares)
-        self.update(options, [segment for segment in segments if segment.used[0]])
+        return [segment for segment in self.of(shares) if segment.used[0]]
 
     def of(self, shares: Sequence[Share]) -> list[Segment]:
         """The segments of ``shares``."""
         wanted = set(shares)
         return [segment for segment in self._segments if segment.share in wanted]
 
-    def update(self, options: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> None:
-        """Have the optimizer update ``segments``, and no other."""
+    def update(
+        self, options: Sequence[dict[str, Any]], segments: Sequence[Segment], flat: torch.Tensor | None = None
+    ) -> None:
+        """Have the optimizer update ``segments``, and no other; in ``flat``, if it is not their share itself.
+
+        ``options`` are those of the parameter groups.
+        """
         if self.optimizer is None or not segments:
             return
+        if flat is not None:
+            for segment in segments:
+                segment.lie_in(flat)
         for group, place in self._places.items():
             self.optimizer.param_groups[place].update(options[group])
         for segment in segments:
@@ -166,6 +205,8 @@ class Segments:
         self.optimizer.step()
         for segment in segments:
             segment.flat.grad = None
+            if flat is not None:
+                segment.lie_in(segment.share.flat)
 
     def load(self, shares: Sequence[Share]) -> None:
         """Take the parameters as they are: whoever has changed one since the last step meant to."""
@@ -206,9 +247,10 @@ class Before:
             for key, value in state.items():
                 kept[key] = _copied(value, kept.get(key))
 
-    def restore(self) -> None:
-        """Go back."""
-        self._share.flat.copy_(self.flat)
+    def restore(self, made: torch.Tensor) -> None:
+        """Go back. ``made`` is what was updated, which may be the share itself."""
+        if made is self._share.flat:
+            made.copy_(self.flat)
         for segment, kept in zip(self.segments, self._states, strict=True):
             state = self._state_of(segment)
             for key in state.keys() - kept.keys():
