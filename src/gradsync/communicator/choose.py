@@ -30,10 +30,12 @@ def ambient_communicator(communicator: Communicator) -> Iterator[None]:
 
 def choose_communicator(group: Any = None) -> Communicator:
     """``group`` may be a communicator, a process group, or None: the ambient communicator, else the default group."""
-    if isinstance(group, Communicator):
-        return group
     if hasattr(group, "all_reduce"):
+        # Not by isinstance(): from Python 3.12 on it does not see what an object passes on to another one.
         missing = sorted(name for name in _MEMBERS if not hasattr(group, name))
+        if not missing:
+            communicator: Communicator = group
+            return communicator
         raise ConfigurationError(
             f"{type(group).__name__} is no communicator, it has no {', '.join(missing)}. Derive it from "
             "gradsync.communicator.Wire, which has most of what a communicator needs"
