@@ -125,7 +125,7 @@ class BucketSize(MeasuredScenario):
             return "Time of a step over the size of buckets"
         worst = max(ratios.values())
         words = "no slower than" if worst <= 1.005 else f"within {(worst - 1) * 100:.0f} % of"
-        return f"The automatic bucket size is {words} the best fixed one on every link"
+        return f"The automatic bucket size is {words} the best fixed one everywhere"
 
     def sentence(self, record: CellRecord) -> str:
         best, theirs = _over_best(record, OURS), _over_best(record, TUNED)
@@ -151,7 +151,8 @@ class BucketSize(MeasuredScenario):
         axes.set_xscale("log", base=2)
         axes.minorticks_off()
         axes.set_xticks(sizes, [_short(size) for size in sizes], fontsize=8.5)
-        axes.set_xlabel("bucket size, MiB (the last: all in one)")
+        whole = "" if "sizes" in record.cell.options else " (the last: all in one)"
+        axes.set_xlabel(f"bucket size, MiB{whole}")
         axes.set_ylim(0)
 
 

@@ -69,7 +69,7 @@ class Peers(MeasuredScenario):
         cells = [gpu_cell("ResNet-50, 2 ranks, NCCL", quick=quick, step_seconds=0.6, options=emulated)]
         for batch, seconds in ((8, 0.3), (32, 0.4)):
             options = {**GPU_WHOLE, "batch": batch}
-            name = f"{RealWorkload(**options).parameters / 1e6:.0f}M parameters, batch {batch}, 2 ranks, NCCL"
+            name = f"{RealWorkload(**options).parameters / 1e6:.0f}M, batch {batch}, NCCL"
             cells.append(gpu_cell(name, quick=quick, step_seconds=seconds, emulated=False, options=options))
         return [*cells, gpu_memory_cell(**GPU_WHOLE)]
 

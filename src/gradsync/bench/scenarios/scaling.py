@@ -22,6 +22,7 @@ from gradsync.charts.kinds import Series, name_ends
 
 __all__ = ["Scaling"]
 
+NCCL = "NCCL"
 RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 SHOWN = (ALONE, TUNED, OURS)
 MODEL = {"parameters": 160_000, "layers": 2, "seconds": 0.05}
@@ -69,7 +70,7 @@ class Scaling(MeasuredScenario):
                 quick=quick,
                 ranks=count,
                 step_seconds=model["seconds"] * (3 + count / 2),
-                options={"link": "NCCL" if count > 1 else "", **model},
+                options={"link": NCCL if count > 1 else "", **model},
             )
             for count in counts
         ]
@@ -97,8 +98,9 @@ class Scaling(MeasuredScenario):
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         links = _links(records) or list(RATES.values())
         title, time_title = _message(records), "Time of a step over the number of ranks"
-        figure, axes = canvas(title, panels=links)
-        times, panels = canvas(time_title, panels=links)
+        names = [_with_sharing(words, records) for words in links]
+        figure, axes = canvas(title, panels=names)
+        times, panels = canvas(time_title, panels=names)
         for words, share, time_taken in zip(links, axes, panels, strict=True):
             shown = _of_link(records, words)
             ranks = [str(record.cell.ranks) for record in shown]
@@ -106,7 +108,7 @@ class Scaling(MeasuredScenario):
             share.set_ylim(0, 108)
             name_ends(time_taken, ranks, [_times(shown, peer) for peer in SHOWN], form="{:.0f} ms", room=1.6)
             for panel in (share, time_taken):
-                panel.set_xlabel("ranks" if words == "NCCL" else "ranks, each on a host of its own")
+                panel.set_xlabel("ranks" if words == NCCL else "ranks, each on a host of its own")
         axes[0].set_ylabel("efficiency, %")
         panels[0].set_ylabel("ms a step (median, p5–p95)")
         return [
@@ -139,6 +141,12 @@ def _step(workload: Workload, peer: Peer) -> Step:
 def _links(records: Sequence[CellRecord]) -> list[str]:
     """Those between several ranks."""
     return list(dict.fromkeys(link for record in records if (link := record.cell.options["link"])))
+
+
+def _with_sharing(link: str, records: Sequence[CellRecord]) -> str:
+    """The link, and how its ranks have their GPUs, if they have any: most of them."""
+    *_, last = [record.cell for record in _of_link(records, link)] or [Cell(name="")]
+    return f"{link}, {last.sharing}" if link and last.sharing else link
 
 
 def _of_link(records: Sequence[CellRecord], words: str) -> list[CellRecord]:
@@ -185,5 +193,5 @@ def _message(records: Sequence[CellRecord]) -> str:
     largest = max((record.cell.ranks for record in records if record.cell.ranks > 1), default=0)
     most = [record for record in records if record.cell.ranks == largest]
     shares = known({record.cell.options["link"]: _efficiency(record, records, OURS) for record in most})
-    parts = [f"{percent(value)} at {link}" for link, value in shares.items()]
+    parts = [f"{percent(value)} {'over' if link == NCCL else 'at'} {link}" for link, value in shares.items()]
     return f"{largest} ranks with gradsync: efficiency {' and '.join(parts)}" if parts else "Efficiency over ranks"
