@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -386,9 +387,9 @@ def test_one_permutation_is_kept_and_two_where_epochs_meet(monkeypatch: pytest.M
     drawn: list[int] = []
     randperm = torch.randperm
 
-    def counting(count: int, generator: torch.Generator) -> torch.Tensor:
+    def counting(count: int, **settings: Any) -> torch.Tensor:
         drawn.append(count)
-        return randperm(count, generator=generator)
+        return randperm(count, **settings)
 
     monkeypatch.setattr(torch, "randperm", counting)
     batches = Batches(torch.arange(10 * WIDTH), plan(4), 0, 1)

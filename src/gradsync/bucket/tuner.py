@@ -14,6 +14,7 @@ On a CUDA device the clock is the device's: events on its timeline, which are re
 of it, and its own clock would tell nothing.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,15 +44,15 @@ WORSE_IN_A_ROW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Sizes, and how long windows took with them."""
+    """Sizes, and how long a window took with them in each of their trials: the least of its windows, since whatever
+    else goes on in the machine only adds to it."""
 
     caps: BucketCaps
     times: list[float]
 
     @property
     def seconds(self) -> float:
-        """The least of any window: whatever else goes on in the machine only adds to it."""
-        return min(self.times)
+        return statistics.median(self.times)
 
 
 def host_seconds(began: float, ended: float) -> float:
@@ -126,9 +127,9 @@ class BucketTuner:
     def _note(self, caps: BucketCaps, times: list[float]) -> None:
         for trial in self._trials:
             if trial.caps == caps:
-                trial.times.extend(times)
+                trial.times.append(min(times))
                 return
-        self._trials.append(_Trial(caps=caps, times=times))
+        self._trials.append(_Trial(caps=caps, times=[min(times)]))
 
     def _following(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
         """What to try next: other sizes, then the finalists once more, then nothing."""
