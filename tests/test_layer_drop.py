@@ -20,6 +20,10 @@ WIDTH, LAYERS = 8, 6
 # A bucket for every parameter, some buckets, and one bucket for all.
 CAPS = (1e-6, 0.001, 100.0)
 
+# What is left of six layers in four forwards, at a drop of one half.
+KEPT_BY_SEED_0 = [[0, 2, 3, 4, 5], [1, 3], [2, 3], [2, 3, 4, 5]]
+KEPT_BY_LEAST_SEED = [[0, 1, 2, 4], [1, 2, 4, 5], [0, 3, 5], [0, 1, 2, 3]]
+
 
 class Block(nn.Module):
     """Adds its number to the last entry of ``ran``."""
@@ -185,6 +189,23 @@ def test_another_seed_drops_other_layers() -> None:
         for _ in range(8):
             model(torch.zeros(1, 4, dtype=torch.float64))
     assert first.ran != second.ran
+
+
+def kept_by(seed: int, forwards: int = 4) -> list[list[int]]:
+    layers = [nn.Identity() for _ in range(LAYERS)]
+    drop = LayerDrop(layers, drop=0.5, seed=seed)
+    return [[layers.index(layer) for layer in drop.kept()] for _ in range(forwards)]
+
+
+def test_draws_are_the_same_on_every_machine_and_in_every_release() -> None:
+    """A rank of another Python build, and a run that is resumed by a later one, drop the same layers."""
+    assert kept_by(0) == KEPT_BY_SEED_0
+    assert kept_by(-(2**63)) == KEPT_BY_LEAST_SEED
+
+
+def test_seeds_that_python_hashes_alike_draw_differently() -> None:
+    assert hash(-1) == hash(-2)
+    assert kept_by(-1, 16) != kept_by(-2, 16)
 
 
 def test_evaluation_runs_all_layers_and_draws_nothing() -> None:

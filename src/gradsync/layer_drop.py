@@ -3,8 +3,13 @@
 Which layers are dropped is a function of a seed and of the number of the forward, both of them buffers: they are the
 same on all ranks because buffers are broadcast at wrapping, and a resumed run goes on with the same draws because they
 are in the ``state_dict``.
+
+The two numbers become the seed of a generator by BLAKE2, which is the same everywhere and forever. Python's ``hash`` is
+not: it depends on the build, may change with a release, and is the same for -1 and -2.
 """
 
+import hashlib
+import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -62,7 +67,7 @@ class LayerDrop(nn.Module):
         if self._versions != (self.seed._version, self.forwards._version):
             # Written by others: at the start, by load_state_dict, or by the broadcast at wrapping.
             self._count, self._seed = int(self.forwards), int(self.seed)
-        generator = torch.Generator("cpu").manual_seed(hash((self._seed, self._count)) & 0x7FFF_FFFF_FFFF_FFFF)
+        generator = torch.Generator("cpu").manual_seed(_mixed(self._seed, self._count))
         self._count += 1
         self.forwards += 1
         self._versions = (self.seed._version, self.forwards._version)
@@ -81,3 +86,9 @@ class LayerDrop(nn.Module):
         synchronizer = synchronizer_of(absent[0]) if absent else None
         if synchronizer is not None:
             synchronizer.announce_absent(absent)
+
+
+def _mixed(seed: int, count: int) -> int:
+    """A seed for a generator, different for each pair of 64-bit numbers as far as one can tell."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, count), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & 0x7FFF_FFFF_FFFF_FFFF
