@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from gradsync.communicator import Handle, InProcessWorld, choose_communicator
+from gradsync.communicator import collective as collective_module
+from gradsync.communicator.collective import Collective, OnTheSpot, waited_here
 from gradsync.communicator.logs import LOGGER, VARIABLE, configure_logging
 from gradsync.errors import ConfigurationError
 from tests.ranks import Ranks, ThreadRanks, pool_of
@@ -31,6 +33,33 @@ def until(condition: Any, seconds: float = 20.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
     return bool(condition())
+
+
+def test_what_a_thread_has_waited_ends_with_it() -> None:
+    """Trainings that start threads for years keep nothing of each, and a number that is given out again is not it."""
+    wire = InProcessWorld(1).communicator(0)
+    before = waited_here()
+    seen: list[tuple[float, float]] = []
+
+    def wait() -> None:
+        first = waited_here()
+        # One is alone, and waits all the same.
+        collective = Collective(wire, "all_reduce", "sum", 1, torch.float32)
+        collective.work = OnTheSpot(lambda: time.sleep(0.001))
+        collective.wait()
+        seen.append((first, waited_here()))
+
+    def held() -> int:
+        return sum(len(value) for value in vars(collective_module).values() if isinstance(value, dict | set))
+
+    size = held()
+    for _ in range(20):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert [first for first, _ in seen] == [0.0] * 20
+    assert all(after > 0 for _, after in seen)
+    assert (held(), waited_here()) == (size, before)
 
 
 # -- waiting, asking, calling back ------------------------------------------------------------------------------------

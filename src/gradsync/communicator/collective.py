@@ -37,14 +37,23 @@ __all__ = [
 
 T = TypeVar("T")
 
-# By thread: how many seconds it has waited for collectives, of those that do, and who is in one now.
-_waited: dict[int, float] = {}
-_waiting: set[int] = set()
+
+class _ThreadWaits(threading.local):
+    """How many seconds the calling thread has waited for collectives, and whether it is in one now.
+
+    It ends with the thread. A table by thread number would grow with every thread, and numbers are given out again.
+    """
+
+    seconds = 0.0
+    is_waiting = False
+
+
+_waits_here = _ThreadWaits()
 
 
 def waited_here() -> float:
     """How many seconds this thread has waited for collectives, in all."""
-    return _waited.get(threading.get_ident(), 0.0)
+    return _waits_here.seconds
 
 
 class Work(Protocol):
@@ -203,13 +212,12 @@ class Collective:
             self._error = again(failure)
         if self._error is not None:
             raise self._error
-        waits = self.wire.fate.waits
-        waits[self] = since = time.monotonic()
-        thread = threading.get_ident()
+        waits, since, here = self.wire.fate.waits, time.monotonic(), _waits_here
         # A collective may be made of others: what is waited for inside is waited for here.
-        is_outermost = thread not in _waiting
-        _waiting.add(thread)
+        is_outermost = not here.is_waiting
         try:
+            # Inside, so that an interrupt leaves neither behind.
+            waits[self], here.is_waiting = since, True
             self.work.wait()
         except BaseException as error:
             explained = self.wire.explain(self, error)
@@ -222,8 +230,8 @@ class Collective:
             # Two threads may have waited for it.
             waits.pop(self, None)
             if is_outermost:
-                _waiting.discard(thread)
-                _waited[thread] = _waited.get(thread, 0.0) + time.monotonic() - since
+                here.is_waiting = False
+                here.seconds += time.monotonic() - since
 
     def done(self) -> bool:
         # Whatever cannot be asked raises when it is waited for.
