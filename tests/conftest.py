@@ -49,7 +49,26 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["zygote"] = zygote.address()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--at-once", action="store_true", help="print failures as they happen: for runs that may be cut off"
+    )
+
+
+class AtOnce:
+    """Prints failures as they happen."""
+
+    @staticmethod
+    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+        if report.failed:
+            print(
+                f"\n{'_' * 20} {report.nodeid} ({report.when})\n{report.longreprtext}", file=sys.__stdout__, flush=True
+            )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--at-once") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(AtOnce())
     if hasattr(config, "workerinput"):
         zygote.share(config.workerinput["zygote"])
 
