@@ -147,28 +147,30 @@ def make_block(make: Make, workload: Workload, steps: int) -> tuple[Steady, Any]
         optimizer.zero_grad()
         workload.loss(model).backward()
         optimizer.step()
-        if steps == 1:
-            torch.cuda.synchronize()
 
     def flush() -> None:
         if hasattr(optimizer, "flush"):
             optimizer.flush()
         torch.cuda.synchronize()
 
+    def waited_step() -> None:
+        step()
+        flush()
+
     class Block(Steady):
-        """Ends when the GPU is through with it."""
+        """From an idle GPU to an idle GPU, also after ``step``, which is run before the clock starts."""
 
         def __call__(self) -> None:
-            super().__call__()
+            for _ in range(self.times):
+                step()
             flush()
 
-    return Block(step=step, flush=flush, times=steps), model
+    return Block(step=waited_step, flush=flush, times=steps), model
 
 
 def settle(block: Steady, windows: int) -> None:
-    for _ in range(windows):
-        block.step()
-    block.flush()
+    for _ in range(-(-windows // block.times)):
+        block()
 
 
 def peak_memory(make: Make, workload: Workload, windows: int) -> float:
