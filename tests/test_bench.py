@@ -411,7 +411,7 @@ def test_every_scenario_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ("arguments", "expected"),
     [
         (["no-such"], "there is no scenario 'no-such'. There are: accumulation"),
-        (["overlap", "--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["overlap", "--rounds", "0"], "--rounds (or --seeds) must be at least 1, got 0"),
         (["overlap", "--out", "FILE/results"], "results cannot be written to"),
         (["overlap", "--out", "FULL"], "a folder that is new or empty"),
         (["overlap", "FULL"], "For a folder say --out"),

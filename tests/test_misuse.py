@@ -181,6 +181,18 @@ def test_arguments_of_torchs_wrapper_that_cannot_be_honoured_are_refused(
         DistributedDataParallel(net(), communicator=alone(), **settings)
 
 
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(DistributedDataParallel, "DistributedDataParallel"), (synchronize_gradients, "synchronize_gradients")],
+)
+def test_an_unknown_keyword_argument_is_refused_by_what_was_called(call: Any, name: str) -> None:
+    refused = rf"^{name}\(\) got an unexpected keyword argument "
+    with pytest.raises(TypeError, match=refused + r"'bucket_size'\. Did you mean 'bucket_cap_mb'\?$"):
+        call(net(), communicator=alone(), bucket_size=3)
+    with pytest.raises(TypeError, match=refused + r"'qqq'$"):
+        call(net(), communicator=alone(), reduction="int8", qqq=3)
+
+
 def test_only_one_way_to_name_the_ranks_is_taken() -> None:
     with pytest.raises(ConfigurationError, match="process_group and device_mesh"):
         DistributedDataParallel(net(), process_group=object(), device_mesh=object())

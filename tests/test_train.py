@@ -173,6 +173,16 @@ def test_resuming_on_another_number_of_ranks_goes_on_with_the_same_windows(tmp_p
         assert loss == pytest.approx(expected, abs=1e-10)
 
 
+def test_the_summary_of_a_resumed_run_counts_the_steps_that_it_ran(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run_here(settings_for(folder, text, steps=3), cpu=True)
+    assert re.search(r"^ *steps +3 in \d+ s *$", capsys.readouterr().out, re.MULTILINE)
+    run_here(settings_for(folder, text, steps=8, resume=True), cpu=True)
+    assert re.search(r"^ *steps +5 in \d+ s, from step 3 to 8 *$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_local_steps_end_in_one_model_and_go_on(tmp_path: Path, text: Path) -> None:
     """With a checkpoint in mid-cycle, for which ranks meet. ``train`` compares replicas."""
     local = {"reduction": "local:3", "grad_accum": 2, "checkpoint_every": 4}
@@ -353,7 +363,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path) -> No
         (("--data", "nowhere.txt"), "nowhere.txt"),
         (("--data", "empty.txt"), "empty"),
         (("--data", "short.txt", "--length", 500), "500"),
-        (("--batch", 0), "--micro-batch must be"),
+        (("--batch", 0), "--batch must be"),
         (("--precision", "fp12"), "--precision must be one of fp32"),
         (("--reduction", "local:0"), "--reduction local:STEPS needs a number of steps, got 'local:0'"),
         (("--reduction", "int3"), "got 'int3'"),

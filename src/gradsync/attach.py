@@ -76,7 +76,7 @@ def synchronize_gradients(
     ``policy``, or by its fields as keyword arguments; see :class:`~gradsync.SyncPolicy`. The returned attachment has
     ``accumulate()``, ``backward()``, ``no_sync()``, ``synchronize()`` and ``detach()``.
     """
-    policy = SyncPolicy.chosen(policy, settings, bucket_cap_mb=bucket_cap_mb)
+    policy = SyncPolicy.chosen(policy, settings, wrapper="synchronize_gradients", bucket_cap_mb=bucket_cap_mb)
     if communicator is not None and process_group is not None:
         raise ConfigurationError("pass one of communicator and process_group, got both")
     chosen = choose_communicator(communicator if communicator is not None else process_group)

@@ -100,6 +100,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self._policy = SyncPolicy.chosen(
             policy,
             settings,
+            wrapper=type(self).__name__,
             bucket_cap_mb=bucket_cap_mb_list or bucket_cap_mb,
             default=default_reduction(mixed_precision),
         )

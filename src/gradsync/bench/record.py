@@ -248,7 +248,9 @@ class ResultFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
-                raise ConfigurationError(f"results need a folder that is new or empty, but {path} holds something")
+                raise ConfigurationError(
+                    f"results need a folder that is new or empty, but {path} holds something. Choose another --out"
+                )
             (path / FIGURES).mkdir()
         except OSError as error:
             raise ConfigurationError(f"results cannot be written to {path}: {error.strerror}. Choose --out") from error

@@ -61,8 +61,8 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 1:
-            raise ConfigurationError(f"--rounds must be at least 1, got {self.rounds}")
-        if self.minutes is not None and self.minutes <= 0:
+            raise ConfigurationError(f"--rounds (or --seeds) must be at least 1, got {self.rounds}")
+        if self.minutes is not None and not self.minutes > 0:
             raise ConfigurationError(f"--minutes must be above 0, got {self.minutes:g}")
         if self.jobs < 1:
             raise ConfigurationError(f"--jobs must be at least 1, got {self.jobs}")
@@ -77,7 +77,7 @@ class RunPlan:
         if unknown:
             names = ", ".join(repr(cell.name) for cell in cells)
             why = self.placement.without(unknown[0])
-            raise ConfigurationError(f"{scenario.name} has no case {unknown[0]!r}{why}. It has: {names}")
+            raise ConfigurationError(f"--cases: {scenario.name} has no case {unknown[0]!r}{why}. It has: {names}")
         if wanted:
             cells = [cell for cell in cells if cell.name in wanted]
         cells = [dataclasses.replace(cell, options={**cell.options, **self._wishes(len(cells))}) for cell in cells]

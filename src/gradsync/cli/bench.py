@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradsync.cli.options import refusing
 from gradsync.errors import ConfigurationError, GradsyncError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def bench(
     # Pictures and pages are not needed by the other commands, so their packages are imported here.
     try:
         from gradsync.bench.placing import find_placement
+        from gradsync.bench.record import ResultFolder
         from gradsync.bench.runner import RunPlan
         from gradsync.bench.scenarios import SCENARIOS, find_scenarios
         from gradsync.bench.screen import Screen
@@ -78,6 +80,9 @@ def bench(
             raise ConfigurationError(f"expected one scenario, or 'all', but {folder} follows. For a folder say --out")
         if resume is not None and out is not None:
             raise ConfigurationError("expected --out for a new folder, or --resume for one with results, got both")
+        if resume is not None:
+            with refusing("--resume"):
+                ResultFolder.open(resume)
         asked, placement = find_scenarios(scenario), find_placement(device)
         plan = RunPlan(
             scenarios=placement.scenarios(asked, all_of_them=scenario == ALL),

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gradsync.cli.options import refusing
 from gradsync.errors import ConfigurationError
 from gradsync.recording import find_recordings, read_models, read_recordings
 from gradsync.watch.explain import explain_dumps, find_dumps, read_dump
@@ -22,7 +24,10 @@ def _recordings(folder: Path, model: int) -> Any:
     from gradsync.cli.explained import shown
     from gradsync.explain import explain_recordings
 
-    explanation = explain_recordings(read_recordings(folder, model))
+    # Without a choice of the user's, what is refused is the folder.
+    with refusing("--model") if model else nullcontext():
+        recordings = read_recordings(folder, model)
+    explanation = explain_recordings(recordings)
     return shown(explanation) if sys.stdout.isatty() else str(explanation)
 
 
@@ -49,7 +54,7 @@ def explain(
             "(GRADSYNC_DUMP, SIGUSR1).",
         ),
     ],
-    model: Annotated[int, typer.Option(help="Which of the models that a process has wrapped, from 0 on.")] = 0,
+    model: Annotated[int, typer.Option(min=0, help="Which of the models that a process has wrapped, from 0 on.")] = 0,
     perfetto: Annotated[
         Path | None, typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev.")
     ] = None,
@@ -62,6 +67,8 @@ def explain(
 
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder")
+    if perfetto is not None and not perfetto.resolve().parent.is_dir():
+        raise ConfigurationError(f"--perfetto {perfetto} would lie in a folder that does not exist")
     if perfetto is not None:
         print(f"{_trace(folder, perfetto)} slices of all ranks in {perfetto}: open it in ui.perfetto.dev\n")
     for holds, tell in KINDS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradsync.cli.launching import usable_cores
+from gradsync.cli.options import refusing
 from gradsync.errors import ConfigurationError
 from gradsync.lab import SharedGpuPlan
 
@@ -45,7 +46,8 @@ class GpuChoice:
             return None
         if torch.cuda.device_count() == 0:
             raise ConfigurationError("--one-gpu needs a GPU, and torch sees none here")
-        return SharedGpuPlan(ranks=ranks, mps=self.mps)
+        with refusing("--nproc"):
+            return SharedGpuPlan(ranks=ranks, mps=self.mps)
 
     def too_many(self, ranks: int) -> str:
         """What to say of more ranks than GPUs; empty if there are enough, or none is wanted."""

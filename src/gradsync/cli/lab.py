@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradsync.cli.options import refusing
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate, SharedGpu, SharedGpuPlan
 from gradsync.lab.inventory import lab_names
@@ -26,8 +27,16 @@ lab = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Name = Annotated[str, typer.Option(help="Which lab; several may be up.")]
-HostIndex = Annotated[int, typer.Argument(help="Its number, from 0.", show_default=False)]
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None:
+        with refusing("--name"):
+            LabPlan(name=name)
+    return name
+
+
+Name = Annotated[str, typer.Option(callback=_checked_name, help="Which lab; several may be up.")]
+HostIndex = Annotated[int, typer.Argument(min=0, help="Its number, from 0.", show_default=False)]
 
 
 @lab.command()
@@ -39,13 +48,17 @@ def up(
     name: Name = "default",
 ) -> None:
     """Make a lab. It stays until it is taken down."""
-    _show(Lab.up(LabPlan(name=name, hosts=hosts, rate=None if rate == UNSHAPED else Rate.parse(rate))))
+    with refusing("--hosts"):
+        LabPlan(hosts=hosts)
+    with refusing("--rate"):
+        chosen = None if rate == UNSHAPED else Rate.parse(rate)
+    _show(Lab.up(LabPlan(name=name, hosts=hosts, rate=chosen)))
 
 
 @lab.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
-    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes on each host.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the ranks are ended.")] = 86400.0,
     name: Name = "default",
 ) -> None:
@@ -73,12 +86,17 @@ def gpu(
     the ranks take turns on the GPU, which shows missing synchronization; with it they run side by side, for measuring.
     The memory of the GPU is shared by all ranks. Nothing is left behind.
     """
+    for option, value in (("ranks", ranks), ("gpu", gpu), ("channels", channels)):
+        with refusing(f"--{option}"):
+            SharedGpuPlan(**{option: value})  # type: ignore[arg-type]
     with SharedGpu(SharedGpuPlan(ranks=ranks, gpu=gpu, mps=mps, channels=channels)) as shared:
         raise typer.Exit(shared.run(command, timeout=timeout))
 
 
 @lab.command()
-def status(name: Annotated[str | None, typer.Option(help="Which lab; all without it.")] = None) -> None:
+def status(
+    name: Annotated[str | None, typer.Option(callback=_checked_name, help="Which lab; all without it.")] = None,
+) -> None:
     """Show the hosts, their addresses, the rates and the links."""
     check_fit()
     names = lab_names() if name is None else [name]

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradsync.charts.words import count, duration
+from gradsync.cli.options import refusing
 from gradsync.errors import ConfigurationError
 from gradsync.lab.rate import Rate
 from gradsync.plan.calibration import Calibration
@@ -25,6 +26,7 @@ __all__ = ["plan"]
 RANKS = "2,4,8,16,32,64,128,256,512,1024,4096,10000"
 MODES = {"plain": "backward", "next-forward": "next-forward", "no-overlap": "none"}
 MOST_RANKS = 10_000_000
+PICTURES = (".svg", ".png")
 
 
 def plan(
@@ -68,8 +70,14 @@ def plan(
         # Before the work: it would be lost.
         if path is not None and not path.resolve().parent.is_dir():
             raise ConfigurationError(f"{option} {path} would lie in a folder that does not exist")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ConfigurationError(f"--picture {picture}: a picture is drawn into a {' or a '.join(PICTURES)}")
+    with refusing("--hosts"):
+        host_rate = None if hosts is None else Rate.parse(hosts)
+    if host_rate is not None and measure is None:
+        raise ConfigurationError(f"--hosts {hosts} says where --measure measures: give both")
     if measure is not None:
-        _measure(measure, hosts)
+        _measure(measure, host_rate)
         return
     chosen = _calibration(calibration, profile, model, batch)
     if mode not in MODES:
@@ -78,13 +86,24 @@ def plan(
         raise ConfigurationError(f"--loss is a percentage above 0 and below 100, got {loss:g}")
     if price is not None and not 0 <= price < math.inf:
         raise ConfigurationError(f"--price is what a rank costs an hour, 0 or more, got {price:g}")
+    with refusing("--bucket-mb"):
+        Setting(ranks=1, bucket_mb=bucket_mb)
+    if reduction not in chosen.reductions:
+        raise ConfigurationError(f"--reduction is one of {', '.join(chosen.reductions)}, got {reduction!r}")
+    with refusing("--link"):
+        rate = None if link is None else Rate.parse(link).bytes_per_second
+    if reduction != "mean" and MODES[mode] == "next-forward":
+        raise ConfigurationError(
+            f"--mode {mode} and --reduction {reduction} exclude each other: next-forward is what a sharded optimizer "
+            "does, and that sends exact means"
+        )
     setting = Setting(
         ranks=1,
         bucket_mb=bucket_mb,
         overlap=MODES[mode],  # type: ignore[arg-type]
         reduction=reduction,
         micro_batches=accumulate or chosen.profile.micro_batches,
-        rate=None if link is None else Rate.parse(link).bytes_per_second,
+        rate=rate,
     )
     report = make_report(chosen, _ranks(ranks), setting, choose_size=bucket_mb is None, loss=loss / 100)
     if as_json:
@@ -109,16 +128,27 @@ def _ranks(text: str) -> list[int]:
 
 
 def _calibration(path: Path | None, profile: str | None, model: str | None, batch: int | None) -> Calibration:
+    machines, models = known_machines(), known_models()
+    for option, value, known in (("--profile", profile, machines), ("--model", model, models)):
+        if value is not None and value not in known:
+            raise ConfigurationError(f"{option} is one of {', '.join(known)}, got {value!r}")
+    given = {"--profile": profile, "--model": model, "--batch": batch}
+    words = [f"{option} {value}" for option, value in given.items() if value is not None]
     if path is not None:
-        if profile or model or batch is not None:
-            raise ConfigurationError("give a calibration, or --profile and --model, not both")
+        if words:
+            raise ConfigurationError(f"give a calibration or a run ({path}), or {' and '.join(words)}, not both")
         return recorded(path) if path.is_dir() else Calibration.load(path)
-    if not profile or not model:
+    if profile is None or model is None:
+        if words:
+            option, known = ("--profile", machines) if profile is None else ("--model", models)
+            verb = "needs" if len(words) == 1 else "need"
+            raise ConfigurationError(f"{' and '.join(words)} {verb} {option}, one of {', '.join(known)}")
         raise ConfigurationError(
             "expected a calibration (gradsync plan --measure FILE makes one), or --profile and --model; "
             "gradsync plan --list names those that are known"
         )
-    return published(profile, model, batch=batch)
+    with refusing("--batch"):
+        return published(profile, model, batch=batch)
 
 
 def _list() -> None:
@@ -128,13 +158,13 @@ def _list() -> None:
             print(f"  {name:<12} {words}")
 
 
-def _measure(path: Path, hosts: str | None) -> None:
+def _measure(path: Path, rate: Rate | None) -> None:
     from gradsync.bench.workload import RealWorkload
     from gradsync.rehearsal import Rehearsal, rehearse
 
     # Small enough for a laptop, large enough that buckets matter.
     workload = RealWorkload(layers=6, width=256, batch=2, length=128)
-    made = rehearse(Rehearsal(workload=workload, rate=None if hosts is None else Rate.parse(hosts)))
+    made = rehearse(Rehearsal(workload=workload, rate=rate))
     made.save(path)
     step, link = duration(made.profile.compute), made.wire.cost("all_reduce", 1 << 20).seconds
     print(

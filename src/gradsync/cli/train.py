@@ -14,6 +14,7 @@ from gradsync.accelerator.environment import read_environment
 from gradsync.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.cli.last_words import is_heard, leave_last_words
 from gradsync.cli.launching import inside_a_launch, run_ranks_of, times_restarted
+from gradsync.cli.options import refusing
 from gradsync.elastic import require_torchft
 from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
 from gradsync.llm.settings import TrainSettings
@@ -117,8 +118,10 @@ def train(
         raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
     if too_many := gpus.too_many(ranks):
         raise ConfigurationError(f"{too_many}, or --cpu to use none")
+    if elastic_ranks is not None and not elastic:
+        raise ConfigurationError(f"--elastic-ranks {elastic_ranks} says how many --elastic ranks there are: give both")
     sharing = gpus.sharing(ranks)
-    _check_early(settings)
+    _check_early(settings, ranks)
     arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
     if elastic:
         if sharing is not None:
@@ -148,18 +151,25 @@ def _run_elastic(
     )
 
 
-def _check_early(settings: TrainSettings) -> None:
+def _check_early(settings: TrainSettings, ranks: int) -> None:
     """What can be found out before ranks are started is said once, and at once."""
     from gradsync.llm.batches import Batches, BatchPlan
     from gradsync.llm.model import build_model
     from gradsync.llm.tokens import prepare_tokens
 
-    tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
+    with refusing("--data"):
+        tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
     plan = BatchPlan(
-        sequence_length=settings.sequence_length, global_batch=1, micro_batch=settings.micro_batch, seed=settings.seed
+        sequence_length=settings.sequence_length,
+        # Of a run that goes on, the checkpoint says it; of an elastic one, its ranks.
+        global_batch=1 if settings.resume or settings.elastic else settings.micro_batch * settings.grad_accum * ranks,
+        micro_batch=settings.micro_batch,
+        seed=settings.seed,
     )
-    Batches(tokens.split()[0], plan, 0, 1)
-    with torch.device("meta"):
+    asked = f"--batch {settings.micro_batch} times --grad-accum {settings.grad_accum} times --nproc {ranks}"
+    with refusing(f"{asked}, at --length {settings.sequence_length}"):
+        Batches(tokens.split()[0], plan, 0, 1)
+    with torch.device("meta"), refusing("--model"):
         build_model(settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length)
 
 

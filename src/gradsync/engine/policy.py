@@ -1,6 +1,7 @@
 """How gradients are synchronized: what a user may choose, in one frozen object that wrappers pass through."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,13 +98,21 @@ class SyncPolicy:
         policy: "SyncPolicy | None",
         settings: PolicySettings,
         *,
+        wrapper: str,
         bucket_cap_mb: BucketSize = None,
         default: Reduction | None = None,
     ) -> "SyncPolicy":
         """The policy that was passed, or the one that keyword arguments of a wrapper make; not both.
 
-        ``default`` is the wrapper's reduction where none is given.
+        ``wrapper`` is what the user called, and ``default`` its reduction where none is given.
         """
+        unknown = [name for name in settings if name not in PolicySettings.__annotations__]
+        if unknown:
+            # As Python says it of a function with these arguments and no others.
+            known = [*PolicySettings.__annotations__, "policy", "bucket_cap_mb"]
+            close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+            hint = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{wrapper}() got an unexpected keyword argument {unknown[0]!r}{hint}")
         if policy is not None and settings:
             raise ConfigurationError(f"pass policy or {' and '.join(settings)}, not both")
         if policy is None:

@@ -233,14 +233,14 @@ def _from_transformers(place: str, *, vocab_size: int, sequence_length: int) -> 
 def _check_fit(place: str, config: Any, *, vocab_size: int, sequence_length: int) -> None:
     if config.vocab_size < vocab_size:
         raise ConfigurationError(
-            f"the model {place} has a vocabulary of {config.vocab_size}, the data one of {vocab_size}. Prepare the "
-            "data with the model's own tokenizer"
+            f"the --model {place} has a vocabulary of {config.vocab_size}, the data one of {vocab_size}. Give the "
+            "model's own tokenizer with --tokenizer"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < sequence_length:
         raise ConfigurationError(
-            f"the model {place} has positions for {positions} tokens, the sequences have {sequence_length}. Choose a "
-            f"sequence length of at most {positions}"
+            f"the --model {place} has positions for {positions} tokens, the sequences have {sequence_length}. Choose a "
+            f"--length of at most {positions}"
         )
 
 

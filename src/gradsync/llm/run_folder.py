@@ -67,13 +67,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         if not resume:
             raise ConfigurationError(
-                f"a new run needs a folder that is new or empty, but {self.path} holds {shown}. Choose another folder, "
-                f"or resume the run in this one."
+                f"a new run needs a folder that is new or empty, but {self.path} holds {shown}. Choose another "
+                "--run-folder, or go on with the run in this one by --resume"
             )
         if CONFIG not in names and METRICS not in names:
             raise ConfigurationError(
                 f"expected a run to resume in {self.path}, with a {CONFIG} or a {METRICS}, but it holds {shown}. "
-                f"Give the folder of the run, or start a new one elsewhere."
+                "Give the --run-folder of the run, or start a new one elsewhere without --resume"
             )
 
     def rewind(self, step: int) -> int:

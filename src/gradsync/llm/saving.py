@@ -10,7 +10,7 @@ from gradsync.accelerator.state_saving import restore_prepared, save_prepared
 from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.errors import ConfigurationError
 from gradsync.llm.batches import BatchPlan
-from gradsync.llm.settings import TrainSettings
+from gradsync.llm.settings import TrainSettings, option_of
 
 __all__ = ["Saving"]
 
@@ -52,7 +52,7 @@ class Saving:
         for name in other:
             if name in FIXED:
                 raise ConfigurationError(
-                    f"the checkpoint in {self._settings.run_folder} is of a run with {_option(name)} "
+                    f"the checkpoint in {self._settings.run_folder} is of a run with {option_of(name)} "
                     f"{before.get(name)}, and this one has {now[name]}. Resume with the former value, or choose "
                     "another --run-folder"
                 )
@@ -64,7 +64,7 @@ class Saving:
             )
             plan = dataclasses.replace(plan, global_batch=global_batch)
             other = [name for name in other if name != "grad_accum"]
-        return plan, notes + [f"{_option(name)} was {before.get(name)} and is {now[name]} now" for name in other]
+        return plan, notes + [f"{option_of(name)} was {before.get(name)} and is {now[name]} now" for name in other]
 
     def restore(self) -> int:
         """Bring everything prepared into the state of the checkpoint; returns its step, or 0."""
@@ -83,7 +83,3 @@ class Saving:
         facts = {"settings": settings, "global_batch": plan.global_batch, "torch": torch.__version__}
         save_prepared(self._accelerator.prepared, self._folder, step=step, facts=facts)
         self.latest = step
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

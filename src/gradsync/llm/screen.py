@@ -39,7 +39,7 @@ class Screen(Listener):
         )
         self._task = self._progress.add_task("", start=False, loss="…", speed="", lost="")
         self._line_due = 0.0
-        self._total = 0
+        self._total = self._first = 0
         self._wire = ""
         self._seconds: Counter[str] = Counter()
         self._loss: float | None = None
@@ -61,7 +61,7 @@ class Screen(Listener):
         )
         for note in notes:
             self.console.print(f"  {note}", highlight=False, style="yellow")
-        self._total = trainer.total_steps
+        self._total, self._first = trainer.total_steps, trainer.step
         self._wire = trainer.wire
         self._began = time.perf_counter()
         self._progress.start()
@@ -119,7 +119,8 @@ class Screen(Listener):
         from rich.markup import escape
         from rich.table import Table
 
-        rows = {"steps": f"{outcome.step} in {self.elapsed:.0f} s"}
+        ran = f"{outcome.step - self._first} in {self.elapsed:.0f} s"
+        rows = {"steps": ran if not self._first else f"{ran}, from step {self._first} to {outcome.step}"}
         if self.first_loss is not None and self.last_loss is not None:
             rows["training loss"] = f"{self.first_loss:.4f} → {self.last_loss:.4f}"
         if outcome.validation_loss is not None:

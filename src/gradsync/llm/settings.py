@@ -11,7 +11,7 @@ from gradsync.engine.veto import ON_VETO, OnVeto
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import reduction_by_name
 
-__all__ = ["Precision", "TrainSettings"]
+__all__ = ["Precision", "TrainSettings", "option_of"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -23,17 +23,27 @@ AT_LEAST_1 = (
 RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a whole number of at least 1": (lambda value: value >= 1, AT_LEAST_1),
     "a whole number of at least 0": (lambda value: value >= 0, ("warmup",)),
-    "a finite number greater than 0": (lambda value: 0 < value < math.inf, ("learning_rate", "clip")),
-    "a number of at least 0": (lambda value: value >= 0, ("weight_decay",)),
-    "a number greater than 0": (lambda value: value > 0, ("epochs", "bucket_mb")),
+    "a finite number greater than 0": (
+        lambda value: 0 < value < math.inf,
+        ("learning_rate", "clip", "epochs", "bucket_mb"),
+    ),
+    "a finite number of at least 0": (lambda value: 0 <= value < math.inf, ("weight_decay",)),
+    "a whole number of at most 62 bits": (lambda value: abs(value) < 1 << 62, ("seed",)),
     f"one of {', '.join(get_args(Precision))}": (get_args(Precision).__contains__, ("precision",)),
     f"one of {', '.join(get_args(Overlap))}": (get_args(Overlap).__contains__, ("overlap",)),
     f"one of {', '.join(ON_VETO)}": (ON_VETO.__contains__, ("on_veto",)),
 }
 
 
+# Settings whose option has another name.
+OPTIONS = {"micro_batch": "--batch", "sequence_length": "--length", "learning_rate": "--lr"}
 # Of --reduction: not a reduction of gradients.
 LOCAL = "local"
+
+
+def option_of(name: str) -> str:
+    """What a user of ``gradsync train`` calls a setting."""
+    return OPTIONS.get(name, f"--{name.replace('_', '-')}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +84,16 @@ class TrainSettings:
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not holds(value):
-                    raise ConfigurationError(f"--{name.replace('_', '-')} must be {expected}, got {value!r}")
+                    raise ConfigurationError(f"{option_of(name)} must be {expected}, got {value!r}")
         self._check_reduction()
         self._check_elastic()
-        Overlapping(shards=self.shard_optimizer, overlap=self.overlap)
+        try:
+            Overlapping(shards=self.shard_optimizer, overlap=self.overlap)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"--shard-optimizer and --overlap {self.overlap} exclude each other: new parameters of a sharded "
+                "optimizer are gathered behind the next forward. Leave one of them out"
+            ) from error
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
 
@@ -106,7 +122,9 @@ class TrainSettings:
                 "others have not got"
             )
         if not self.elastic and self.min_ranks != 1:
-            raise ConfigurationError("--min-ranks says when --elastic ranks go on; without --elastic all are needed")
+            raise ConfigurationError(
+                f"--min-ranks {self.min_ranks} says when --elastic ranks go on; without --elastic all are needed"
+            )
 
     @property
     def local_steps(self) -> int | None:

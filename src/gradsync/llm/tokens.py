@@ -129,12 +129,12 @@ class TokenizerCodec:
     """The tokens of a tokenizer of transformers, in the smallest dtype that holds its vocabulary."""
 
     def __init__(self, name: str) -> None:
-        transformers = import_extra("transformers", f"the tokenizer {name}")
+        transformers = import_extra("transformers", f"--tokenizer {name}")
         self.name = name
         folder = Path(name).expanduser()
         local = folder.is_dir()
         advice = ". Expected a name of the hub, or a folder that save_pretrained wrote"
-        with explained(f"transformers cannot load the tokenizer {name!r}", advice):
+        with explained(f"--tokenizer {name!r} cannot be loaded by transformers", advice):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder) if local else name, local_files_only=local
             )

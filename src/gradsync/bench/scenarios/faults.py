@@ -75,7 +75,7 @@ class Faults(Scenario):
         wanted = cell.options.get("peers", list(PEERS))
         unknown = [name for name in wanted if name not in PEERS]
         if unknown:
-            raise ConfigurationError(f"faults knows no peer {unknown[0]!r}. It knows: {', '.join(PEERS)}")
+            raise ConfigurationError(f"--peers: faults knows no peer {unknown[0]!r}. It knows: {', '.join(PEERS)}")
         reasons = {name: CONTENDERS[name].absent(cell.name) for name in wanted}
         for peer, reason in reasons.items():
             if reason is not None:
