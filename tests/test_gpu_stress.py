@@ -19,6 +19,9 @@ from gradsync.communicator import device_stage
 from gradsync.reduction import ErrorFeedback, LowRank, Quantize, Reduction, Sign, TopK, reduction_by_name
 from tests.ranks import RankPool
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 # By time slices every collective takes milliseconds: all windows for the first mode, fewer for the others.
