@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ dist.destroy_process_group()
 
 def gradsync_run(*arguments: str, folder: Path, **options: Any) -> "subprocess.CompletedProcess[str]":
     return run_python("-m", "gradsync", "run", *arguments, folder=folder, **options)
+
+
+def clean_environment() -> dict[str, str]:
+    left_out = (
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -466,6 +481,67 @@ def test_installed_libraries_have_accelerates_own_class(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr
     ours = "gradsync.accelerator.accelerator"
     assert told.stdout.splitlines() == [" ".join([ours] * 3), "accelerate.accelerator", "<class 'int'>"]
+
+
+TRAINER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
+logging.set_verbosity_error()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        output = self.linear(x)
+        return {"loss": (output - labels).square().mean(), "logits": output}
+
+torch.manual_seed(0)
+data = [{"x": torch.randn(4), "labels": torch.ones(1)} for _ in range(16)]
+arguments = TrainingArguments(
+    output_dir=".", use_cpu=True, report_to=[], max_steps=3, per_device_train_batch_size=2, disable_tqdm=True,
+    save_strategy="no", logging_strategy="no", optim="sgd", learning_rate=0.1, gradient_accumulation_steps=2,
+)
+trainer = Trainer(Net(), arguments, train_dataset=data)
+trainer.train()
+print(type(trainer.accelerator).__module__, type(trainer.model_wrapped).__module__, flush=True)
+"""
+
+
+def elsewhere(way: str, folder: Path) -> tuple[str, dict[str, str]]:
+    """A Python that has our packages from another one's folder, and what it needs in its environment."""
+    packages = [each for each in sys.path if each.endswith("site-packages")]
+    source = str(Path(__file__).parent.parent / "src")
+    if way == "PYTHONPATH":
+        return sys._base_executable, {"PYTHONPATH": os.pathsep.join([source, *packages])}  # type: ignore[attr-defined]
+    venv.create(folder / "env", symlinks=True)
+    (own,) = (folder / "env").glob("lib/python*/site-packages")
+    (own / "others.pth").write_text("\n".join([source, *packages]))
+    return str(folder / "env" / "bin" / "python"), {}
+
+
+@pytest.mark.parametrize("way", ["PYTHONPATH", ".pth"])
+def test_a_trainer_from_another_folder_of_packages_has_accelerates_class_on_ours(way: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write(tmp_path, TRAINER)
+    python, variables = elsewhere(way, tmp_path)
+    # Not forked: what counts is how a new interpreter finds its packages.
+    told = subprocess.run(
+        [python, "-m", "gradsync", "run", "--nproc", "2", "script.py"],
+        cwd=tmp_path,
+        env=clean_environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("accelerate.accelerator gradsync.data_parallel\n") == 2, told.stdout
+    assert "3 optimizer steps on 2 ranks" in told.stderr
 
 
 def test_another_version_of_an_account_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gradsync.errors import ConfigurationError
 from gradsync.running.account import Account, WrapperAccount, account_path, find_accounts, read_account, write_account
 from gradsync.running.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, REST, PhaseClock
 from gradsync.running.rank import common_folder
-from gradsync.running.replacing import after_import
+from gradsync.running.replacing import after_import, is_library
 from gradsync.running.words import tell
 
 
@@ -204,6 +204,43 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(ConfigurationError, match="--record"), common_folder(place(0)):
         pass
+
+
+# -- what is a library ------------------------------------------------------------------------------------------------
+
+
+def _written(path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    return str(path)
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_packages_of_another_python_are_libraries(folder: str, tmp_path: Path) -> None:
+    module = _written(tmp_path / "lib" / "python3.9" / folder / "package" / "inner" / "module.py")
+    assert is_library(module)
+    # A folder that leads there under another name; and one there that leads elsewhere.
+    (tmp_path / "modules").symlink_to(tmp_path / "lib" / "python3.9" / folder)
+    assert is_library(str(tmp_path / "modules" / "package" / "inner" / "module.py"))
+    (tmp_path / "lib" / "python3.9" / folder / "linked.py").symlink_to(_written(tmp_path / "cache" / "linked.py"))
+    assert is_library(str(tmp_path / "lib" / "python3.9" / folder / "linked.py"))
+
+
+def test_what_pip_has_put_into_a_folder_of_the_path_is_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _written(tmp_path / "target" / "package-1.0.dist-info" / "RECORD")
+    monkeypatch.syspath_prepend(str(tmp_path / "target"))
+    assert is_library(_written(tmp_path / "target" / "package" / "module.py"))
+
+
+def test_what_a_user_has_written_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is installed from where it lies, beside what setuptools leaves there."""
+    _written(tmp_path / "project" / "src" / "project.egg-info" / "PKG-INFO")
+    monkeypatch.syspath_prepend(str(tmp_path / "project" / "src"))
+    assert not is_library(_written(tmp_path / "project" / "src" / "project" / "train.py"))
+    assert not is_library(_written(tmp_path / "site-packages.py"))
+    assert not is_library("<string>")
 
 
 # -- after an import --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.accelerator.process_control import DistributedType, ProcessControl
 from gradsync.errors import ConfigurationError
 
-__all__ = ["AbsentError", "Familiar", "launched_settings", "refuse_absent"]
+__all__ = ["AbsentError", "Familiar", "is_dynamo_off", "launched_settings", "refuse_absent"]
 
 _SHARDED = "Every process holds the whole model here. Accelerate itself, or torch's fully_shard, shards it"
 _PARALLEL = "Here there is data parallelism alone: process_index is the place in it, of num_processes"
@@ -70,11 +70,17 @@ def _is_true(text: str | None) -> bool:
     return text is not None and text.strip().lower() in ("1", "true", "yes", "y", "t", "on")
 
 
+def is_dynamo_off(value: Any) -> bool:
+    """Whether ``value`` asks for no compiler: a backend of that name, or a plugin that has it, of any version."""
+    backend = getattr(value, "backend", value)
+    return str(getattr(backend, "value", backend)).rpartition(".")[2].lower() == "no"
+
+
 def refuse_absent(arguments: Mapping[str, Any]) -> None:
     """Raise for an argument that would mean something else than data parallelism."""
     for name, advice in ABSENT_ARGUMENTS.items():
         value = arguments[name]
-        if value is not None and str(getattr(value, "value", value)).lower() != "no":
+        if value is not None and not is_dynamo_off(value):
             raise ConfigurationError(f"{name}={value!r} is not supported by this Accelerator. {advice}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradsync.accelerator.familiar import is_dynamo_off
 from gradsync.engine.policy import SyncPolicy
 from gradsync.errors import ConfigurationError
 
@@ -109,6 +110,8 @@ def settings_of(handlers: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
     settings: dict[str, dict[str, Any]] = {known.__name__: {} for known in _KNOWN}
     for handler in handlers or ():
         name = type(handler).__name__
+        if name == "TorchDynamoPlugin" and is_dynamo_off(handler):
+            continue
         if name not in settings:
             raise ConfigurationError(
                 f"kwargs_handlers knows {', '.join(settings)}, got {name}. Leave it out: nothing here would use it"

@@ -8,6 +8,7 @@ class by name, which is ours.
 Accelerate need not be installed, and is not imported before the script asks for it.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -15,6 +16,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -23,11 +25,13 @@ from torch import nn
 from gradsync.accelerator import Accelerator
 from gradsync.data_parallel import DistributedDataParallel
 
-__all__ = ["after_import", "replace_accelerator", "replace_data_parallel"]
+__all__ = ["after_import", "is_library", "replace_accelerator", "replace_data_parallel"]
 
 # Where Accelerate's class can be looked up.
 PLACES = ("accelerate", "accelerate.accelerator")
 NAME = "Accelerator"
+# Wherever they are: of another Python than this one, by PYTHONPATH or a .pth.
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 
 
 def replace_data_parallel() -> None:
@@ -68,7 +72,22 @@ def _show_ours(module: ModuleType) -> None:
 
 
 def _is_installed(code: CodeType) -> bool:
-    return os.path.abspath(code.co_filename).startswith(_LIBRARIES)
+    return is_library(code.co_filename)
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file belongs to an installed package: to this Python's, or to another's that PYTHONPATH or a ``.pth``
+    names; or to one in a folder that ``pip install --target`` has filled. Links are followed, and not."""
+    return any(map(_is_library, {os.path.abspath(file), os.path.realpath(file)}))
+
+
+def _is_library(path: str) -> bool:
+    if path.startswith(_LIBRARIES) or not PACKAGE_FOLDERS.isdisjoint(Path(path).parent.parts):
+        return True
+    roots = [os.path.abspath(each) for each in sys.path if each]
+    around = [each for each in roots if path.startswith(os.path.join(each, ""))]
+    return bool(around) and next(Path(max(around, key=len)).glob("*.dist-info/RECORD"), None) is not None
 
 
 def _libraries() -> tuple[str, ...]:
