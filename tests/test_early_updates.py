@@ -1,7 +1,9 @@
 """Shares that are updated and gathered before ``step()``: it takes them where it would have made the same, to the bit,
 and leaves no trace of them where it would not."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
 from gradsync.errors import MisuseError, PeerFailedError
-from gradsync.sharded import ShardedOptimizer
+from gradsync.sharded import ShardedOptimizer, journey
 from gradsync.sharded.pace import MEASURE, SETTLE, Pace, Times, plan_early
 from tests.ranks import Ranks, ThreadRanks
 from tests.test_sharded import assert_same, batch, filled, groups_of, make, parameters_of
@@ -145,6 +147,51 @@ def test_early_and_late_updates_are_the_same(ranks: Ranks, wire: str, settings: 
             assert undone == none == 0
     plain = ranks.run(train, "plain", 0.0, None, wire, **settings)[0]
     assert_same([each[0] for each in late], plain[0])
+
+
+def change_rates(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 1 + 0.1 * step
+
+
+def clip(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
+    model.clip_grad_norm_(0.01)
+
+
+@pytest.mark.parametrize("disturb", [None, change_rates, clip])
+@in_threads_and_processes
+def test_all_may_be_early(ranks: Ranks, disturb: Disturb | None) -> None:
+    """Also what the next forward needs first: it is sent before the others are updated, unless it is early."""
+    theirs = ranks.run(train, "plain", 1.0, disturb)[0][0]
+    ours = ranks.run(train_all_early, disturb)
+    assert_same([each for each, _, _ in ours], theirs)
+    assert all(held >= 4 for _, held, _ in ours)
+    assert all(bool(undone) is (disturb is not None) for _, _, undone in ours)
+
+
+def train_all_early(disturb: Disturb | None) -> tuple[list[torch.Tensor], int, int]:
+    with all_early():
+        return train("sharded", 1.0, disturb)
+
+
+_patching = threading.Lock()
+_patched = 0
+
+
+@contextmanager
+def all_early() -> Iterator[None]:
+    """Ranks may be threads."""
+    global _patched
+    with _patching:
+        _patched += 1
+        journey.plan_early = lambda times, sizes, gathered: range(len(sizes))
+    try:
+        yield
+    finally:
+        with _patching:
+            _patched -= 1
+            if not _patched:
+                journey.plan_early = plan_early
 
 
 def train_otherwise(kind: str, part: float, how: str) -> tuple[list[torch.Tensor], int, int]:

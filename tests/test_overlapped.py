@@ -340,6 +340,34 @@ def test_the_originals_refuse_until_they_have_their_state_back(mode: Any) -> Non
     ThreadRanks(2).run(work)
 
 
+@pytest.mark.parametrize("mode", ["plain", "next-forward"])
+def test_added_groups_keep_their_state_when_it_closes(mode: Any) -> None:
+    def work() -> None:
+        rank, model = choose_communicator().rank, wrapped()
+        parameters = list(model.parameters())
+        originals = [torch.optim.SGD(parameters[:2], lr=0.1, momentum=0.9), torch.optim.AdamW(parameters[2:-2])]
+        optimizer = OverlappedOptimizer(model, *originals, mode=mode)
+        for step in range(4):
+            model(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.add_param_group({"params": parameters[-2:], "lr": 3e-3})
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        assert [len(group["params"]) for group in originals[1].param_groups] == [len(parameters) - 4, 2]
+        assert originals[1].param_groups[-1]["lr"] == 3e-3
+        states = [state for original in originals for state in original.state_dict()["state"].values()]
+        assert len(states) == len(parameters) == len(saved["state"])
+        for ours, theirs in zip(states, saved["state"].values(), strict=True):
+            assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in ours | theirs)
+        model(batch(rank, 4)).square().mean().backward()
+        for original in originals:
+            original.step()
+
+    ThreadRanks(2).run(work)
+
+
 def step_as_one_likes(kind: str, mode: Any) -> list[torch.Tensor]:
     """Gradients are zeroed in place, kept, and used twice; a parameter is in no optimizer."""
     rank, model = choose_communicator().rank, wrapped()

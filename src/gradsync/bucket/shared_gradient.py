@@ -36,8 +36,8 @@ class SharedGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            # No code in Python runs inside: a signal handler would find the classes of parameters switched off.
+            return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs)
         gradients = list(_shared_in(args))
         if func in _ZEROING:
             return _zero(gradients, args[0])

@@ -85,8 +85,12 @@ class Task:
     def wait(self) -> None:
         if not self.ended:
             self._queue.run_until(self)
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is not None:
+            if not isinstance(error, Exception):
+                # An interrupt is raised once. Whoever waits again learns what it has broken.
+                self._error = GivenUpError()
+            raise error
 
     def run_now(self) -> None:
         assert self.run is not None

@@ -31,7 +31,9 @@ __all__ = [
     "StageHandle",
     "Together",
     "Work",
+    "add_waited",
     "again",
+    "is_waiting_here",
     "waited_here",
 ]
 
@@ -54,6 +56,16 @@ _waits_here = _ThreadWaits()
 def waited_here() -> float:
     """How many seconds this thread has waited for collectives, in all."""
     return _waits_here.seconds
+
+
+def add_waited(seconds: float) -> None:
+    """This thread has waited that long for a thread that waited for collectives."""
+    _waits_here.seconds += seconds
+
+
+def is_waiting_here() -> bool:
+    """Whether this thread is in the wait for a collective. If so, a signal handler asks."""
+    return _waits_here.is_waiting
 
 
 class Work(Protocol):

@@ -25,8 +25,12 @@ import torch
 from torch import nn
 
 from gradsync.bucket import Bucket
+from gradsync.sharded.gather import AwaitedParameter
 
 __all__ = ["FlatParameters", "movable", "separate"]
+
+# A step that is to move them may have been announced.
+_PLAIN = nn.Parameter, AwaitedParameter
 
 
 class FlatParameters:
@@ -61,7 +65,7 @@ def movable(parameters: Iterable[nn.Parameter]) -> Collection[int]:
     """The ids of those of ``parameters`` whose memory nothing but ``parameters`` refers to, and each to its own."""
     by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.device.type == "cpu":
+        if type(parameter) in _PLAIN and parameter.layout is torch.strided and parameter.device.type == "cpu":
             by_storage[parameter.untyped_storage()._cdata].append(parameter)
     return {id(each) for group in by_storage.values() if _are_alone(group) for each in group}
 

@@ -1,4 +1,4 @@
-"""New parameters on their way: who wants to read one waits for it, and for no other bucket.
+"""New parameters on their way: whoever reads one waits for it, and for no other bucket.
 
 While the parameters of a bucket are being gathered they are of class :class:`AwaitedParameter`. torch hands whatever is
 done with such a parameter to it first, so it can wait: a layer's forward, in whatever order layers run,
@@ -6,27 +6,38 @@ done with such a parameter to it first, so it can wait: a layer's forward, in wh
 
 Code outside of Python does not ask: an extension of torch that gets a parameter as a tensor. Mostly it gets it in the
 forward of the module that has it, so before that the parameters of the module are waited for, too.
+
+[Note: readers at any moment] Other threads read parameters while this one trains, and a signal handler may read them
+between any two of its bytecodes. A step therefore has two parts:
+
+1. The calling thread *announces* it: parameters become awaited, one by one. Nothing has changed yet, so whoever reads
+   one now, awaited or not, gets the old one.
+2. The :class:`~gradsync.sharded.update_thread.UpdateThread` runs it. It begins for all parameters at once, with the
+   moment in which it gets into the line of that thread. Whoever reads an awaited parameter gets into the same line, so
+   behind the step, and waits there for what the step has started.
+
+Nothing here is done by the main thread between being half done and being done, so an interrupt leaves nothing
+behind: a step that was announced and never began is announced anew by the next one.
 """
 
-import copy
-import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradsync.bucket.without_values import WITHOUT_VALUES
-from gradsync.errors import MisuseError
+from gradsync.errors import GradsyncError
+from gradsync.sharded.update_thread import UpdateThread
 
-__all__ = ["Arrival", "AwaitedParameter", "Gathers", "await_before_forward"]
+__all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "told_later"]
 
-# What says nothing of values, and need not wait for them.
-_HARMLESS = WITHOUT_VALUES | {
+# What says nothing of values, and need not wait for them. Python runs none of its own code inside of these: a signal
+# handler would find the class of parameters switched off there.
+_HARMLESS = (WITHOUT_VALUES - {torch.Tensor.__len__}) | {
     *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
     torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
-    *(torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
 }
 
 
@@ -41,89 +52,146 @@ class AwaitedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _HARMLESS:
-            # Another thread may be ahead of this one, and several parameters may be of one bucket.
-            gathers = {getattr(each, "_gather", None): None for each in _awaited_in((*args, *kwargs.values()))}
-            for gather in gathers:
-                if gather is not None:
-                    gather.finish()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            awaited = list(_awaited_in((*args, *kwargs.values())))
+            _finish(awaited)
+            if not any(type(each) is AwaitedParameter for each in awaited):
+                return func(*args, **kwargs)
+        # They are awaited still: no step has begun yet, or this is the thread that does it.
+        return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs)
 
-    # torch's own methods look at the class before they look at values.
+    # torch's own methods look at the class before they look at values, or at none of them.
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __len__(self) -> int:
+        return int(self.shape[0]) if self.dim() else super().__len__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._gather.finish()
-        return copy.deepcopy(self, memo)
+        if id(self) not in memo:
+            copied = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._gather.finish()
-        return self.__reduce_ex__(protocol)
+        state = {name: value for name, value in vars(self).items() if name != "_gather"}
+        arguments = self.data, self.requires_grad, OrderedDict[int, Any]()
+        if not state:
+            return torch._utils._rebuild_parameter, arguments
+        return torch._utils._rebuild_parameter_with_state, (*arguments, state)
 
 
 class Gather:
-    """New values of ``parameters``, on their way. ``arrive`` waits for them, and puts them into the parameters."""
+    """New values of ``parameters``, which somebody is about to make."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], arrive: Callable[[], None]) -> None:
-        self._parameters, self._arrive = parameters, arrive
-        self._lock = threading.Lock()
-        self._is_finished = False
-        for parameter in parameters:
+    def __init__(self, parameters: Sequence[nn.Parameter], thread: UpdateThread) -> None:
+        self._parameters, self._thread = parameters, thread
+        self._arrive: Callable[[], None] | None = None
+        self._error: Exception | None = None
+        self.is_finished = False
+
+    def announce(self) -> None:
+        """Whoever reads one of the parameters asks here first, from now on."""
+        for parameter in self._parameters:
             parameter._gather = self  # type: ignore[attr-defined]
             parameter.__class__ = AwaitedParameter
 
     def finish(self) -> None:
-        """Wait until they are there. Raises what has become of the wire, each time."""
-        with self._lock:
-            if self._is_finished:
-                return
-            # Whoever reads a parameter may be in inference mode, or recording gradients; this is neither's business.
-            with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self._arrive()
-            for parameter in self._parameters:
-                parameter.__class__ = nn.Parameter
-                del parameter._gather  # type: ignore[attr-defined]
-            self._is_finished = True
+        """Wait until they are there, unless nobody makes them yet. Raises what has become of the wire, each time."""
+        if not self.is_finished:
+            self._thread.run(self.finish_here)
 
+    # -- on the update thread --------------------------------------------------------------------------------------
 
-class Arrival:
-    """Waits for new values that are not even on their way yet: whoever makes them says later how to wait for them."""
-
-    def __init__(self) -> None:
-        self._arrive: Future[Callable[[], None]] = Future()
-        self._maker = threading.get_ident()
+    @property
+    def is_started(self) -> bool:
+        return self._arrive is not None
 
     def started(self, arrive: Callable[[], None]) -> None:
-        """They are on their way."""
-        self._arrive.set_result(arrive)
+        """They are on their way: ``arrive`` waits for them, and puts them into the parameters."""
+        self._arrive = arrive
 
     def fail(self, error: BaseException) -> None:
-        """They will never be, unless they are."""
-        if not self._arrive.done():
-            self._arrive.set_exception(error)
+        """They will never be, unless they have been started."""
+        if self._arrive is None and self._error is None:
+            self._error = told_later(error)
 
-    def __call__(self) -> None:
-        if not self._arrive.done() and threading.get_ident() == self._maker:
-            raise MisuseError(
-                "a parameter was read inside of the step that updates it. Read it before or after the step"
-            )
-        self._arrive.result()()
+    def finish_here(self) -> None:
+        """:meth:`finish`, on the thread that may change parameters."""
+        if self._error is not None:
+            raise self._error
+        if self._arrive is not None and not self.is_finished:
+            self._arrive()
+            self.release()
+
+    def release(self) -> None:
+        """They are ordinary parameters again."""
+        for parameter in self._parameters:
+            # Before the class: an ordinary parameter shows whatever it has.
+            if vars(parameter).get("_gather") is self:
+                del parameter._gather  # type: ignore[attr-defined]
+            if "_gather" not in vars(parameter):
+                parameter.__class__ = nn.Parameter
+        self.is_finished = True
+        # It may hold the memory of a bucket.
+        self._arrive, self._parameters = None, ()
 
 
 class Gathers:
-    """What is on its way, in the order in which it is needed."""
+    """What is on its way of one optimizer, in the order in which it is needed, and who makes it."""
 
-    def __init__(self) -> None:
-        self._gathers: list[Gather] = []
+    def __init__(self, device: torch.device) -> None:
+        self.thread = UpdateThread(device)
+        self._gathers: Sequence[Gather] = ()
 
-    def expect(self, parameters: Sequence[nn.Parameter], arrive: Callable[[], None]) -> None:
-        """From now on whoever reads one of ``parameters`` waits for ``arrive``."""
-        self._gathers.append(Gather(parameters, arrive))
+    def change(self, groups: Sequence[Sequence[nn.Parameter]], make: Callable[[Sequence[Gather]], None]) -> None:
+        """Have ``make`` give all of ``groups`` new values. It says of each how to wait for it, by
+        :meth:`Gather.started`; those that it says nothing of have their values when it returns."""
+        for gather in self._gathers:
+            # Announced by a step that was interrupted before it began.
+            gather.release()
+        gathers = [Gather(parameters, self.thread) for parameters in groups]
+        # First, so that the next step finds them if this one is interrupted here.
+        self._gathers = gathers
+        for gather in gathers:
+            gather.announce()
+        self.thread.run(lambda: _make(gathers, make))
 
-    def finish(self) -> None:
-        """Wait for all of it."""
-        while self._gathers:
-            self._gathers[0].finish()
-            self._gathers.pop(0)
+    def finish(self, then: Callable[[], None] | None = None) -> None:
+        """Wait for all of it, and have ``then`` run before anything else changes."""
+        if then is not None or not all(gather.is_finished for gather in self._gathers):
+            self.thread.run(lambda: self._finish_here(then))
+
+    def _finish_here(self, then: Callable[[], None] | None) -> None:
+        # Another thread may have begun a step since.
+        for gather in self._gathers:
+            gather.finish_here()
+        if then is not None:
+            then()
+
+
+def _make(gathers: Sequence[Gather], make: Callable[[Sequence[Gather]], None]) -> None:
+    try:
+        make(gathers)
+    except BaseException as error:
+        for gather in gathers:
+            gather.fail(error)
+        raise
+    for gather in gathers:
+        if not gather.is_started:
+            gather.release()
+
+
+def told_later(error: BaseException) -> Exception:
+    """What readers to come are told of ``error``: an interrupt is raised once, where it came."""
+    if isinstance(error, Exception):
+        return error
+    failure = GradsyncError(
+        f"{type(error).__name__} came in the middle of an update, and parameters are neither the old ones nor the new "
+        "ones. Go on from a checkpoint"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def await_before_forward(module: nn.Module) -> None:
@@ -134,11 +202,21 @@ def await_before_forward(module: nn.Module) -> None:
 
 
 def _await_own(module: nn.Module, args: Any) -> None:
-    for parameter in module._parameters.values():
-        if type(parameter) is AwaitedParameter:
-            gather = getattr(parameter, "_gather", None)
-            if gather is not None:
-                gather.finish()
+    _finish(each for each in module._parameters.values() if type(each) is AwaitedParameter)
+
+
+def _finish(awaited: Iterable[AwaitedParameter]) -> None:
+    """Wait for all of them. Several may be of one bucket, and another thread may be ahead of this one."""
+    parameters, waited = list(awaited), set[Gather]()
+    while gathers := _gathers_of(parameters) - waited:
+        waited |= gathers
+        for gather in gathers:
+            gather.finish()
+
+
+def _gathers_of(parameters: Iterable[AwaitedParameter]) -> set[Gather]:
+    found = [vars(each).get("_gather") for each in parameters]
+    return {gather for gather in found if gather is not None}
 
 
 def _awaited_in(values: Iterable[Any]) -> Iterator[AwaitedParameter]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from gradsync.bucket import Bucket
 from gradsync.communicator import (
@@ -19,7 +20,7 @@ from gradsync.communicator import (
 )
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.sharded.early import EarlyUpdates
-from gradsync.sharded.gather import Arrival, Gathers
+from gradsync.sharded.gather import Gather, Gathers
 from gradsync.sharded.options import Options
 from gradsync.sharded.pace import Pace, plan_early
 from gradsync.sharded.segments import Segment, Segments
@@ -41,7 +42,7 @@ class Journey:
         self.early = EarlyUpdates(self.wire, options, self._tell)
         self.pace = Pace()
         self.segments: Segments | None = None
-        self._gathers = Gathers()
+        self._gathers = Gathers(synchronizer.parameters[0].device)
         # Ranks that share memory are faster in that of the communicator, which parameters do not lie in.
         sharing = SharedMemoryCommunicator, HierarchicalCommunicator
         self._through_bucket = isinstance(self._communicator, sharing)
@@ -92,31 +93,39 @@ class Journey:
 
     # -- in the step -----------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Update this rank's shares, and have all ranks gather them: first those that the next forward needs first."""
+    def step(self, others: Sequence[nn.Parameter], update_others: Callable[[], None]) -> None:
+        """Update this rank's shares, and have all ranks gather them: first those that the next forward needs first.
+
+        ``others`` have no place in a bucket. They are a part of the same step: no reader gets them without the rest.
+        """
         segments = self.segments
         if segments is None:
+            update_others()
             return
+        self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
+        by_need = segments.shares[::-1]
+
+        def make(gathers: Sequence[Gather]) -> None:
+            update_others()
+            self._make(segments, dict(zip(by_need, gathers, strict=False)))
+
+        self._gathers.change([*(share.bucket.parameters for share in by_need), others], make)
+
+    def _make(self, segments: Segments, gathers: Mapping[Share, Gather]) -> None:
         self._place(segments)
         claimed = self.early.claim()
-        self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
         changing = segments.prepare([share for share in segments.shares if share not in claimed])
         # From here on parameters are neither the old ones nor the new ones.
-        arrivals = {share: Arrival() for share in reversed(segments.shares)}
-        for share, arrival in arrivals.items():
-            self._gathers.expect(share.bucket.parameters, arrival)
-        try:
-            for share, made in claimed.items():
-                if made is not share.flat:
-                    share.flat.copy_(made)
-            # The bucket that started last holds what is needed first. It is on its way while the others are updated.
-            for shares in segments.shares[-1:], segments.shares[-2::-1]:
-                self._update([segment for segment in changing if segment.share in shares], segments)
-                self._send(shares, arrivals, hold=bool(claimed))
-        except BaseException as error:
-            for arrival in arrivals.values():
-                arrival.fail(error)
-            raise
+        for share, made in claimed.items():
+            if made is not share.flat:
+                share.flat.copy_(made)
+        # The bucket that started last holds what is needed first. It is on its way while the others are updated. But
+        # where it is an early one, ranks agree on all early ones before it: by then all must be up to date.
+        by_need = segments.shares[::-1]
+        first = [] if self.early.is_early(by_need[0]) else by_need[:1]
+        for shares in first, by_need[len(first) :]:
+            self._update([segment for segment in changing if segment.share in shares], segments)
+            self._send(shares, gathers, hold=bool(claimed))
         self.early.stepped()
         self.pace.stepped()
 
@@ -131,7 +140,7 @@ class Journey:
             self.wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
             raise
 
-    def _send(self, shares: Sequence[Share], arrivals: Mapping[Share, Arrival], *, hold: bool) -> None:
+    def _send(self, shares: Sequence[Share], gathers: Mapping[Share, Gather], *, hold: bool) -> None:
         """Have all ranks gather them, in this order. ``hold``: early updates of this rank do."""
         verdict = None
         for share in shares:
@@ -141,7 +150,7 @@ class Journey:
                 arrive = partial(verdict.arrive, share)
             else:
                 arrive = partial(_arrive, share, self._gather(share, self._communicator))
-            arrivals[share].started(partial(self._hand_over, share, arrive))
+            gathers[share].started(partial(self._hand_over, share, arrive))
 
     def _gather(self, share: Share, communicator: Communicator) -> Handle:
         share.put_down()

@@ -159,9 +159,13 @@ class ShardedOptimizer(Resident):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        with self.told_to_others():
-            self._step_outside(self._all_options())
-        self._journey.step()
+        options = self._all_options()
+
+        def step_outside() -> None:
+            with self.told_to_others():
+                self._step_outside(options)
+
+        self._journey.step(indexed(self._outside.param_groups), step_outside)
 
     def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
         """Update what has no place in a bucket: its gradient is the mean on every rank."""

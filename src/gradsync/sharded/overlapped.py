@@ -28,7 +28,7 @@ from gradsync.communicator import Handle, scattering_over
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import ScatteredMean
 from gradsync.sharded.element_wise import require_parameter_wise
-from gradsync.sharded.gather import Gathers
+from gradsync.sharded.gather import Gather, Gathers, told_later
 from gradsync.sharded.mode import Mode
 from gradsync.sharded.options import copied, is_equal
 from gradsync.sharded.resident import Resident, Synchronized
@@ -78,7 +78,7 @@ class OverlappedOptimizer(Resident):
         self._wire = scattering_over(communicator, self._synchronizer.parameters[0].device)
         self._twins = {id(p): Twin(p) for p in indexed(self.param_groups)}
         self._inner = [doubled(optimizer, self._twins) for optimizer in self._originals]
-        self._gathers = Gathers()
+        self._gathers = Gathers(self._synchronizer.parameters[0].device)
         self._inside: list[Bucket] = []
         # Whose updates may not all be made.
         self._running: PutOffStep | None = None
@@ -114,22 +114,30 @@ class OverlappedOptimizer(Resident):
                 hook(optimizer, (), {})
 
     def _begin_step(self) -> None:
-        step = self._running = PutOffStep(options=copied(self._all_options()), optimizers=self._inner)
+        step = PutOffStep(options=copied(self._all_options()), optimizers=self._inner)
         inside = {id(parameter) for bucket in self._inside for parameter in bucket.parameters}
         outside = [p for p in indexed(self.param_groups) if id(p) not in inside]
         busy = {id(self._twins[id(p)].itself) for p in indexed(self.param_groups) if p.grad is not None}
-        with self.told_to_others():
-            step.update({self._twins[id(p)]: p.grad for p in outside if p.grad is not None})
-            step.count([busy.isdisjoint(map(id, indexed(optimizer.param_groups))) for optimizer in self._inner])
-        if not self._inside:
-            return
         # The bucket that started last holds what is needed first.
         by_need = self._inside[::-1]
-        gradients = [self._gradients_of(bucket) for bucket in by_need]
-        self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
-        for bucket, used in zip(by_need, gradients, strict=True):
-            arrive = _Once(partial(self._arrive, step, used, bucket, self._gather(bucket)))
-            self._gathers.expect(bucket.parameters, arrive)
+
+        def make(gathers: Sequence[Gather]) -> None:
+            self._running = step
+            with self.told_to_others():
+                step.update({self._twins[id(p)]: p.grad for p in outside if p.grad is not None})
+                step.count([busy.isdisjoint(map(id, indexed(optimizer.param_groups))) for optimizer in self._inner])
+            if not by_need:
+                return
+            gradients = [self._gradients_of(bucket) for bucket in by_need]
+            for bucket, used, gather in zip(by_need, gradients, gathers, strict=False):
+                update = _Once(partial(self._use, step, used))
+                gather.started(partial(self._arrive, bucket, self._gather(bucket), update))
+
+        if by_need:
+            self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
+            self._gathers.change([*(bucket.parameters for bucket in by_need), outside], make)
+        else:
+            make(())
 
     def _gradients_of(self, bucket: Bucket) -> dict[Twin, torch.Tensor]:
         """What parameters of the bucket will be updated by: where the mean will lie, or what is in its place."""
@@ -153,19 +161,24 @@ class OverlappedOptimizer(Resident):
             observer.gather_started(bucket, handle)
         return handle
 
-    def _arrive(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor], bucket: Bucket, handle: Handle) -> None:
+    def _arrive(self, bucket: Bucket, handle: Handle, update: Callable[[], None]) -> None:
         observer = self._synchronizer.engine.observer
         if observer is not None:
             observer.gather_needed(bucket)
         handle.wait()
         if observer is not None:
             observer.gather_arrived(bucket)
+        update()
+
+    def _use(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor]) -> None:
         with self.told_to_others():
             step.update(gradients)
 
     def flush(self) -> None:
         """Wait until all parameters are the new ones."""
-        self._gathers.finish()
+        self._gathers.finish(self._finish_step if self._running is not None else None)
+
+    def _finish_step(self) -> None:
         step, self._running = self._running, None
         if step is not None:
             self._hand_back(step)
@@ -189,7 +202,7 @@ class OverlappedOptimizer(Resident):
         for handle in self._refusals:
             handle.remove()
         for original, inner in zip(self._originals, self._inner, strict=True):
-            mine = {id(self._twins[id(p)].itself): p for p in indexed(original.param_groups)}
+            mine = {id(twin.itself): twin.parameter for twin in self._twins.values()}
             original.state = defaultdict(dict)
             original.state.update({mine[id(twin)]: state for twin, state in inner.state.items() if id(twin) in mine})
 
@@ -200,6 +213,8 @@ class OverlappedOptimizer(Resident):
         for key, value in inner.param_groups[-1].items():
             if key != "params":
                 group.setdefault(key, value)
+        # It goes on with it after close().
+        self._originals[-1].param_groups.append(group)
 
     def state_dict(self) -> dict[str, Any]:
         """As one optimizer with all groups would have it."""
@@ -233,7 +248,7 @@ class _Once:
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def __call__(self) -> None:
         if self._error is not None:
@@ -241,7 +256,7 @@ class _Once:
         try:
             self._action()
         except BaseException as error:
-            self._error = error
+            self._error = told_later(error)
             raise
 
 

@@ -6,7 +6,9 @@ Between two backwards such an optimizer has the mean of this rank's share of eve
 """
 
 import inspect
+import itertools
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, overload
@@ -227,8 +229,9 @@ class Resident(torch.optim.Optimizer):
                 "plain optimizer for them"
             )
         self.flush()
-        self._update()
+        # Before the update, of which an interrupt may not wait for the end.
         self._steps += 1
+        self._update()
         for optimizer in self._stands_for:
             # Which schedulers look for.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -251,12 +254,10 @@ class Resident(torch.optim.Optimizer):
         for parameter in self._synchronizer.parameters:
             if id(parameter) not in given and isinstance(parameter.grad, SharedGradient):
                 parameter.grad = None
-        # Parameters that are awaited would be asked about every look at their gradient.
-        with torch._C.DisableTorchFunctionSubclass():
-            if set_to_none:
-                super().zero_grad()
-                return
-        super().zero_grad(set_to_none=False)
+        if set_to_none:
+            _drop_gradients(indexed(self.param_groups))
+        else:
+            super().zero_grad(set_to_none=False)
 
     def _all_options(self) -> Options:
         return [self._group_options(number) for number in range(len(self.param_groups))]
@@ -323,6 +324,13 @@ def constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def trained_parameters(model: Synchronized) -> list[nn.Parameter]:
     """What an optimizer takes that is given nothing else."""
     return [parameter for parameter in _synchronizer_of(model).parameters if parameter.requires_grad]
+
+
+def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Parameters that are awaited would be asked about each of them. So their class is switched off, in one go: no code
+    in Python runs meanwhile, and no signal handler, which may read parameters."""
+    setting = map(torch.Tensor.grad.__set__, parameters, itertools.repeat(None))  # type: ignore[union-attr]
+    torch._C._disabled_torch_function_impl(deque, (), (setting, 0), {})
 
 
 def _synchronizer_of(model: Any) -> Synchronizer:

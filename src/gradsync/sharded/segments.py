@@ -202,7 +202,9 @@ class Segments:
             self.optimizer.param_groups[place].update(options[group])
         for segment in segments:
             segment.flat.grad = segment.gradient
-        self.optimizer.step()
+        with torch._C._EnableTorchFunction():
+            # Parameters are not for its eyes: it has these.
+            self.optimizer.step()
         for segment in segments:
             segment.flat.grad = None
             if flat is not None:

@@ -23,12 +23,12 @@ class Twin:
     """``itself`` is a parameter in the memory of another."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
+        self.parameter = parameter
         self.itself = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
     def follow(self) -> None:
         """Somebody may have given the parameter other memory."""
-        mine, other = self.itself, self._parameter
+        mine, other = self.itself, self.parameter
         if mine.data_ptr() != other.data_ptr() or mine.stride() != other.stride() or mine.dtype != other.dtype:
             mine.data = other.data
 
@@ -94,7 +94,9 @@ class PutOffStep:
             # Of narrow parameters means may be wider than what an optimizer expects.
             twin.grad = gradients[id(twin)].to(twin.dtype)
         try:
-            optimizer.step()
+            with torch._C._EnableTorchFunction():
+                # Parameters of the model are not for its eyes: it has twins of them.
+                optimizer.step()
         finally:
             for twin in twins:
                 twin.grad = None
