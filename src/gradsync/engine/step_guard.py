@@ -8,7 +8,7 @@ On an accelerator a synchronizer may not know yet whether the gradients are mean
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,9 @@ class StepListener(Protocol):
 
         If it can be ``gated``, returns what is 1.0 on the device where it must change nothing, unless that is known.
         """
+
+    def after_closure(self) -> None:
+        """The closure of a step has run, and the optimizer is about to use the gradients that it has computed."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The optimizer has used them."""
@@ -64,14 +67,14 @@ def unguard_steps(listener: StepListener) -> None:
 _gated: "weakref.WeakKeyDictionary[Optimizer, FoundInf]" = weakref.WeakKeyDictionary()
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     # The first of ``args`` is the optimizer.
-    by_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     _open_gate(optimizer)
-    gated, gates = reads_found_inf(optimizer), []
+    gated, gates, listeners = reads_found_inf(optimizer), [], list(_listeners_of(optimizer))
     try:
-        for listener in _listeners_of(optimizer):
-            gate = listener.before_step(by_closure=by_closure, gated=gated)
+        for listener in listeners:
+            gate = listener.before_step(by_closure=closure is not None, gated=gated)
             if gate is not None:
                 gates.append(gate)
     except BaseException:
@@ -79,6 +82,22 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise
     if gates:
         _gated[optimizer] = FoundInf(optimizer, gates)
+    if closure is None or not listeners:
+        return None
+    checked = _checked(closure, listeners)
+    return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
+
+
+def _checked(closure: Callable[[], Any], listeners: Sequence[StepListener]) -> Callable[[], Any]:
+    """The closure; after each call of it listeners look at what it has computed."""
+
+    def call() -> Any:
+        result = closure()
+        for listener in listeners:
+            listener.after_closure()
+        return result
+
+    return call
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -5,7 +5,9 @@ other ranks wait for it. It takes part when it leaves the last micro-batch of ``
 about to step.
 
 [Note: a step by closure] ``optimizer.step(closure)`` has its backwards inside the step. What precedes the step cannot
-see to their gradients: if one of these windows is vetoed, its gradients go at once.
+see to their gradients: if one of these windows is vetoed, its gradients go at once. Micro-batches may have accumulated
+before, under ``no_sync()``; the closure's backward then ends their window, and what is asked of any other step is asked
+after each call of the closure.
 """
 
 import threading
@@ -361,7 +363,8 @@ class Synchronizer:
         if not engine.switches.steps_locally:
             engine.pipeline.require_alive()
             gate = self._gate_step(gated=gated) if not by_closure else None
-        if not self.window.has_means and not engine.switches.steps_locally:
+        unfinished = not self.window.has_means and not engine.switches.steps_locally
+        if unfinished and not by_closure:
             self._before_unsynchronized_step()
         engine.store.expect_step()
         # Of several optimizers each steps: the veto that the first has found is that of the others, too.
@@ -371,10 +374,16 @@ class Synchronizer:
         if self.window.is_vetoed:
             self.clear()
         engine.abstention.end()
-        self.window.close()
+        if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
+            self.window.close()
         if engine.observer is not None:
             engine.observer.step_began()
         return gate
+
+    def after_closure(self) -> None:
+        """The closure of a step has run: see that its gradients are means. See [Note: a step by closure]."""
+        if not self.window.has_means and not self.engine.switches.steps_locally:
+            self._before_unsynchronized_step()
 
     def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
         pipeline = self.engine.pipeline
