@@ -454,6 +454,99 @@ def test_ctrl_c_ends_it_with_an_account(tmp_path: Path) -> None:
     assert "5 optimizer steps on 2 ranks" in wrote
 
 
+# -- ranks that a script starts by subprocess -------------------------------------------------------------------------
+
+FABRIC = """
+import torch
+from lightning_fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for step in range(3):
+    fabric.backward(model(torch.full((2, 4), 1.0 + fabric.global_rank)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+print(fabric.global_rank, type(model._forward_module).__module__, flush=True)
+"""
+
+# A launcher of its own, that starts its ranks from a shell; and the rank.
+STARTING = """
+import os, subprocess, sys
+for rank in range(2):
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+    command = f"{sys.executable} {' '.join(sys.argv[2 + rank].split(','))} rank.py"
+    ranks = globals().setdefault("ranks", [])
+    ranks.append(subprocess.Popen(command, shell=True, env=os.environ | variables))
+sys.exit(max(each.wait() for each in ranks))
+"""
+STARTED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(dist.get_rank(), type(model).__module__, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def in_new_interpreters(*arguments: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Not forked: what counts is what a Python does when it starts."""
+    return subprocess.run(
+        [sys.executable, "-m", "gradsync", "run", "--nproc", "0", *arguments],
+        cwd=folder,
+        env=clean_environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_ranks_that_fabric_starts_have_the_same_class(keep: bool, tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric")
+    write(tmp_path, FABRIC)
+    told = in_new_interpreters(*(["--keep"] if keep else []), "script.py", folder=tmp_path)
+    assert told.returncode == 0, told.stderr
+    module = "torch.nn.parallel.distributed" if keep else "gradsync.data_parallel"
+    assert told.stdout.count(module) == 2, told.stdout
+    assert "3 optimizer steps on 2 ranks" in told.stderr
+
+
+def test_ranks_that_a_shell_starts_have_our_class_and_their_own_customization(tmp_path: Path) -> None:
+    write(tmp_path, STARTING)
+    write(tmp_path, STARTED, "rank.py")
+    write(tmp_path, "print('customized', flush=True)", "own/sitecustomize.py")
+    told = in_new_interpreters(
+        "script.py", str(free_port()), "-u", "-u", folder=tmp_path, PYTHONPATH=str(tmp_path / "own")
+    )
+    assert told.returncode == 0, told.stderr
+    # Of this process, of the two ranks, and of no shell.
+    assert told.stdout.count("customized") == 3
+    assert told.stdout.count("gradsync.data_parallel") == 2
+    assert "3 optimizer steps on 2 ranks" in told.stderr
+
+
+def test_ranks_of_which_one_has_torchs_class_are_told_so(tmp_path: Path) -> None:
+    """A Python that ignores its environment cannot be reached."""
+    write(tmp_path, STARTING)
+    write(tmp_path, STARTED, "rank.py")
+    told = in_new_interpreters("script.py", str(free_port()), "-u", "-E", folder=tmp_path)
+    assert told.returncode != 0
+    assert "rank 0 wraps its model in gradsync's DistributedDataParallel, and rank 1 in torch's" in told.stderr
+    assert "use the same class on all ranks" in told.stderr
+    assert "without overflow" not in told.stderr
+
+
 # -- whom Accelerate's name means what --------------------------------------------------------------------------------
 
 ACCELERATES = """
@@ -509,7 +602,7 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(Net(), arguments, train_dataset=data)
 trainer.train()
-print(type(trainer.accelerator).__module__, type(trainer.model_wrapped).__module__, flush=True)
+print(f"{type(trainer.accelerator).__module__} {type(trainer.model_wrapped).__module__}", flush=True)
 """
 
 
@@ -540,7 +633,7 @@ def test_a_trainer_from_another_folder_of_packages_has_accelerates_class_on_ours
         timeout=120,
     )
     assert told.returncode == 0, told.stderr
-    assert told.stdout.count("accelerate.accelerator gradsync.data_parallel\n") == 2, told.stdout
+    assert told.stdout.count("accelerate.accelerator gradsync.data_parallel") == 2, told.stdout
     assert "3 optimizer steps on 2 ranks" in told.stderr
 
 

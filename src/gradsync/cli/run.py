@@ -115,7 +115,9 @@ def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
         if account is None:
             end_rank(ended)
         if account.rank == 0:
-            _say(script, folder, all_accounts(folder, account.world_size if common else 1))
+            # A script that is a rank itself and has started others, as Lightning's launcher does, has them here.
+            expected = account.world_size if common or account.wrappers else 1
+            _say(script, folder, all_accounts(folder, expected))
     end_rank(ended)
 
 

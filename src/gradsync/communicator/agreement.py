@@ -15,13 +15,33 @@ from gradsync.communicator.base import Communicator
 from gradsync.communicator.naming import rank_name
 from gradsync.errors import ConfigurationError, MismatchError
 
-__all__ = ["agree_on_absent", "gather_bytes", "make_together", "require_agreement"]
+__all__ = ["agree_on_absent", "gather_bytes", "make_together", "require_agreement", "require_same_library"]
 
 T = TypeVar("T")
 
 Described = Sequence[tuple[str, Any]]
 
+# "grad". More parameters than a model has, and few enough for an int of torch's.
+GREETING = 0x67726164
+
 SAME_MODEL = "Build the same model with the same settings on every rank, from the same code and configuration"
+
+
+def require_same_library(communicator: Communicator) -> None:
+    """Raise :class:`MismatchError` if a rank wraps its model in torch's class, and this one in gradsync's. Collective.
+
+    torch's class begins with an all-gather of one number, that of its parameters. So does this, with a number that no
+    model has, and which torch's class refuses on the other ranks as a different model.
+    """
+    told = _gather_equal(communicator, torch.tensor([GREETING], dtype=torch.int64, device="cpu"))
+    others = [rank for rank, number in enumerate(told) if number != GREETING]
+    if others:
+        mine, theirs = (rank_name(communicator.group, rank) for rank in (communicator.rank, others[0]))
+        raise MismatchError(
+            f"{mine} wraps its model in gradsync's DistributedDataParallel, and {theirs} in torch's or in another "
+            "library's: use the same class on all ranks. gradsync run reaches processes that a script starts by itself "
+            "through PYTHONPATH, unless their Python is told to ignore it (-I, -E, -S)"
+        )
 
 
 def require_agreement(

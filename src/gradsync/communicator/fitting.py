@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator.agreement import make_together, require_agreement
+from gradsync.communicator.agreement import make_together, require_agreement, require_same_library
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
@@ -109,6 +109,7 @@ def _agreed_name(communicator: ProcessGroupCommunicator, device: torch.device) -
     """
     name = os.environ.get(VARIABLE, "auto")
     if communicator.world_size > 1:
+        require_same_library(communicator)
         settings = [(VARIABLE, name), ("the device of the gradients", device.type)]
         remedy = f"Set {VARIABLE} to the same value on all ranks, or on none, and put the model on the same device"
         require_agreement(communicator, "what their wire is chosen by", settings, remedy=remedy)
