@@ -239,5 +239,5 @@ def test_a_trace_that_cannot_be_written_is_said_in_a_line(
     monkeypatch.setattr("sys.argv", ["gradsync", "explain", str(tmp_path), "--perfetto", str(target)])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert re.fullmatch(r"gradsync: .*rank-00000.*\n", capsys.readouterr().err)

@@ -63,7 +63,8 @@ class Line(nn.Module):
 
 
 class Journal(logging.Handler):
-    """What gradsync warns of on this rank. Ranks may be threads."""
+    """What gradsync warns of on this rank, where it trains: the watch has its own thread, and its own time. Ranks may be
+    threads."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -71,7 +72,7 @@ class Journal(logging.Handler):
         self._rank = choose_communicator().rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        if choose_communicator().rank == self._rank:
+        if record.threadName != "gradsync watch" and choose_communicator().rank == self._rank:
             self.lines.append(record.getMessage())
 
 
