@@ -63,8 +63,7 @@ class Line(nn.Module):
 
 
 class Journal(logging.Handler):
-    """What gradsync warns of on this rank, where it trains; the watch has a thread, and a time, of its own. Ranks may be
-    threads."""
+    """What gradsync warns of on this rank, where it trains: the watch has a thread of its own. Ranks may be threads."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
