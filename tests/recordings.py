@@ -20,6 +20,7 @@ class Loop:
     """What one rank does in a step, in seconds."""
 
     data: float = 0.001
+    loop: float = 0.0
     forward: float = 0.010
     backward: float = 0.020
     optimizer: float = 0.002
@@ -99,6 +100,7 @@ class World:
 
         for batch in range(self.micro_batches):
             for rank, loop in enumerate(self.ranks):
+                do(rank, "loop", loop.loop)
                 do(rank, "data", loop.data)
                 do(rank, "forward", loop.forward)
             backwards = list(self._at)

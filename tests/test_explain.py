@@ -16,7 +16,8 @@ from torch import nn
 
 from gradsync import DistributedDataParallel
 from gradsync.errors import ConfigurationError
-from gradsync.explain import explain_recordings
+from gradsync.explain import Explanation, explain_recordings
+from gradsync.explain.evidence import FEWEST_STEPS, SHORTEST_STEP
 from gradsync.explain.link import Link, fit_link
 from gradsync.explain.merging import WARM_UP, Timeline, merge
 from gradsync.explain.other_buckets import regroup
@@ -31,6 +32,7 @@ seconds = st.floats(min_value=0.0, max_value=0.2)
 loops = st.builds(
     Loop,
     data=seconds,
+    loop=seconds,
     forward=st.floats(min_value=1e-3, max_value=0.2),
     backward=st.floats(min_value=1e-3, max_value=0.2),
     optimizer=st.floats(min_value=1e-4, max_value=0.05),
@@ -155,7 +157,7 @@ def taken(world: World) -> float:
     return explain_recordings(world.record()).split.mean.step
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "data", "optimizer"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "data", "loop", "optimizer"])
 def test_a_slow_rank_is_the_first_advice(phase: str) -> None:
     slow = Loop(**{phase: getattr(Loop(), phase) + 0.025})
     kind, gain, words = first(World(ranks=[Loop(), slow, Loop()]))
@@ -301,6 +303,122 @@ def test_the_words_name_everything() -> None:
         assert word in text
 
 
+# -- one verdict, enough evidence, one unit ---------------------------------------------------------------------------
+
+uneven = st.builds(
+    World,
+    ranks=st.lists(loops, min_size=2, max_size=4),
+    buckets=st.lists(st.integers(min_value=1000, max_value=1 << 22), min_size=1, max_size=4),
+    latency=st.floats(min_value=1e-5, max_value=1e-2),
+    micro_batches=st.just(2),
+    synchronizations=st.integers(min_value=1, max_value=2),
+    steps=st.just(WARM_UP + FEWEST_STEPS + 4),
+)
+
+
+def jittery(world: World, chance: Random, spread: float) -> Explanation:
+    """Ranks whose forwards take another time in every step."""
+    usual = [loop.forward for loop in world.ranks]
+
+    class Jittery(World):
+        def _step(self, number: int) -> list[Step]:
+            for loop, forward in zip(self.ranks, usual, strict=True):
+                loop.forward = forward + chance.uniform(0.0, spread)
+            return super()._step(number)
+
+    return explain_recordings(Jittery(**{name: each for name, each in vars(world).items() if name != "_at"}).record())
+
+
+@given(uneven, st.randoms(use_true_random=False), st.sampled_from([0.0, 0.02, 0.2]))
+def test_all_that_is_said_of_slow_ranks_is_one_verdict(world: World, chance: Random, spread: float) -> None:
+    explanation = jittery(world, chance, spread)
+    named = {each.rank for each in explanation.stragglers}
+    # Whoever is called slow in an advice, or waited for in the text, is one of them; and is really waited for.
+    told = str(explanation).splitlines()
+    assert {int(rank) for line in told for rank in re.findall(r"wait \S+ \S+ of a step for rank (\d+)", line)} == named
+    blamed = {int(rank) for line in told for rank in re.findall(r"rank (\d+) (?:is|comes later)", line)}
+    assert blamed <= named
+    split = explanation.split
+    for straggler in explanation.stragglers:
+        assert split.waited_for[straggler.rank] > 0
+        assert split.was_last[straggler.rank] == straggler.last
+        others = [parts.waiting for rank, parts in split.ranks.items() if rank != straggler.rank]
+        assert split.ranks[straggler.rank].waiting < max(others)
+        assert all(own > usual for own, usual in straggler.phases.values())
+    if len(split.ranks) == 2:
+        assert len(named) <= 1
+        if named:
+            assert max(split.waited_for, key=lambda rank: split.waited_for[rank]) in named
+
+
+def test_a_rank_that_is_slower_in_a_phase_and_not_waited_for_is_no_straggler() -> None:
+    """Rank 0 takes longer in its forward, rank 1 in all: rank 0 waits."""
+    explanation = explain_recordings(World(ranks=[Loop(forward=0.02), Loop(data=0.031)]).record())
+    assert [(each.rank, list(each.phases)) for each in explanation.stragglers] == [(1, ["data"])]
+    text = str(explanation)
+    assert "rank 1 is 30 ms slower in data" in text
+    assert "rank 0 is" not in text
+
+
+def test_ranks_that_come_last_in_turns_are_not_called_slow() -> None:
+    chance = Random(0)
+    explanation = jittery(World(ranks=[Loop(), Loop()], steps=60), chance, 0.02)
+    assert explanation.split.mean.waiting > 0.05 * explanation.split.mean.step
+    assert explanation.stragglers == ()
+    assert "for each other; last came rank 0 in" in str(explanation)
+    assert "slow rank" not in {advice.kind for advice in explanation.advice}
+
+
+def test_what_clocks_may_be_apart_is_no_verdict() -> None:
+    shape = {"ranks": [Loop(), Loop(forward=0.014)], "offsets": [0.0, 5.0]}
+    sure, unsure = (explain_recordings(World(errors=[0.0, error], **shape).record()) for error in (1e-5, 3e-3))
+    assert [each.rank for each in sure.stragglers] == [1]
+    assert unsure.stragglers == ()
+
+
+@given(worlds, st.integers(min_value=1, max_value=WARM_UP + FEWEST_STEPS - 1))
+def test_few_steps_give_no_advice(world: World, steps: int) -> None:
+    explanation = explain_recordings(dataclasses.replace(world, steps=steps).record())
+    assert (explanation.advice, explanation.stragglers) == ((), ())
+    assert f"and {FEWEST_STEPS} after the first {WARM_UP} are needed" in str(explanation)
+
+
+@pytest.mark.parametrize("wrong", [Loop(), Loop(forward=0.05), Loop(data=0.05), Loop(loop=0.05)])
+def test_steps_of_microseconds_give_no_advice(wrong: Loop) -> None:
+    def shrunk(factor: float) -> Explanation:
+        loops = [Loop(**{name: seconds * factor for name, seconds in vars(loop).items()}) for loop in (Loop(), wrong)]
+        shape = {"latency": 2e-3 * factor, "per_byte": 1e-9 * factor}
+        return explain_recordings(World(ranks=loops, steps=60, **shape).record())
+
+    assert shrunk(1.0).advice
+    tiny = shrunk(0.5 * SHORTEST_STEP / shrunk(1.0).split.mean.step)
+    assert (tiny.advice, tiny.stragglers) == ((), ())
+    assert "no advice: in steps of 500 µs" in str(tiny)
+
+
+@given(worlds)
+def test_every_gain_is_in_one_unit(world: World) -> None:
+    explanation = explain_recordings(dataclasses.replace(world, steps=20).record())
+    step = explanation.split.mean.step
+    for advice in explanation.advice:
+        assert advice.before == pytest.approx(step)
+        assert advice.saved == pytest.approx(advice.gain * step)
+    lines = [line for line in str(explanation).splitlines() if re.match(r"  \d+\. ", line)]
+    assert len(lines) == len(explanation.advice)
+    assert all(re.match(r"  \d+\. saves [\d.,]+ ms a step \(\d+%\): ", line) for line in lines), lines
+
+
+def test_a_slow_body_of_the_loop_is_not_the_loaders() -> None:
+    slow = World(ranks=[Loop(loop=0.05), Loop(loop=0.05)])
+    explanation = explain_recordings(slow.record())
+    kind, gain, words = first(slow)
+    assert kind == "slow loop"
+    assert "the loop's own code" in words
+    assert gain == pytest.approx(0.05 / taken(slow), rel=0.01)
+    assert "slow data" not in {advice.kind for advice in explanation.advice}
+    assert "num_workers" not in str(explanation)
+
+
 # -- what does not belong together ------------------------------------------------------------------------------------
 
 
@@ -392,7 +510,7 @@ def test_what_gives_the_same_results_comes_first_unless_others_gain_twice_as_muc
 
 def test_nobody_is_called_slow_for_the_first_steps() -> None:
     """In them ranks allocate, compile and learn, each at its own pace."""
-    for steps, kinds in ((WARM_UP, []), (WARM_UP + 1, ["slow rank"])):
+    for steps, kinds in ((WARM_UP + FEWEST_STEPS - 1, []), (WARM_UP + FEWEST_STEPS, ["slow rank"])):
         slow = World(ranks=[Loop(), Loop(forward=0.02, backward=0.04)], steps=steps)
         found = explain_recordings(slow.record()).advice
         assert [advice.kind for advice in found if advice.kind == "slow rank"] == kinds
@@ -471,10 +589,10 @@ def train_with_a_sleep() -> tuple[str, str, str, list[int]]:
     import torch.distributed as dist
 
     model = nn.Sequential(*(Sleepy(32, 32) for _ in range(4)))
-    model[2].seconds = 0.08 if dist.get_rank() == 1 else 0.0
+    model[2].seconds = 0.06 if dist.get_rank() == 1 else 0.0
     wrapper = DistributedDataParallel(model, bucket_cap_mb=0.005)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
-    for _ in range(8):
+    for _ in range(WARM_UP + FEWEST_STEPS):
         optimizer.zero_grad()
         wrapper(torch.ones(4, 32)).sum().backward()
         optimizer.step()

@@ -7,20 +7,22 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from gradsync import DistributedDataParallel, ShardedOptimizer, synchronize_gradients
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.explain import explain_recordings
-from gradsync.recording import Recorder, Step, close_recorders, read_models, read_recordings
+from gradsync.recording import Recorder, Step, close_recorders, loading, read_models, read_recordings
 from gradsync.recording.clocks import align_clocks, measure_offset
 from gradsync.recording.files import step_line
 from gradsync.testing import run_ranks
@@ -98,7 +100,7 @@ def test_an_unchanged_loop_is_cut_into_steps() -> None:
     for steps in record(plainly):
         assert [step.number for step in steps] == [0, 1, 2, 3, 4]
         for step in steps[1:]:
-            assert names(step)[:4] == ["data", "forward", "backward", "synchronization"]
+            assert names(step)[:4] == ["loop", "forward", "backward", "synchronization"]
             assert names(step)[-1] == "optimizer"
             assert (step.micro_batches, len(step.synchronizations), step.collectives) == (1, 1, 2)
 
@@ -158,7 +160,7 @@ def test_a_forgotten_no_sync_is_seen() -> None:
         assert {(step.micro_batches, len(step.synchronizations), step.collectives) for step in steps} == {(4, 4, 8)}
 
 
-def test_validation_between_two_steps_is_not_data() -> None:
+def test_validation_between_two_steps_is_not_the_loops_own_code() -> None:
     def loop(model: DistributedDataParallel) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(4):
@@ -169,7 +171,7 @@ def test_validation_between_two_steps_is_not_data() -> None:
             optimizer.step()
 
     for steps in record(loop):
-        assert [("data" in names(step)) for step in steps[1:]] == [True, False, True]
+        assert [("loop" in names(step)) for step in steps[1:]] == [True, False, True]
 
 
 def test_two_optimizers_make_one_step() -> None:
@@ -593,7 +595,45 @@ def test_a_recorder_that_raises_breaks_no_training(monkeypatch: pytest.MonkeyPat
     assert first == second
 
 
-def test_waiting_in_the_loop_counts_as_data() -> None:
+class SlowInputs(Dataset[int]):
+    """A sleep for each sample."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, place: int) -> int:
+        time.sleep(0.03)
+        return place
+
+
+@pytest.mark.parametrize("fetched_by", ["loader", "own code"])
+def test_the_loop_waits_for_its_loader_or_for_itself(fetched_by: str) -> None:
+    """The loader's time is data's, and what the loop does besides is its own."""
+
+    def batches() -> Iterator[object]:
+        if fetched_by == "loader":
+            yield from DataLoader(SlowInputs())
+        for place in range(4 if fetched_by == "own code" else 0):
+            with loading():
+                batch = SlowInputs()[place]
+            yield batch
+
+    def loop(model: DistributedDataParallel) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in batches():
+            time.sleep(0.02)
+            loss_of(model).backward()
+            optimizer.step()
+
+    for steps in record(loop):
+        assert len(steps) == 4
+        for step in steps[1:]:
+            assert step.spent("data") >= 0.03
+            assert step.spent("loop") >= 0.02
+            assert names(step)[:4] == ["loop", "data", "loop", "forward"]
+
+
+def test_a_slow_loop_has_no_data() -> None:
     def loop(model: DistributedDataParallel) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
@@ -602,4 +642,32 @@ def test_waiting_in_the_loop_counts_as_data() -> None:
             optimizer.step()
 
     for steps in record(loop):
-        assert all(step.spent("data") >= 0.02 for step in steps[1:])
+        assert all(step.spent("loop") >= 0.02 and "data" not in names(step) for step in steps[1:])
+
+
+def test_what_other_threads_load_is_loaded_meanwhile() -> None:
+    def loop(model: DistributedDataParallel) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            thread = threading.Thread(target=lambda: list(DataLoader(SlowInputs())))
+            thread.start()
+            thread.join()
+            loss_of(model).backward()
+            optimizer.step()
+
+    for steps in record(loop):
+        assert all("data" not in names(step) for step in steps)
+
+
+def test_a_recorder_that_raises_does_not_break_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Recorder) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Recorder, "loading_began", fail)
+
+    def train() -> int:
+        model = DistributedDataParallel(make_model())
+        plainly(model)
+        return len(list(DataLoader(SlowInputs())))
+
+    assert run_ranks(train, 2) == [4, 4]

@@ -52,9 +52,11 @@ def colour(name: str) -> str:
     return PALETTE[name][0]
 
 
-# The parts of a step have the same colours in a training and in a benchmark.
+# The parts of a step have the same colours in every picture: of a training, a benchmark and a plan. Whatever is called
+# waiting has that of "waiting".
 PARTS = {
     "data": colour("pale"),
+    "loop": colour("light-grey"),
     "forward": colour("light-blue"),
     "backward": colour("mid-blue"),
     "synchronization": colour("vermillion"),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-__all__ = ["compact", "count", "duration", "size", "tick_labels"]
+__all__ = ["compact", "count", "duration", "saving", "size", "tick_labels"]
 
 
 def compact(value: float) -> str:
@@ -33,6 +33,12 @@ def duration(seconds: float) -> str:
     units = ((0.9995, 1.0, "s"), (0.9995e-3, 1e3, "ms"), (-math.inf, 1e6, "µs"))
     factor, unit = next((factor, unit) for least, factor, unit in units if seconds >= least or not seconds)
     return f"{seconds * factor:.3g} {unit}"
+
+
+def saving(seconds: float, share: float) -> str:
+    """What a change gains, in the one unit of all advice: milliseconds of a step, and the share of it."""
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:{',.0f' if milliseconds >= 99.95 else '.3g'}} ms a step ({share:.0%})"
 
 
 def size(nbytes: float) -> str:

@@ -8,12 +8,13 @@ from rich.text import Text
 
 from gradsync.charts.words import duration, size
 from gradsync.explain import Explanation
-from gradsync.explain.words import BAR, MEANINGS, NAMES, bar, gained, named, shown_buckets
+from gradsync.explain.words import ADVICE_TITLE, BAR, MEANINGS, NAMES, bar, gained, named, shown_buckets
 
 __all__ = ["shown"]
 
 COLOURS = {
     "data": "bright_black",
+    "loop": "white",
     "forward": "bright_blue",
     "backward": "blue",
     "waiting": "yellow",
@@ -74,9 +75,10 @@ def _buckets(explanation: Explanation) -> Table:
 def _advice(explanation: Explanation) -> list[Any]:
     if not explanation.advice:
         return [Text(line) for line in explanation.advice_lines()]
-    table = _table("", "", "", right=1, wraps=2)
+    table = _table("", "", wraps=1)
     for number, advice in enumerate(explanation.advice, 1):
         style = "bold" if number == 1 else ""
-        table.add_row(f"{number}.", Text(gained(advice), style="bold green"), Text(advice.cause, style=style))
-        table.add_row("", "", Text(f"→ {advice.change}", style="cyan"))
-    return [Text("what to change, and what it would gain:", style="bold"), table]
+        table.add_row(f"{number}.", Text(f"saves {gained(advice)}", style="bold green"))
+        table.add_row("", Text(advice.cause, style=style))
+        table.add_row("", Text(f"→ {advice.change}", style="cyan"))
+    return [Text(ADVICE_TITLE, style="bold"), table]

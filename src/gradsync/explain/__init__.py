@@ -2,19 +2,22 @@
 
 ::
 
-    merging   all ranks on one clock
-    split     the parts of a step, which add up to it
-    link      what the wire costs
-    replay    recorded steps, played again with something changed
-    changes   what may be changed
-    advice    changes, ranked by what they gain
-    words     all of it as text
-    model     a training that asks itself
+    merging    all ranks on one clock
+    split      the parts of a step, which add up to it
+    evidence   whether that is enough to conclude something
+    stragglers who is waited for
+    link       what the wire costs
+    replay     recorded steps, played again with something changed
+    changes    what may be changed
+    advice     changes, ranked by what they gain
+    words      all of it as text
+    model      a training that asks itself
 """
 
 from gradsync.explain.advice import Advice
 from gradsync.explain.explanation import explain_recordings
 from gradsync.explain.split import Parts, Split
+from gradsync.explain.stragglers import Straggler
 from gradsync.explain.words import Explanation
 
-__all__ = ["Advice", "Explanation", "Parts", "Split", "explain_recordings"]
+__all__ = ["Advice", "Explanation", "Parts", "Split", "Straggler", "explain_recordings"]

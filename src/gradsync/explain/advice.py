@@ -1,25 +1,25 @@
 """What to change, ranked by what it would gain: every change is played on the recorded steps first."""
 
 import math
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradsync.charts.words import count, duration, size
 from gradsync.explain import changes
+from gradsync.explain.evidence import missing_evidence
 from gradsync.explain.link import Link, fit_link
 from gradsync.explain.merging import Timeline
 from gradsync.explain.other_buckets import other_buckets, regroup
 from gradsync.explain.replay import Script
 from gradsync.explain.replay import duration as played
 from gradsync.explain.split import Split
+from gradsync.explain.stragglers import SLOW, Straggler
 
 __all__ = ["Advice", "advise"]
 
 # What gains less than this share of a step is not worth a line.
 WORTH_SAYING = 0.02
-# A rank is slow in a phase, or data is, if that costs more than this share of the step; and so is the wire.
-SLOW = 0.03
+# The wire is slow if that costs more than this share of the step.
 SLOW_WIRE = 0.05
 # Changes that leave the training what it is come first, unless others gain more than twice as much.
 FREE = 2.0
@@ -30,13 +30,13 @@ ANOTHER = 1.2
 AS_GOOD = 1.01
 # What other buckets gain is off by about a hundredth of a step: less than this is not known to a fifth.
 SURE = 0.05
-PHASES = ("data", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """``cause`` is what is wrong, ``change`` the line to write, ``before`` and ``after`` seconds of a step (of a
-    micro-batch, where there would be more of them in a step). ``free`` says that the training stays the same."""
+    """``cause`` is what is wrong, ``change`` the line to write. ``before`` and ``after`` are seconds for the samples of
+    one recorded step: where a step would have more of them, ``after`` is the share of it that these take. ``free`` says
+    that the training stays the same."""
 
     kind: str
     cause: str
@@ -51,16 +51,16 @@ class Advice:
         return 1.0 - self.after / self.before if self.before > 0 else 0.0
 
     @property
-    def factor(self) -> float:
-        """How many times as fast it would be."""
-        return self.before / self.after if self.after > 0 else math.inf
+    def saved(self) -> float:
+        """Seconds of a step."""
+        return self.before - self.after
 
 
-def advise(timeline: Timeline, split: Split) -> list[Advice]:
-    """What would gain something, most first; see :data:`FREE`."""
+def advise(timeline: Timeline, split: Split, stragglers: Sequence[Straggler]) -> list[Advice]:
+    """What would gain something, most first; see :data:`FREE`. Nothing without :mod:`evidence`."""
     step = split.mean.step
     base = played(timeline)
-    if base <= 0 or step <= 0:
+    if base <= 0 or missing_evidence(timeline, split):
         return []
 
     def after(change: Callable[[Script], Script]) -> float:
@@ -69,8 +69,9 @@ def advise(timeline: Timeline, split: Split) -> list[Advice]:
 
     link = fit_link(timeline, split)
     found = [
-        *(_slow_ranks(split, after) if timeline.is_warm else ()),
+        *(_slow_rank(each, split, after) for each in stragglers),
         *_slow_data(split, after),
+        *_slow_loop(split, after),
         *_forgotten_no_sync(split, after),
         *(_buckets(timeline, split, link, after) if link is not None else ()),
         *(_slow_link(timeline, split, link, after) if link is not None else ()),
@@ -88,43 +89,16 @@ def advise(timeline: Timeline, split: Split) -> list[Advice]:
 # -- who is slow ------------------------------------------------------------------------------------------------------
 
 
-def _slow_ranks(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
-    if len(split.ranks) < 2:
-        return
-    step = split.mean.step
-    slow: dict[int, dict[str, tuple[float, float]]] = {}
-    for phase in PHASES:
-        spent = {rank: float(getattr(parts, phase)) for rank, parts in split.ranks.items()}
-        for rank, seconds in spent.items():
-            usual = statistics.median(value for other, value in spent.items() if other != rank)
-            if seconds - usual > SLOW * step:
-                slow.setdefault(rank, {})[phase] = (seconds, usual)
-    places = {rank: place for place, rank in enumerate(split.ranks)}
-    for rank, phases in slow.items():
-        factors = {phase: usual / seconds for phase, (seconds, usual) in phases.items()}
-        words = " and ".join(
-            f"{seconds / usual - 1:.0%} slower in {phase} ({duration(seconds)} against {duration(usual)})"
-            if usual > seconds / 20
-            else f"{duration(seconds - usual)} slower in {phase} (against {duration(usual)})"
-            for phase, (seconds, usual) in phases.items()
-        )
-        yield Advice(
-            kind="slow rank",
-            cause=f"rank {rank} is {words} than the others, who wait for it",
-            change=_look_for(rank, phases),
-            before=step,
-            after=after(changes.as_fast_as_others(places[rank], factors)),
-        )
-
-
-def _look_for(rank: int, phases: dict[str, tuple[float, float]]) -> str:
-    if set(phases) == {"data"}:
-        return f"look at what rank {rank} reads, and where from: its loader is slower than those of the others"
-    if len(phases) > 1 and "forward" in phases and "backward" in phases:
-        return (
-            f"look at the machine of rank {rank}: other work, fewer cores, a slower clock; or give it smaller batches"
-        )
-    return f"look at what rank {rank} does in {' and '.join(phases)} that others do not, with a profiler there"
+def _slow_rank(straggler: Straggler, split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Advice:
+    factors = {phase: usual / own for phase, (own, usual) in straggler.phases.items() if own > 0}
+    place = list(split.ranks).index(straggler.rank)
+    return Advice(
+        kind="slow rank",
+        cause=straggler.cause,
+        change=straggler.remedy,
+        before=split.mean.step,
+        after=after(changes.as_fast_as_others(place, factors)),
+    )
 
 
 # -- data, windows ----------------------------------------------------------------------------------------------------
@@ -139,10 +113,26 @@ def _slow_data(split: Split, after: Callable[[Callable[[Script], Script]], float
     workers = math.ceil(data / max(mean.step - data, 1e-9)) + 1
     yield Advice(
         kind="slow data",
-        cause=f"every rank waits {duration(data)} of a step for data, before its forward",
+        cause=f"every rank waits {duration(data)} of a step for its data loader",
         change=f"DataLoader(…, num_workers={workers}, persistent_workers=True): batches are made while ranks compute",
         before=mean.step,
-        after=after(changes.without_data()),
+        after=after(changes.without("data")),
+    )
+
+
+def _slow_loop(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+    mean = split.mean
+    loop = min(parts.loop for parts in split.ranks.values())
+    if loop < SLOW * mean.step:
+        return
+    yield Advice(
+        kind="slow loop",
+        cause=f"every rank spends {duration(loop)} of a step in the loop's own code, before its forward: not in the "
+        "model, the optimizer or a DataLoader",
+        change="look at that code with a profiler. Batches that it makes can come from a DataLoader with workers, and "
+        "losses need not be read in every step",
+        before=mean.step,
+        after=after(changes.without("loop")),
     )
 
 

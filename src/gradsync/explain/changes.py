@@ -12,7 +12,7 @@ __all__ = [
     "in_eight_bits",
     "next_forward",
     "synchronized_once",
-    "without_data",
+    "without",
 ]
 
 # Bytes of int8 to those of float32, scales included, and seconds a byte of coding: before it goes, and on the way.
@@ -52,14 +52,14 @@ def _scaled(values: tuple[float, ...], place: int, factor: float) -> tuple[float
     return tuple(value * factor if number == place else value for number, value in enumerate(values))
 
 
-def without_data() -> Change:
-    """Data is there when it is wanted."""
+def without(name: str) -> Change:
+    """Nobody spends time on ``name``: data that is there when it is wanted, a loop that does nothing else."""
 
     def change(script: Script) -> Script:
         pieces = [
-            replace(piece, seconds=tuple({**spent, "data": 0.0} for spent in piece.seconds)) for piece in script.pieces
+            replace(piece, seconds=tuple({**spent, name: 0.0} for spent in piece.seconds)) for piece in script.pieces
         ]
-        return Script(pieces=tuple(pieces), rest=tuple({**spent, "data": 0.0} for spent in script.rest))
+        return Script(pieces=tuple(pieces), rest=tuple({**spent, name: 0.0} for spent in script.rest))
 
     return change
 
@@ -147,7 +147,7 @@ def next_forward() -> Change:
 def _awaited(spent: Spent, piece: Piece) -> Spent:
     """A forward whose layers wait for gathers, which have begun when the step ended. What started last is needed first,
     and layers take as long as their bytes have it."""
-    forward, before = spent.get("forward", 0.0), sum(spent.get(name, 0.0) for name in ("data", "other"))
+    forward, before = spent.get("forward", 0.0), sum(spent.get(name, 0.0) for name in ("data", "loop", "other"))
     total = sum(bucket.nbytes for bucket in piece.buckets) or 1
     arrived, now = 0.0, before
     for bucket in reversed(piece.buckets):

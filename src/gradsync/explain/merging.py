@@ -72,11 +72,6 @@ class Timeline:
         """Whether all ranks are in it."""
         return len(self.members) == self.recordings[0].header.world_size
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether its steps come after the first ones, in which ranks allocate and compile, each at its own pace."""
-        return self.steps[0].number >= WARM_UP
-
 
 def merge(recordings: Sequence[Recording]) -> Timeline:
     """All of one model. ConfigurationError if ranks have no step in common."""

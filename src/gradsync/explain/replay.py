@@ -13,7 +13,7 @@ just that away, and of a wire that was only watched nobody knows what the simula
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gradsync.explain.merging import MergedStep, Timeline
 
@@ -132,14 +132,3 @@ def duration(timeline: Timeline, change: Change | None = None) -> float:
         script = script_of(merged, sizes)
         play.step(script if change is None else change(script))
     return max(play.at) / max(len(timeline.steps), 1)
-
-
-def without(script: Script, name: str) -> Script:
-    """Nobody spends time on ``name``."""
-    return replace(
-        script,
-        pieces=tuple(
-            replace(piece, seconds=tuple({**spent, name: 0.0} for spent in piece.seconds)) for piece in script.pieces
-        ),
-        rest=tuple({**spent, name: 0.0} for spent in script.rest),
-    )

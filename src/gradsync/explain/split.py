@@ -15,6 +15,10 @@ __all__ = ["PARTS", "BucketSplit", "Parts", "Split", "split"]
 class Parts:
     """Seconds of a step. All but ``hidden`` add up to it.
 
+    data
+        the loop waits for its loader
+    loop
+        code of the loop's own, between an optimizer's step, or a micro-batch, and the next forward
     waiting
         for the rank that started a bucket last, after this one's backward had ended
     turn
@@ -26,6 +30,7 @@ class Parts:
     """
 
     data: float = 0.0
+    loop: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     waiting: float = 0.0
@@ -66,12 +71,14 @@ class BucketSplit:
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """``ranks`` are the parts of each rank, ``mean`` those of all. ``waited_for`` is how many seconds of a step ranks
-    wait for each, on average, ``was_last`` in which share of the steps it was the last to come."""
+    wait for each, on average, ``was_last`` in which share of the steps it was the last to come; ``waits`` are what each
+    rank itself has waited for another, step by step."""
 
     mean: Parts
     ranks: dict[int, Parts]
     waited_for: dict[int, float]
     was_last: dict[int, float]
+    waits: dict[int, tuple[float, ...]]
     buckets: tuple[BucketSplit, ...]
     micro_batches: float
     synchronizations: float
@@ -96,6 +103,9 @@ def split(timeline: Timeline) -> Split:
         ranks=ranks,
         waited_for={timeline.members[place]: seconds / count / size for place, seconds in waited_for.items()},
         was_last={timeline.members[place]: times / count for place, times in last.items()},
+        waits={
+            rank: tuple(each.waiting for each in parts) for rank, parts in zip(timeline.members, each_rank, strict=True)
+        },
         buckets=tuple(_buckets(timeline)),
         micro_batches=statistics.fmean(step.micro_batches for step in steps),
         synchronizations=statistics.fmean(len(step.synchronizations) for step in steps),
@@ -112,7 +122,7 @@ def _mean(parts: Iterable[Parts]) -> Parts:
 
 def _parts(merged: MergedStep, place: int, waited_for: defaultdict[int, float]) -> Parts:
     step = merged.ranks[place]
-    spent = {name: step.spent(name) for name in ("data", "forward", "backward", "optimizer", "other")}
+    spent = {name: step.spent(name) for name in ("data", "loop", "forward", "backward", "optimizer", "other")}
     # Of synchronizations that not all ranks have, nothing more is known.
     exposed = step.spent("gather") + step.spent("synchronization")
     waiting = turn = hidden = 0.0

@@ -3,27 +3,33 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradsync.charts.words import count, duration, size
+from gradsync.charts.words import count, duration, saving, size
 from gradsync.communicator.naming import listed
-from gradsync.explain.advice import Advice
+from gradsync.explain.advice import WORTH_SAYING, Advice
+from gradsync.explain.evidence import missing_evidence
 from gradsync.explain.merging import Timeline
 from gradsync.explain.split import PARTS, BucketSplit, Split
+from gradsync.explain.stragglers import Straggler
 
-__all__ = ["BAR", "MEANINGS", "NAMES", "Explanation", "bar", "gained", "named", "shown_buckets"]
+__all__ = ["ADVICE_TITLE", "BAR", "MEANINGS", "NAMES", "Explanation", "bar", "gained", "named", "shown_buckets"]
 
 MEANINGS = {
-    "data": "between steps, until the forward",
+    "data": "waiting for the data loader",
+    "loop": "the loop's own code, until the forward",
     "forward": "computing the loss",
     "backward": "computing gradients",
     "waiting": "for whoever came last",
-    "turn": "behind earlier ones on the wire",
+    "turn": "busy with earlier buckets",
     "exposed": "of the last bucket, or of gathers",
     "optimizer": "updating parameters",
     "other": "clipping, evaluating, the engine",
 }
-NAMES = {"waiting": "waiting for a rank", "turn": "last bucket waiting", "exposed": "exposed wire"}
+NAMES = {"waiting": "waiting for a rank", "turn": "wire behind", "exposed": "exposed wire"}
 BAR = 20
 SHOWN_BUCKETS = 12
+ADVICE_TITLE = "what to change, and what it would save for the samples of a step:"
+# Waiting that is less of a step is not spoken of.
+WORTH_A_LINE = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,8 @@ class Explanation:
 
     timeline: Timeline
     split: Split
-    advice: tuple[Advice, ...]
+    stragglers: tuple[Straggler, ...] = ()
+    advice: tuple[Advice, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -73,13 +80,13 @@ class Explanation:
     def who(self) -> Iterator[str]:
         """Sentences on ranks, on collectives, and on what is not known."""
         split, timeline = self.split, self.timeline
-        if split.waited_for and split.mean.waiting > 0.005 * split.mean.step:
-            rank, seconds = max(split.waited_for.items(), key=lambda item: item[1])
-            often = split.was_last.get(rank, 0.0)
-            yield f"ranks wait most for rank {rank}, {duration(seconds)} a step; it comes last in {often:.0%} of them"
+        yield from map(str, self.stragglers)
+        if not self.stragglers and split.mean.waiting > WORTH_A_LINE * split.mean.step:
+            last = ", ".join(f"rank {rank} in {often:.0%}" for rank, often in sorted(split.was_last.items()))
+            yield f"ranks wait {duration(split.mean.waiting)} of a step for each other; last came {last} of the steps"
         if len(timeline.members) > 1:
             for rank, parts in split.ranks.items():
-                phases = ("data", "forward", "backward", "waiting", "optimizer")
+                phases = ("data", "loop", "forward", "backward", "waiting", "optimizer")
                 yield f"  rank {rank}: " + ", ".join(f"{name} {duration(getattr(parts, name))}" for name in phases)
         wasted = max(0.0, split.synchronizations - 1)
         yield (
@@ -118,17 +125,25 @@ class Explanation:
 
     def advice_lines(self) -> Iterator[str]:
         if not self.advice:
-            yield "nothing stands out: no change that is known here would gain 2 % of a step"
+            yield self.nothing
             return
-        yield "what to change, and what it would gain:"
+        yield ADVICE_TITLE
         for number, advice in enumerate(self.advice, 1):
-            yield f"  {number}. {gained(advice):>5}  {advice.cause}"
-            yield f"            → {advice.change}"
+            yield f"  {number}. saves {gained(advice)}: {advice.cause}"
+            yield f"     → {advice.change}"
+
+    @property
+    def nothing(self) -> str:
+        """Why there is no advice."""
+        return (
+            missing_evidence(self.timeline, self.split)
+            or f"nothing stands out: no change that is known here would gain {WORTH_SAYING:.0%} of a step"
+        )
 
 
 def gained(advice: Advice) -> str:
-    """In percent, and as a factor where that is large."""
-    return f"{advice.gain:.0%}" if advice.factor < 1.8 else f"{advice.factor:.1f}×"
+    """In the unit of all advice."""
+    return saving(advice.saved, advice.gain)
 
 
 def _plural(number: float, noun: str, ending: str = "s") -> str:

@@ -11,6 +11,7 @@ from gradsync.charts.words import duration, size
 from gradsync.errors import ConfigurationError
 from gradsync.explain import Explanation, explain_recordings
 from gradsync.explain.merging import MergedStep
+from gradsync.explain.split import PARTS as STEP_PARTS
 from gradsync.explain.words import NAMES
 from gradsync.recording import find_recordings, read_recordings
 
@@ -20,9 +21,7 @@ LOGGER = logging.getLogger("gradsync")
 
 # More do not fit on a page: then some of them stand for all.
 MOST_RANKS = 8
-COLOURS = {
-    name: PARTS[name] for name in ("data", "forward", "backward", "waiting", "turn", "exposed", "optimizer", "other")
-}
+COLOURS = {name: PARTS[name] for name in STEP_PARTS}
 
 
 def explain_run(folder: Path) -> Explanation | None:

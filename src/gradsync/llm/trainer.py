@@ -24,7 +24,7 @@ from gradsync.llm.schedule import warmup_cosine
 from gradsync.llm.settings import TrainSettings
 from gradsync.llm.tokens import TokenFile
 from gradsync.local_steps import LocalSteps
-from gradsync.recording import Recorder
+from gradsync.recording import Recorder, loading
 from gradsync.reduction import reduction_by_name
 from gradsync.timeline import StepTimes, Timeline
 
@@ -202,7 +202,7 @@ class Trainer:
     def _train_step(self, signal: int, records: "Records") -> Pulse | None:
         phase = self.phases.phase
         began = time.perf_counter()
-        with phase("data"):
+        with phase("data"), loading():
             batches = [self._placed(batch) for batch in self.batches.window(self.step)]
         total: torch.Tensor | float = 0.0
         tokens = 0

@@ -61,7 +61,8 @@ def _profile(rank: Recording, folder: Path) -> StepProfile:
     forward, backward = (
         statistics.median(step.spent(name) / micro for step in steps) for name in ("forward", "backward")
     )
-    data = statistics.median((step.spent("data") + step.spent("other")) / micro for step in steps)
+    between = [sum(step.spent(name) for name in ("data", "loop", "other")) for step in steps]
+    data = statistics.median(between) / micro
     return StepProfile(
         forward=forward,
         backward=backward,

@@ -5,11 +5,13 @@
     recorder   hears of forwards, backwards, buckets, gathers and steps, and keeps when
     marks      turns what it kept of a step into spans that fill the step without a gap
     steps      what a recording is made of
+    loading    when the loop waits for its data
     files      one file a rank, which other programs may read
     clocks     how far each rank's clock is from rank 0's
 """
 
 from gradsync.recording.files import find_recordings, read_models, read_recording, read_recordings
+from gradsync.recording.loading import loading
 from gradsync.recording.recorder import Recorder, close_recorders
 from gradsync.recording.steps import (
     BucketPart,
@@ -36,6 +38,7 @@ __all__ = [
     "Synchronization",
     "close_recorders",
     "find_recordings",
+    "loading",
     "read_models",
     "read_recording",
     "read_recordings",

@@ -1,9 +1,12 @@
 """From marks to steps. During a step only marks are kept; what they mean is found out when somebody asks.
 
-Between two marks a rank does one thing. What it was is known at the latest by the mark that ends it: what lies between
-an optimizer's step (or a micro-batch) and the next forward is ``data``, unless the model was evaluated there; what lies
-between a backward and the optimizer's step is ``other``, as clipping is; a loss that is computed after the forward, and
-its own backward, are part of ``forward``.
+Between two marks a rank does one thing. What it was is known at the latest by the mark that ends it:
+
+- fetching a batch, as loaders tell, is ``data``;
+- what else lies between an optimizer's step (or a micro-batch) and the next forward is the ``loop``'s own code, or
+  ``other`` if the model was evaluated there;
+- what lies between a backward and the optimizer's step is ``other``, as clipping is;
+- a loss that is computed after the forward, and its own backward, are part of ``forward``.
 """
 
 import enum
@@ -32,6 +35,8 @@ class Kind(enum.IntEnum):
     STEP_END = enum.auto()
     NEEDED = enum.auto()
     ARRIVED = enum.auto()
+    LOADING = enum.auto()
+    LOADED = enum.auto()
 
 
 # What, of what (a bucket's index, or what becomes of it on the wire: index, start, and when it was reduced; of a
@@ -56,7 +61,7 @@ class _Walk:
         self.micro_batches = 0
         self._cursor = begin
         self._doing = _GAP
-        self._before_gather = _GAP
+        self._before_gather = self._before_loading = _GAP
         self._in_step = self._evaluated = False
         self._forget()
 
@@ -82,13 +87,18 @@ class _Walk:
             self._cursor = now
 
     @property
+    def _gap(self) -> str:
+        """What precedes a forward, or the loading of a batch."""
+        return "other" if self._evaluated else "loop"
+
+    @property
     def _idle(self) -> str:
         return "optimizer" if self._in_step else _GAP
 
     def pass_by(self, kind: Kind, what: Any, now: float) -> None:
         """The next mark."""
         if kind is Kind.FORWARD:
-            self._until(now, gap="other" if self._evaluated else "data")
+            self._until(now, gap=self._gap)
             self._doing, self._evaluated = "forward", False
         elif kind is Kind.BACKWARD:
             self._until(now)
@@ -115,6 +125,12 @@ class _Walk:
         elif kind is Kind.ARRIVED:
             self._until(now)
             self._doing = self._before_gather
+        elif kind is Kind.LOADING:
+            self._until(now, gap=self._gap)
+            self._before_loading, self._doing = self._doing, "data"
+        elif kind is Kind.LOADED and self._doing == "data":
+            self._until(now)
+            self._doing = self._before_loading
         elif kind is Kind.FULL:
             self._full[what] = now
         elif kind is Kind.READY:

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import socket
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -28,6 +29,7 @@ from gradsync.communicator.device_clock import DeviceClock
 from gradsync.communicator.topology import host_identity
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.recording.files import end_line, file_name, header_line, layout_line, step_line, write_lines
+from gradsync.recording.loading import listen
 from gradsync.recording.marks import Kind, Marks, Read, read_step
 from gradsync.recording.steps import BucketPart, Clock, Header, Recording, Step
 from gradsync.version import __version__
@@ -45,6 +47,8 @@ _FINISH = Kind.FINISH
 _FORWARD = Kind.FORWARD
 _FORWARD_END = Kind.FORWARD_END
 _FULL = Kind.FULL
+_LOADED = Kind.LOADED
+_LOADING = Kind.LOADING
 _NEEDED = Kind.NEEDED
 _READY = Kind.READY
 _START = Kind.START
@@ -91,7 +95,9 @@ class Recorder:
         # When the step began: the last one's end. Where that is in the marks, once its optimizer has stepped.
         self._begin: Any = None
         self._cut = 0
-        self._in_forward = False
+        self._in_forward = self._loads = False
+        # The one that runs forwards: what others load is loaded meanwhile.
+        self._thread: int | None = None
         self.total = 0
         self._lines: dict[int, str] = {}
         self._stride = 1
@@ -111,6 +117,7 @@ class Recorder:
             self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), _unknown
         number = self._next_number(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
+        listen(self)
         if self.folder is not None and self not in _unwritten:
             _unwritten.append(self)
             self._due = time.monotonic() + self._waits[0]
@@ -143,7 +150,7 @@ class Recorder:
             self._marks, self._gathers, self._following, self._begin = [], [], [], now
         elif self._begin is None:
             self._begin = now
-        self._in_forward = True
+        self._in_forward, self._thread = True, threading.get_ident()
         self._marks.append((_FORWARD, None, now))
 
     def forward_ended(self) -> None:
@@ -196,6 +203,18 @@ class Recorder:
         entry = self._waiting.pop(bucket.index, None)
         if entry is not None:
             entry[5] = now
+
+    def loading_began(self) -> None:
+        # Batches of an evaluation are part of it, and somebody may read data for hours without a step.
+        evaluates = bool(self._marks) and self._marks[-1][0] is _EVALUATION
+        if self._thread == threading.get_ident() and not evaluates and len(self._marks) <= MOST_MARKS:
+            self._loads = True
+            self._marks.append((_LOADING, None, self._now()))
+
+    def loading_ended(self) -> None:
+        if self._loads and self._thread == threading.get_ident():
+            self._loads = False
+            self._marks.append((_LOADED, None, self._now()))
 
     def step_began(self) -> None:
         if not self._in_forward:

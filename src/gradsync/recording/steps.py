@@ -18,8 +18,9 @@ __all__ = [
 ]
 
 # What a span may be called. "synchronization" lies between the end of a backward and the last mean, "gather" is waiting
-# for parameters that are on their way, "data" is what precedes the forward of a micro-batch.
-ACTIVITIES = ("data", "forward", "backward", "synchronization", "gather", "optimizer", "other")
+# for parameters that are on their way, "data" is waiting for a loader, "loop" what else precedes the forward of a
+# micro-batch: code of the training's own.
+ACTIVITIES = ("data", "loop", "forward", "backward", "synchronization", "gather", "optimizer", "other")
 
 
 # Of a synchronization: the one number of seconds that no clock has shown.

@@ -1,0 +1,98 @@
+"""When a training waits for its data, told apart from the loop's own code.
+
+Between an optimizer's step and the next forward a loop fetches a batch, and does whatever else it likes: both look the
+same from the engine. So torch's ``DataLoader`` is watched, from the first recorder on: what passes inside of it is
+data. Batches that come from elsewhere are framed by :func:`loading`. All the rest is the loop's.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, dataloader
+
+__all__ = ["LoadingListener", "listen", "loading"]
+
+
+class LoadingListener(Protocol):
+    """Hears when data is fetched, on the thread that fetches it."""
+
+    def loading_began(self) -> None: ...
+
+    def loading_ended(self) -> None: ...
+
+
+LOGGER = logging.getLogger("gradsync")
+
+# Replaced and never changed, so that whoever loads needs no lock.
+_listeners: tuple[weakref.ref[LoadingListener], ...] = ()
+_lock = threading.Lock()
+_inside = threading.local()
+_watches = False
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """What runs in here fetches or makes data: ``with loading(): batch = next_batch()``. A torch ``DataLoader`` does
+    not need it."""
+    told = [] if getattr(_inside, "yes", False) else [each for ref in _listeners if (each := ref()) is not None]
+    if not told:
+        # Nobody listens; or it is inside of another one, and the outermost tells.
+        yield
+        return
+    _inside.yes = True
+    _tell([each.loading_began for each in told])
+    try:
+        yield
+    finally:
+        _inside.yes = False
+        _tell([each.loading_ended for each in told])
+
+
+def _tell(hearers: Sequence[Callable[[], None]]) -> None:
+    """Watching must not break a training: this runs inside of the user's loader."""
+    for hear in hearers:
+        try:
+            hear()
+        except Exception:
+            LOGGER.exception("what was loaded when is not recorded any more")
+            _forget()
+
+
+def _forget() -> None:
+    global _listeners
+    _listeners = ()
+
+
+# A worker that a loader has forked is not the training.
+os.register_at_fork(after_in_child=_forget)
+
+
+def listen(listener: LoadingListener) -> None:
+    """Tell the listener, for as long as it lives, and watch loaders from now on."""
+    global _listeners, _watches
+    with _lock:
+        others = [ref for ref in _listeners if ref() not in (None, listener)]
+        _listeners = (*others, weakref.ref(listener))
+        if not _watches:
+            _watches = True
+            iterators: Any = dataloader._BaseDataLoaderIter
+            # The beginning of an epoch starts workers.
+            _watch(DataLoader, "__iter__")
+            _watch(iterators, "__next__")
+
+
+def _watch(owner: Any, name: str) -> None:
+    method: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(method)
+    def watched(*args: Any) -> Any:
+        with loading():
+            return method(*args)
+
+    setattr(owner, name, watched)
