@@ -28,6 +28,7 @@ import gradsync
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.plugins import DataLoaderConfiguration
+from gradsync.accelerator.sampler_generators import draw_seed
 from gradsync.communicator import choose_communicator
 from gradsync.testing import run_ranks
 from tests.ranks import RankError, RankPool, Ranks, pool_of
@@ -313,13 +314,52 @@ def test_ranks_shuffle_alike_whatever_their_generators(ranks: Ranks, make: str) 
 
 @pytest.mark.parametrize("make", ["global", "generator"])
 def test_the_order_is_that_of_the_plain_loader_on_rank_0(process_ranks: RankPool, make: str) -> None:
+    """With a generator; without one, as if it had one with the seed that rank 0 draws when the loader is prepared."""
     results = process_ranks.run(shuffled, make)
     with torch.random.fork_rng():
         torch.manual_seed(100)
-        generator = torch.Generator().manual_seed(0) if make == "generator" else None
-        plain = DataLoader(range(12), 2, shuffle=True, generator=generator)
+        if make == "generator":
+            plain = DataLoader(range(12), 2, shuffle=True, generator=torch.Generator().manual_seed(0))
+        else:
+            generator = torch.Generator().manual_seed(draw_seed(None))
+            plain = DataLoader(range(12), 2, sampler=RandomSampler(range(12), generator=generator))
         for epoch in (0, 1):
             assert union(results, epoch)[:12] == [index for batch in samples(plain) for index in batch]
+
+
+@pytest.mark.parametrize("make", ["global", "generator"])
+def test_in_a_world_of_one_the_order_is_that_of_the_plain_loader(make: str) -> None:
+    def plain() -> list[Any]:
+        torch.manual_seed(100)
+        generator = torch.Generator().manual_seed(0) if make == "generator" else None
+        loader = DataLoader(range(12), 2, shuffle=True, generator=generator)
+        return [samples(loader), samples(loader)]
+
+    with torch.random.fork_rng():
+        assert run_ranks(shuffled, 1, make) == [plain()]
+
+
+def resumed_between_epochs(make: str) -> tuple[Any, Any]:
+    """The second epoch, and that of a loader elsewhere which has loaded the state after the first."""
+
+    def loader(seed: int) -> Any:
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed) if make == "generator" else None
+        return prepare(DataLoader(range(12), 2, shuffle=True, generator=generator))
+
+    first, second = loader(1), loader(2)
+    samples(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    return samples(first), samples(second)
+
+
+@pytest.mark.parametrize("make", ["global", "generator"])
+def test_a_loader_that_was_saved_between_epochs_goes_on_in_its_order(ranks: Ranks, make: str) -> None:
+    if ranks.world_size == 1 and make == "global":
+        pytest.skip("then the order is drawn from torch's own generator, which a checkpoint saves by itself")
+    for uninterrupted, resumed in ranks.run(resumed_between_epochs, make):
+        assert resumed == uninterrupted
 
 
 def test_a_seedable_order_depends_on_seed_and_epoch_alone(thread_ranks: Ranks) -> None:
@@ -338,13 +378,14 @@ def draws_left() -> tuple[torch.Tensor, object]:
 
 
 def test_an_epoch_draws_no_more_than_plain_iteration(process_ranks: RankPool) -> None:
+    """One number for workers, and one for the order: in the first epoch of plain iteration, and when it is prepared."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         samples(DataLoader(range(12), 2, shuffle=True))
         expected = torch.rand(3)
     for left, generator in process_ranks.run(draws_left):
         assert torch.equal(left, expected)
-        assert generator is None
+        assert generator is not None
 
 
 class Wild(Backwards):

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -174,6 +174,126 @@ def test_models_may_share_one_count() -> None:
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
     assert ends("gradsync") == expected == [number % 2 == 0 for number in range(1, 10)]
+
+
+# -- whole trainings ----------------------------------------------------------------------------------------------
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "in order": {},
+    "accumulation by 2": {"steps": 2},
+    "accumulation by 3": {"steps": 3},
+    "accumulation by 4, shuffled": {"steps": 4, "shuffle": True},
+    "shuffled": {"shuffle": True},
+    "shuffled, with an uneven end": {"shuffle": True, "count": 89},
+    "shuffled by a generator, accumulation by 3": {"shuffle": True, "generator": True, "steps": 3},
+    "shuffled, after a skip": {"shuffle": True, "skip": 3},
+    "split batches": {"shuffle": True, "split_batches": True},
+    "read by rank 0": {"shuffle": True, "dispatch_batches": True},
+    "read by rank 0, by a generator": {"shuffle": True, "generator": True, "dispatch_batches": True},
+    "seedable": {"shuffle": True, "use_seedable_sampler": True, "steps": 3},
+    "seedable, by a seed": {"shuffle": True, "generator": True, "use_seedable_sampler": True, "data_seed": 7},
+}
+
+
+class Training(NamedTuple):
+    """What came of one: the samples of this rank in their order, parameters, losses, and the random numbers left."""
+
+    samples: list[list[int]]
+    parameters: torch.Tensor
+    losses: list[float]
+    random_state: torch.Tensor
+
+
+def trained(
+    library: str,
+    *,
+    steps: int = 1,
+    count: int = 96,
+    shuffle: bool = False,
+    generator: bool = False,
+    skip: int = 0,
+    **configuration: Any,
+) -> Training:
+    """Three epochs in float32, with dropout: wherever a random number is drawn once more or less, all changes."""
+    module = accelerate.utils if library == "accelerate" else gradsync
+    accelerator = accelerator_of(
+        library,
+        gradient_accumulation_steps=steps,
+        dataloader_config=module.DataLoaderConfiguration(**configuration),
+    )
+    torch.manual_seed(42)
+    inputs, targets = (tensor.float() for tensor in rows(count).tensors)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    order = torch.Generator().manual_seed(9) if generator else None
+    data = TensorDataset(inputs, targets, torch.arange(count))
+    loader = DataLoader(data, 4, shuffle=shuffle, generator=order)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    samples, losses = [], []
+    for epoch in range(3):
+        epochs_loader = accelerator.skip_first_batches(loader, skip) if skip and not epoch else loader
+        for batch, wanted, indices in epochs_loader:
+            samples.append(indices.tolist())
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(batch), wanted)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    parameters = torch.cat([each.detach().flatten() for each in model.parameters()])
+    return Training(samples, parameters, losses, torch.get_rng_state())
+
+
+def compare_trainings() -> dict[str, str]:
+    """What differs, by the name of the training."""
+    found = {}
+    for name, options in TRAININGS.items():
+        with theirs():
+            expected = trained("accelerate", **options)
+        ours = trained("gradsync", **options)
+        pairs = zip(ours, expected, strict=True)
+        same = [a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs]
+        found[name] = ", ".join(field for field, equal in zip(Training._fields, same, strict=True) if not equal)
+    return found
+
+
+@pytest.mark.program
+def test_trainings_end_with_the_bits_they_end_with_under_accelerate() -> None:
+    """With shuffling and without, whatever the number of micro-batches in a window."""
+    for differences in pool_of(2).run(compare_trainings):
+        assert differences == dict.fromkeys(TRAININGS, "")
+
+
+def mixed(case: str) -> tuple[str, bool]:
+    """A loss.backward() beside an accelerator.backward() in one window: the error, or whether the mean is right."""
+    accelerator = gradsync.Accelerator(gradient_accumulation_steps=3)
+    model = accelerator.prepare(net())
+    batches = [torch.full((2, 4), 1.0 + i + accelerator.process_index, dtype=torch.float64) for i in range(3)]
+    try:
+        for number, inputs in enumerate(batches):
+            with accelerator.accumulate(model):
+                loss = model(inputs).square().mean()
+                raw = number > 0 if case == "raw after" else number == 0
+                if raw or case == "raw alone":
+                    loss.backward()
+                else:
+                    accelerator.backward(loss)
+    except MisuseError as error:
+        return str(error), True
+    twin = net()
+    world = accelerator.num_processes
+    losses = [twin(torch.full((2, 4), 1.0 + i + rank, dtype=torch.float64)).square().mean()
+              for rank in range(world) for i in range(3)]  # fmt: skip
+    torch.stack(losses).mean().backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    return "", all(torch.allclose(a.grad, b.grad, rtol=1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("case", ["raw alone", "raw before", "raw after"])
+def test_a_plain_backward_counts_as_much_or_is_refused(thread_ranks: Ranks, case: str) -> None:
+    for message, right in thread_ranks.run(mixed, case):
+        assert right
+        assert ("accelerator.backward(loss)" in message) == (case == "raw after")
 
 
 # -- settings -----------------------------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
             loss = self.precision.scaler.scale(loss)
         padding = self.gradient_state.in_dataloader and self.gradient_state.active_dataloader.is_padding
         if running and not padding:
-            backward_through(running, loss, weight, **kwargs)
+            backward_through(running, loss, weight, float(self.gradient_accumulation_steps), **kwargs)
         elif not running:
             share = 0.0 if padding else 1.0 / self.gradient_accumulation_steps
             loss.backward(None if share == 1.0 else torch.full_like(loss, share), **kwargs)

@@ -8,17 +8,17 @@ The samples a rank gets are those it would get from Hugging Face Accelerate. Dif
 - ``even_batches=False`` holds for iterable and dispatched loaders too.
 - With ``batch_size=None`` every item of the sampler or stream counts as a batch, and goes to one rank whole.
 
-Order. At the start of an epoch rank 0's draw becomes the seed of everybody's sampler, or its generator's state that of
-everybody's generator, whatever state they are in. As many numbers are drawn as torch's loader draws, so that on any
-number of ranks the order of a ``RandomSampler`` is that of the plain loader on rank 0. Samplers that shuffle by other
-means than their ``generator`` must do it alike on all ranks; the first batches are compared. All ranks must start an
-epoch together: these are a few small collectives.
+Order. It is Accelerate's, by as many random numbers, drawn at the same times. A sampler that shuffles without a
+``generator`` gets one when its loader is prepared for several ranks, with a seed drawn then, and keeps it. At the start
+of an epoch all ranks take the state of rank 0's generator. So a ``RandomSampler`` with a generator of its own has the
+order of the plain loader on rank 0, on any number of ranks. Samplers that shuffle by other means than their
+``generator`` must do it alike on all ranks; the first batches are compared. All ranks must start an epoch together:
+these are a few small collectives.
 
 End. The loader reads one batch ahead. Where ranks have different numbers of batches (``even_batches=False``), windows
 of gradient accumulation are still equal in number on all of them: see :meth:`PreparedDataLoader.closes_window`.
 """
 
-import base64
 import contextlib
 import json
 from collections.abc import Iterator
@@ -34,6 +34,7 @@ from gradsync.accelerator.dispatching import dispatch
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.operations import send_to_device
 from gradsync.accelerator.plugins import DataLoaderConfiguration
+from gradsync.accelerator.sampler_generators import SamplerGenerators, decoded, draw_seed, generators_replaced
 from gradsync.accelerator.sharding import (
     CollateShare,
     Lookahead,
@@ -43,8 +44,6 @@ from gradsync.accelerator.sharding import (
     ShardedIterable,
     ShardingPlan,
     Share,
-    draw_seed,
-    generators_replaced,
     length_or_none,
     plan_for,
     require_same_order,
@@ -100,6 +99,9 @@ class PreparedDataLoader(DataLoader[Any]):
         self._dispatches = bool(configuration.dispatch_batches) and communicator.world_size > 1
         self._plan = plan_for(loader, communicator, configuration)
         self._worker_seeds = torch.Generator(device=torch.get_default_device())
+        self._generators = SamplerGenerators(loader, seedable=configuration.use_seedable_sampler)
+        if communicator.world_size > 1 and not self._dispatches:
+            self._generators.give_for_good()
         self._inside, self._sharded = self._build_inside()
         self._data_seed = torch.initial_seed() if configuration.data_seed is None else configuration.data_seed
         self._skip = 0
@@ -217,18 +219,20 @@ class PreparedDataLoader(DataLoader[Any]):
         if self._resume is not None and self._resume.epoch != epoch:
             self._resume = None
         self.iteration = epoch
-        for each in [*self._samplers(), self.dataset]:
+        for each in [*self._generators.samplers, self.dataset]:
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that say which batch comes next, in which order. What workers draw is not part of it."""
-        return asdict(self._resume or self._position or Position(self.iteration))
+        return asdict(self._resume or self._position or Position(self.iteration, generator=self._generators.states()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where the loader stood that gave ``state``. On every rank, with that rank's."""
         self._resume = Position(**state)
         self.iteration = self._resume.epoch
+        if self._resume.seed is None:  # between two epochs: of the next nothing has been drawn
+            self._generators.set_states(decoded(self._resume.generator))
 
     @property
     def skipped(self) -> int:
@@ -244,13 +248,6 @@ class PreparedDataLoader(DataLoader[Any]):
         if self._resume is not None:
             loader._resume = replace(self._resume, batches=batches, ended=False)
         return loader
-
-    def _samplers(self) -> list[Any]:
-        """Everything that has a say in which samples come next, once each."""
-        batch_sampler = self.base_dataloader.batch_sampler
-        outer = [batch_sampler, self.base_dataloader.sampler]
-        named = [*outer, *(getattr(each, "sampler", None) for each in outer)]
-        return list({id(each): each for each in named if each is not None}.values())
 
     # -- iteration -------------------------------------------------------------------------------------------------
 
@@ -275,7 +272,7 @@ class PreparedDataLoader(DataLoader[Any]):
             self._current = ahead
             self._position = replace(position, batches=position.batches + ahead.position, ended=ahead.at_end)
             if ahead.at_end:  # where the next epoch will start
-                self._position = replace(self._position, generator=self._generator_states())
+                self._position = replace(self._position, generator=self._generators.states())
             yield moved
         self._position = None
         self._skip = 0
@@ -308,7 +305,7 @@ class PreparedDataLoader(DataLoader[Any]):
         resumed, self._resume = self._resume, None
         wanted = resumed or Position(self.iteration, self._skip)
         self.set_epoch(wanted.epoch)
-        source = self.base_dataloader.generator or torch.default_generator
+        source = self._loaders_generator or torch.default_generator
         state_before = source.get_state()
         if wanted.seed is None:
             wanted = self._draw(wanted)
@@ -321,41 +318,28 @@ class PreparedDataLoader(DataLoader[Any]):
         self._worker_seeds.manual_seed((position.base + self.communicator.rank * SEED_STRIDE) % 2**63)
         if resumed is None and self.communicator.rank == 0 and source.device == self._worker_seeds.device:
             self._worker_seeds.set_state(state_before)  # rank 0's workers get the seeds they had without us
-        kept = [id(generator) for generator in self._shared_generators()]
-        holders = [each for each in self._holders() if id(each.generator) not in kept]
-        stack.enter_context(generators_replaced(holders, position.seed))
+        stack.enter_context(generators_replaced(self._generators.unshared, position.seed))
         return position
 
-    def _holders(self) -> list[Any]:
-        """The samplers that shuffle by a generator of torch's, or would if they had been given one."""
-        missing = object()
-        found = [(each, getattr(each, "generator", missing)) for each in self._samplers()]
-        return [each for each, generator in found if generator is None or isinstance(generator, torch.Generator)]
-
-    def _shared_generators(self) -> list[torch.Generator]:
-        """The user's generators that make the order: they stay in use, and all ranks give them rank 0's state."""
-        holders = [] if self.configuration.use_seedable_sampler else self._holders()
-        if isinstance(self.dataset, IterableDataset):
-            holders.append(self.dataset)
-        found = [getattr(each, "generator", None) for each in holders]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+    @property
+    def _loaders_generator(self) -> torch.Generator | None:
+        """What seeds of workers are drawn from, as in Accelerate: where rank 0 reads for all, not the loader's."""
+        return None if self._dispatches else self.base_dataloader.generator
 
     def _draw(self, wanted: Position) -> Position:
-        """Draw as torch would: a number for the workers, and one for a random sampler without a generator."""
-        base, seed = draw_seed(self.base_dataloader.generator), 0
+        """Draw as torch would: a number for the workers, and one for a random sampler without a generator, where it is
+        read."""
+        base, seed = draw_seed(self._loaders_generator), 0
+        reads = self.communicator.rank == 0 or not self._dispatches
         if self.configuration.use_seedable_sampler:
             seed = (self._data_seed + wanted.epoch + 2**63) % 2**64 - 2**63  # to torch the same, and it fits 64 bits
-        elif any(each.generator is None for each in self._holders()):
+        elif reads and self._generators.lacking:
             seed = draw_seed(None)
-        return replace(wanted, base=base, seed=seed, generator=self._generator_states())
-
-    def _generator_states(self) -> str:
-        states = b"".join(bytes(generator.get_state().tolist()) for generator in self._shared_generators())
-        return base64.b64encode(states).decode()
+        return replace(wanted, base=base, seed=seed, generator=self._generators.states())
 
     def _agree(self, wanted: Position) -> Position:
         """Rank 0's order for everybody. Everything else must be the same already."""
-        states = torch.tensor(list(base64.b64decode(wanted.generator or "")), dtype=torch.uint8, device="cpu")
+        states = decoded(wanted.generator)
         batch_size, length = self._plan.batch_size, length_or_none(self._sharded.source)
         compared = {
             "epoch": wanted.epoch,
@@ -378,11 +362,9 @@ class PreparedDataLoader(DataLoader[Any]):
                 wire = states.to(self.communicator.device)
                 self.communicator.broadcast(wire, 0).wait()
                 states = wire.cpu()
-            shared = self._shared_generators()
-            for generator, state in zip(shared, states.chunk(len(shared)), strict=True):
-                generator.set_state(state.clone())
+            self._generators.set_states(states)
         ended = all(row[2] for row in rows)
-        return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=self._generator_states(), ended=ended)
+        return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=self._generators.states(), ended=ended)
 
 
 def _dealt_again(

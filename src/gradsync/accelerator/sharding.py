@@ -9,7 +9,6 @@ Batch samplers are dealt by their indices in the main process, iterable datasets
 there are any.
 """
 
-import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from gradsync.accelerator.plugins import DataLoaderConfiguration
@@ -35,8 +33,6 @@ __all__ = [
     "ShardingPlan",
     "Share",
     "SkipOnce",
-    "draw_seed",
-    "generators_replaced",
     "length_or_none",
     "plan_for",
     "require_same_order",
@@ -343,24 +339,6 @@ class Lookahead:
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """A number as torch's loader and its random sampler draw one: 63 bits from ``generator`` or from torch's own."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
-
-
-@contextlib.contextmanager
-def generators_replaced(holders: Iterable[Any], seed: int) -> Iterator[None]:
-    """Let each of ``holders`` draw from a generator of its own with this seed, and give back what it had."""
-    before = [(holder, holder.generator) for holder in holders]
-    for holder, _ in before:
-        holder.generator = torch.Generator(device=torch.get_default_device()).manual_seed(seed)
-    try:
-        yield
-    finally:
-        for holder, generator in before:
-            holder.generator = generator
 
 
 def require_same_order(communicator: Communicator, batches: list[Any]) -> None:

@@ -22,7 +22,9 @@ cannot tell 4096 tokens from 4100.
 
 [Note: units] Gradients of weighted losses are computed as ``w / unit`` times the gradient of the loss, where the unit
 is about a rank's weight in one window: what lies in ``.grad`` then has the size that gradients have, which float16
-needs. Without weights every micro-batch weighs 1, ``loss.backward()`` is nobody's to change, and the unit is 1.
+needs. Without weights every micro-batch weighs 1. ``loss.backward()`` is nobody's to change, so its unit is 1; that of
+``accelerator.backward(loss)`` is the length of a full window. Then gradients are divided before they are added, as in
+Accelerate, and have the same bits as there.
 """
 
 import dataclasses
@@ -194,28 +196,41 @@ class Weights:
         # Means in the middle of a window mix what ranks have, so these must have it in the same unit.
         return 1.0 if self.deferred else weight
 
-    def add_plain(self, *, announced: bool = False) -> None:
-        """A backward without a weight: inside accumulate() the block counts as one micro-batch."""
+    def add_plain(self, *, announced: bool = False, unit: float | None = None) -> float:
+        """A backward without a weight: inside accumulate() the block counts as one micro-batch.
+
+        Returns the unit of its gradient, which an announced backward computes it in: that of the window's earlier ones,
+        or ``unit``.
+        """
         tally, block = self._tally, self._block
         if tally.weighted:
             self._refuse_mixture("an earlier one")
         if not (block or tally.plain or announced):
-            return
+            return 1.0
+        if not announced and tally.plain and tally.unit != 1.0:
+            raise MisuseError(
+                "some backwards of this window ran as accelerator.backward(loss), which divides the gradient by "
+                f"{tally.unit:g}, and this one as loss.backward(), which does not: it would count {tally.unit:g} times "
+                "as much. Run all backwards of a window as accelerator.backward(loss)"
+            )
         if tally.framed and not block and not announced:
             raise MisuseError(
                 "a backward outside accumulate() has reached a model in the middle of its window, and would be counted "
                 "into it. If it is another model's loss, freeze this one meanwhile with requires_grad_(False)"
             )
+        if not tally.plain or tally.unit is None:
+            # Means in the middle of a window mix what ranks have, also ranks whose backward knows no unit.
+            tally.unit = 1.0 if unit is None or self.deferred else unit
         tally.backwards += 1
         self._takes_back = block is None or not block.counted
         if not self._takes_back:
-            return
+            return tally.unit
         if block is not None:
             block.counted = True
         tally.plain += 1
         tally.sum += 1.0
-        tally.unit = 1.0
         self._note_counted()
+        return tally.unit
 
     def take_back_plain(self) -> None:
         """That backward has reached no parameter, as ``autograd.grad`` does not. The block has still to count."""

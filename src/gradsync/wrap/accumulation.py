@@ -12,7 +12,7 @@ from gradsync.communicator import Choice
 from gradsync.engine.blocks import Block
 from gradsync.engine.clipping import clip_norm
 from gradsync.engine.synchronizer import Synchronizer
-from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.explain.model import explain_model
 from gradsync.explain.words import Explanation
 from gradsync.window.weights import checked_weight
@@ -114,14 +114,16 @@ class MicroBatches:
             raise errors[0]
 
 
-def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weight: Any = None, **options: Any) -> None:
-    """:meth:`Accumulation.backward` of a loss that several models share."""
+def backward_through(
+    owners: "Sequence[Accumulation]", loss: torch.Tensor, weight: Any = None, unit: float | None = None, **options: Any
+) -> None:
+    """:meth:`Accumulation.backward` of a loss that several models share; without a weight, in that unit."""
     synchronizers = [owner.synchronizer for owner in owners]
     before = [synchronizer.ends for synchronizer in synchronizers]
     try:
         for synchronizer in synchronizers:
             synchronizer.expect_backward()
-        seed = _count(synchronizers, loss, weight)
+        seed = _count(synchronizers, loss, weight, unit)
         with ExitStack() as announced:
             for synchronizer in synchronizers:
                 announced.enter_context(synchronizer.engine.announced())
@@ -134,12 +136,18 @@ def backward_through(owners: "Sequence[Accumulation]", loss: torch.Tensor, weigh
         raise
 
 
-def _count(synchronizers: Sequence[Synchronizer], loss: torch.Tensor, weight: Any) -> torch.Tensor | None:
+def _count(
+    synchronizers: Sequence[Synchronizer], loss: torch.Tensor, weight: Any, unit: float | None
+) -> torch.Tensor | None:
     """Count the backward in every window; returns what it is to start from."""
     if weight is None:
-        for synchronizer in synchronizers:
-            synchronizer.window.weights.add_plain(announced=True)
-        return None
+        units = [each.window.weights.add_plain(announced=True, unit=unit) for each in synchronizers]
+        if len(set(units)) > 1:
+            raise MisuseError(
+                "this loss is shared by models of which one has had a loss.backward() in its window and another an "
+                "accelerator.backward(loss). Run all backwards of a window as accelerator.backward(loss)"
+            )
+        return None if units[0] == 1.0 else torch.full_like(loss, 1.0 / units[0])
     number, unit = checked_weight(weight), None
     for synchronizer in synchronizers:
         unit = synchronizer.window.weights.add(number, unit)
