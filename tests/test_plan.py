@@ -379,7 +379,7 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
         result = RUNNER.invoke(app, [*KNOWN, "--ranks", "8,64", "--bucket-mb", "25", "--picture", str(path)])
         assert result.exit_code == 0, result.output
         assert path.stat().st_size > 5_000
-    assert "waits for the wire" in (tmp_path / "plan.svg").read_text()
+    assert "exposed wire" in (tmp_path / "plan.svg").read_text()
 
 
 # -- two real ranks ---------------------------------------------------------------------------------------------------

@@ -16,14 +16,24 @@ import pytest
 from rich.console import Console
 
 from gradsync.charts.canvas import PALETTE, PARTS, canvas, colour, style
-from gradsync.charts.kinds import Bar, Point, Series, draw_steps, draw_timeline, thin
+from gradsync.charts.kinds import Bar, Point, Series, draw_columns, draw_steps, draw_timeline, thin
+from gradsync.charts.lanes import draw_lanes
 from gradsync.charts.page import page_svg, svg_file
 from gradsync.charts.words import compact, duration, size, tick_labels
 from gradsync.errors import ConfigurationError
+from gradsync.explain.split import PARTS as STEP_PARTS
+from gradsync.explain.words import NAMES
+from gradsync.llm.explained import explain_run, lanes_of, names_of
+from gradsync.llm.phases import PHASES
 from gradsync.llm.recording import Recording
 from gradsync.llm.report import write_report
-from gradsync.llm.run_folder import RunFolder
+from gradsync.llm.run_folder import RunFolder, read_run
 from gradsync.llm.screen import Screen
+from gradsync.llm.time_shares import time_shares
+from gradsync.plan.library import published
+from gradsync.plan.picture import draw_plan
+from gradsync.plan.planner import Setting
+from gradsync.plan.report import make_report
 from gradsync.recording.files import lines_of, write_lines
 from tests.browser import browse, needs_chromium
 from tests.recordings import Loop, World
@@ -356,7 +366,7 @@ def test_the_shares_are_those_of_the_run(tmp_path: Path) -> None:
             folder.append({"kind": "step", "step": step, "seconds": seconds})
     page = page_of(tmp_path)
     assert "lost to synchronization 15.0%" in page.text
-    assert "A step takes 100 ms on average. The largest part of it is backward, 40%." in page.text
+    assert "A step takes 100 ms on average. The largest part of it is backward, 40.0%." in page.text
     assert "synchronization 15.0% · 15 ms" in page.text
 
 
@@ -379,8 +389,88 @@ def test_a_recording_tells_waiting_for_a_rank_from_waiting_for_the_wire(tmp_path
     assert "lost to synchronization" not in page.text
     assert "2 ranks on one clock; rank 1 was the last to come" in page.text
     assert "rank 0 waits for rank 1: 30 ms" in page.text
-    assert "What to change, and what it would gain" in page.text
+    assert "What to change, and what it would save for the samples of a step" in page.text
     assert "rank 1 is 300% slower in forward (40 ms against 10 ms)" in page.text
+
+
+def percentages(text: str) -> dict[str, str]:
+    """By their names, as the legend of the bar has them."""
+    parts = {NAMES.get(name, name) for name in (*STEP_PARTS, *PHASES)}
+    return {name: found[1] for name in parts if (found := re.search(rf"\b{name} ([\d.]+%) · ", text))}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bar_its_legend_and_the_text_have_the_same_numbers(tmp_path: Path, seed: int, recorded: bool) -> None:
+    chance = random.Random(seed)
+    make_run(tmp_path, steps=20, timelines=False)
+    if recorded:
+        loops = (Loop(**{name: chance.uniform(0.001, 0.05) for name in vars(Loop())}) for _ in range(3))
+        record_ranks(tmp_path, *loops)
+    page = page_of(tmp_path)
+    text, html = page.text, (tmp_path / "report.html").read_text(encoding="utf-8")
+    legend = percentages(text)
+    assert set(legend) == {NAMES.get(name, name) for name in (STEP_PARTS if recorded else PHASES)}
+    bar = re.search(r'<div class="shares">(.*?)</div>', html, re.DOTALL)
+    assert bar is not None
+    spans = re.findall(r'flex-grow: ([\d.e-]+);[^>]*title="([^:]+): ([\d.]+%)">([^<]*)</span>', bar[1])
+    assert {name: share for _, name, share, _ in spans} == legend
+    assert all(label in ("", share) and f"{float(grow):.1%}" == share for grow, _, share, label in spans)
+    assert sum(float(grow) for grow, *_ in spans) == pytest.approx(1.0)
+    largest = re.search(r"The largest part of it is ([a-z ]+), ([\d.]+%)\.", text)
+    assert largest is not None
+    assert legend[largest[1]] == largest[2]
+    if recorded:
+        others = re.search(r"Waiting for other ranks takes ([\d.]+%), for the wire ([\d.]+%)\.", text)
+        assert others is not None
+        assert others[1] == legend["waiting for a rank"]
+        assert f"for other ranks {others[1]}, for the wire {others[2]}" in text
+        wire = float(legend["wire behind"][:-1]) + float(legend["exposed wire"][:-1])
+        assert float(others[2][:-1]) == pytest.approx(wire, abs=0.11)
+    else:
+        assert f"Exposed synchronization takes {legend['synchronization']}." in text
+
+
+def test_waiting_has_one_colour_in_every_picture(tmp_path: Path) -> None:
+    """In the bar, the columns, the lanes, the buckets and a plan; and nothing else has it."""
+    make_run(tmp_path, steps=20)
+    record_ranks(tmp_path, Loop(), Loop(forward=0.04))
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    waiting = rgba(PARTS["waiting"])
+    assert re.search(r'background: var\(--orange\)" title="waiting for a rank', html)
+    run, explanation = read_run(tmp_path), explain_run(tmp_path)
+    assert explanation is not None
+    shares = time_shares(run, explanation)
+    assert shares is not None
+    plan = make_report(published("t4-10gbe", "bert-base"), [4], Setting(ranks=1, bucket_mb=25.0), choose_size=False)
+    bars = [Bar(name="0", ready=0.1, start=0.2, finish=0.5)]
+    with style():
+        _, (columns, lanes, buckets) = canvas(panels=["", "", ""], shared=False)
+        draw_columns(columns, shares.edges, shares.columns)
+        draw_lanes(lanes, lanes_of(explanation), names_of())
+        draw_timeline(buckets, bars, (0.0, 1.0))
+        steps = draw_plan(plan).axes[0]
+    named = [
+        (label, tuple(handle.patches[0].get_facecolor()))
+        for axes in (lanes, buckets, steps)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        if hasattr(handle, "patches")
+    ]
+    assert {colour == waiting for label, colour in named if "wait" in label} == {True}
+    assert [label for label, colour in named if colour == waiting and "wait" not in label] == []
+    drawn = [tuple(each.get_facecolor()[0]) for each in columns.collections]
+    assert drawn[list(shares.columns).index("waiting")] == waiting
+    assert drawn.count(waiting) == 1
+
+
+def test_a_resumed_run_names_the_steps_of_its_recording_as_the_run_does(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=60)
+    record_ranks(tmp_path, Loop(), Loop(), steps=20)
+    run, explanation = read_run(tmp_path), explain_run(tmp_path)
+    assert explanation is not None
+    shares = time_shares(run, explanation)
+    assert shares is not None
+    assert (shares.edges[0], shares.edges[-1]) == (40.5, 60.5)
 
 
 @pytest.mark.breadth

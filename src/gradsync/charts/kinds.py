@@ -312,7 +312,7 @@ def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, floa
             length = max(until - since, (last * factor - low) / 1000)
             axes.barh(row, length, height, left=since, color=colour, gid=HINT + hint, zorder=2)
 
-    waiting, hidden, exposed = colour("grey"), colour("green"), PARTS["synchronization"]
+    waiting, hidden, exposed = PARTS["waiting"], PARTS["hidden"], PARTS["exposed"]
     names = {"backward": PARTS["backward"], "ready, waits": waiting, "on the wire behind backward": hidden}
     if gathers:
         names["new parameters"] = PARTS["update"]

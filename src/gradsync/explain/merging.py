@@ -58,13 +58,13 @@ class MergedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What all ranks did. ``members`` are their numbers: all of them, or the one that was asked alone. ``kept`` is how
-    many steps all of them have recorded."""
+    """What all ranks did. ``members`` are their numbers: all of them, or the one that was asked alone. ``recorded`` are
+    the steps that all of them have, ``steps`` the usual ones of these."""
 
     recordings: tuple[Recording, ...]
     members: tuple[int, ...]
     steps: tuple[MergedStep, ...]
-    kept: int
+    recorded: tuple[MergedStep, ...]
     layout: tuple[BucketPart, ...]
 
     @property
@@ -99,31 +99,31 @@ def merge(recordings: Sequence[Recording]) -> Timeline:
             "ranks have recorded no step in common: "
             + ", ".join(f"rank {each.header.rank} has {len(each.steps)} of {each.total}" for each in recordings)
         )
-    chosen = _chosen([tuple(steps[number] for steps in aligned) for number in common], last)
+    recorded = [_merged(tuple(steps[number] for steps in aligned)) for number in common]
     return Timeline(
         recordings=tuple(recordings),
         members=tuple(each.header.rank for each in recordings),
-        steps=tuple(_merged(ranks) for ranks in chosen),
-        kept=len(common),
+        steps=tuple(_chosen(recorded, last)),
+        recorded=tuple(recorded),
         layout=recordings[0].layouts[last],
     )
 
 
-def _chosen(steps: list[tuple[Step, ...]], layout: int) -> list[tuple[Step, ...]]:
+def _chosen(steps: list[MergedStep], layout: int) -> list[MergedStep]:
     """Those that are like each other: in the last layout, with as many synchronizations on all ranks, warm, and
     neither very fast nor very slow."""
     alike = [
-        ranks
-        for ranks in steps
-        if ranks[0].layout == layout and len({len(step.synchronizations) for step in ranks}) == 1
+        merged
+        for merged in steps
+        if merged.ranks[0].layout == layout and len({len(step.synchronizations) for step in merged.ranks}) == 1
     ] or steps
-    usual = Counter(len(ranks[0].synchronizations) for ranks in alike).most_common(1)[0][0]
-    alike = [ranks for ranks in alike if len(ranks[0].synchronizations) == usual]
-    alike = [ranks for ranks in alike if ranks[0].number >= WARM_UP] or alike
+    usual = Counter(len(merged.ranks[0].synchronizations) for merged in alike).most_common(1)[0][0]
+    alike = [merged for merged in alike if len(merged.ranks[0].synchronizations) == usual]
+    alike = [merged for merged in alike if merged.number >= WARM_UP] or alike
     alike = alike[-MOST_STEPS:]
-    by_time = sorted(alike, key=lambda ranks: max(step.seconds for step in ranks))
+    by_time = sorted(alike, key=lambda merged: max(step.seconds for step in merged.ranks))
     out = int(len(by_time) * LEFT_OUT)
-    return sorted(by_time[out : len(by_time) - out], key=lambda ranks: ranks[0].number)
+    return sorted(by_time[out : len(by_time) - out], key=lambda merged: merged.number)
 
 
 def _merged(ranks: tuple[Step, ...]) -> MergedStep:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from gradsync.explain.merging import MergedStep, OnWire, Timeline
 from gradsync.recording.steps import Step, Synchronization
 
-__all__ = ["PARTS", "BucketSplit", "Parts", "Split", "split"]
+__all__ = ["PARTS", "BucketSplit", "Parts", "Split", "split", "step_parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,11 @@ def split(timeline: Timeline) -> Split:
         synchronizations=statistics.fmean(len(step.synchronizations) for step in steps),
         collectives=statistics.fmean(step.collectives for step in steps),
     )
+
+
+def step_parts(merged: MergedStep) -> Parts:
+    """Of one step, on average over its ranks."""
+    return _mean(_parts(merged, place, defaultdict(float)) for place in range(len(merged.ranks)))
 
 
 def _mean(parts: Iterable[Parts]) -> Parts:

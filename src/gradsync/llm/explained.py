@@ -91,7 +91,7 @@ def _doing(explanation: Explanation, merged: MergedStep, place: int, origin: flo
             words = f"rank {members[place]} waits for rank {last}: {duration(come - span.begin)}"
             yield stretch("waiting", span.begin, come, words)
         if span.end > come:
-            words = f"rank {members[place]} waits for the wire: {duration(span.end - come)}"
+            words = f"rank {members[place]}, exposed wire: {duration(span.end - come)}"
             yield stretch("exposed", come, span.end, words)
 
 

@@ -14,7 +14,6 @@ before.
 """
 
 import bisect
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,18 +23,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsync.charts.canvas import PARTS, POINTS, SOFT, canvas, colour, legend, require, style
+from gradsync.charts.canvas import POINTS, SOFT, canvas, colour, legend, require, style
 from gradsync.charts.kinds import Bar, Point, Series, draw_columns, draw_steps, draw_timeline, thin
 from gradsync.charts.lanes import draw_lanes
 from gradsync.charts.page import NAMES, page_svg, read_out, render, svg_file
 from gradsync.charts.words import compact, count, duration, size
 from gradsync.errors import ConfigurationError
 from gradsync.explain import Explanation
-from gradsync.explain.words import NAMES as PART_NAMES
-from gradsync.explain.words import gained
-from gradsync.llm.explained import COLOURS, explain_run, lanes_of, names_of, shown_step
-from gradsync.llm.phases import PHASES
+from gradsync.explain.words import ADVICE_TITLE, gained
+from gradsync.llm.explained import explain_run, lanes_of, names_of, shown_step
 from gradsync.llm.run_folder import Run, read_run, write_whole
+from gradsync.llm.time_shares import TimeShares, first_step, time_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +42,6 @@ __all__ = ["write_report"]
 
 # The widths charts are drawn for: the whole column, and half of it, which is also a telephone's.
 FULL, HALF = 928, 448
-COLUMNS = 120
 WORDS = {"None": "–", "True": "yes", "False": "no"}
 FILTERS: dict[str, Callable[..., Any]] = {
     "compact": compact,
@@ -88,8 +85,9 @@ def write_report(run_folder: Path) -> Path:
     require("jinja2")
     losses = [loss for _, loss in run.series("loss")]
     explanation = explain_run(Path(run_folder))
-    charts = [chart for make in (_loss, _throughput, _norm, _rate, _time) for chart in make(run)]
-    charts += [*_ranks(explanation), *_timeline(run)]
+    shares = time_shares(run, explanation)
+    charts = [chart for make in (_loss, _throughput, _norm, _rate) for chart in make(run)]
+    charts += [*_time(shares, explanation), *_ranks(run, explanation), *_timeline(run)]
     page = render(
         Path(__file__).parent / "templates" / "report.html",
         FILTERS,
@@ -101,12 +99,9 @@ def write_report(run_folder: Path) -> Path:
         speeds=[speed for _, speed in run.series("tokens_per_second") if math.isfinite(speed)],
         tokens=sum(number for _, number in run.series("tokens")),
         seconds=_seconds(run),
-        totals=_totals(run),
-        colours={phase: NAMES[PARTS[phase]] for phase in PHASES},
+        shares=shares,
         explanation=explanation,
-        split=[]
-        if explanation is None
-        else [(PART_NAMES.get(name, name), *rest) for name, *rest in _parts(explanation)],
+        advice_title=ADVICE_TITLE,
         charts=charts,
         problem=_draw(charts),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -155,18 +150,6 @@ def _seconds(run: Run) -> float:
         before = now
     # The summary knows what came after the last step, but of a resumed run only the last part.
     return max(total, float(run.summary.get("seconds") or 0.0))
-
-
-def _totals(run: Run) -> dict[str, float]:
-    """Seconds by phase over all steps; empty where none were recorded."""
-    totals = {phase: math.fsum(_phases(record)[phase] for record in run.steps) for phase in PHASES}
-    return totals if sum(totals.values()) > 0 else {}
-
-
-def _phases(record: Mapping[str, Any]) -> dict[str, float]:
-    seconds = record.get("seconds") or {}
-    values = {phase: float(seconds.get(phase) or 0.0) for phase in PHASES}
-    return {phase: value if math.isfinite(value) and value > 0 else 0.0 for phase, value in values.items()}
 
 
 # -- lines over steps -------------------------------------------------------------------------------------------------
@@ -280,45 +263,34 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 # -- where the time went ----------------------------------------------------------------------------------------------
 
 
-def _time(run: Run) -> Iterator[Chart]:
-    totals = _totals(run)
-    if not totals:
+def _time(shares: TimeShares | None, explanation: Explanation | None) -> Iterator[Chart]:
+    if shares is None:
         return
-    timed = [record for record in run.steps if sum(_phases(record).values()) > 0]
-    per_column = math.ceil(len(timed) / COLUMNS)
-    columns = [timed[begin : begin + per_column] for begin in range(0, len(timed), per_column)]
-    edges = [timed[0]["step"] - run.stride + 0.5, *(column[-1]["step"] + 0.5 for column in columns)]
-    sums = [[sum(_phases(record)[phase] for record in column) for phase in PHASES] for column in columns]
-    shares = [dict(zip(PHASES, (part / sum(parts) for part in parts), strict=True)) for parts in sums]
-    said = {
-        (left + right) / 2: f"to step {right - 0.5:,.0f}: "
-        + ", ".join(f"{phase} {parts[phase]:.0%}" for phase in PHASES)
-        for (left, right), parts in zip(itertools.pairwise(edges), shares, strict=True)
+    facts = {
+        "parts": [(part.name, part.share, part.seconds, NAMES[part.colour]) for part in shares.parts],
+        "step": shares.step,
+        "waits": shares.waits,
+        "per_column": shares.per_column,
+        "hidden": None if explanation is None else explanation.split.mean.hidden,
+        "usual": None if explanation is None else len(explanation.timeline.steps),
     }
-    parts_of = {phase: [parts[phase] for parts in shares] for phase in PHASES}
     yield Chart(
         slug="time",
         title="Where the time went",
         unit="share of the step's time",
-        facts={"totals": totals, "steps": run.count, "per_column": per_column * run.stride},
-        draw=lambda axes: draw_columns(axes, edges, parts_of),
+        facts=facts,
+        draw=lambda axes: draw_columns(axes, shares.edges, shares.columns),
         height=250,
-        said=said,
+        said=shares.said,
     )
 
 
-def _parts(explanation: Explanation) -> Iterator[tuple[str, float, str]]:
-    """The parts of a step, with the colours a page has for them."""
-    for name, seconds in explanation.parts():
-        yield PART_NAMES.get(name, name), seconds, NAMES[COLOURS[name]]
-
-
-def _ranks(explanation: Explanation | None) -> Iterator[Chart]:
+def _ranks(run: Run, explanation: Explanation | None) -> Iterator[Chart]:
     if explanation is None:
         return
     step, lanes = shown_step(explanation), lanes_of(explanation)
     facts = {
-        "step": step.number + 1,
+        "step": first_step(run, explanation) + step.number,
         "seconds": step.seconds,
         "ranks": len(step.ranks),
         "shown": sum(not lane.narrow for lane in lanes),

@@ -21,9 +21,8 @@ BANDS = {
     "backward": "backward",
     "optimizer": "optimizer",
     "waits for the slowest": "waiting",
-    "waits for the wire": "exposed",
+    "exposed wire": "exposed",
 }
-COLOURS = {**PARTS, "waits for the slowest": colour("orange"), "waits for the wire": PARTS["exposed communication"]}
 WIDE = 0.72
 
 
@@ -69,7 +68,7 @@ def _draw_steps(axes: "Axes", report: PlanReport) -> None:
         values = [_part(each, part) * factor for each in predictions]
         if part == "waiting" and not any(value > 1e-9 for value in values):
             continue
-        axes.bar(range(len(values)), values, WIDE, bottom=bottoms, color=COLOURS[name], label=name)
+        axes.bar(range(len(values)), values, WIDE, bottom=bottoms, color=PARTS[part], label=name)
         bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
     for place, each in enumerate(predictions):
         axes.plot([place] * 2, [each.low * factor, each.high * factor], color=INK, linewidth=1.1, alpha=0.7)
