@@ -194,6 +194,26 @@ def all_early() -> Iterator[None]:
                 journey.plan_early = plan_early
 
 
+def train_scaled(kind: str) -> tuple[list[torch.Tensor], int]:
+    rank, model, scaler = choose_communicator().rank, wrapped(), torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = optimizer_for(kind, 1.0, model, {})
+    for step in range(6):
+        scaler.scale(model(batch(rank, step, width=9)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return parameters_of(model), optimizer._journey.early.undone if kind == "sharded" else 0
+
+
+@in_threads_and_processes
+def test_scaled_gradients_are_not_what_a_step_uses(ranks: Ranks) -> None:
+    """torch's own version counters do not tell that a GradScaler has divided them by its scale."""
+    theirs = ranks.run(train_scaled, "plain")[0][0]
+    ours = ranks.run(train_scaled, "sharded")
+    assert_same([each for each, _ in ours], theirs)
+    assert all(undone > 0 for _, undone in ours)
+
+
 def train_otherwise(kind: str, part: float, how: str) -> tuple[list[torch.Tensor], int, int]:
     """Through a narrower wire; in windows whose weights are known late; with narrow parameters and wide shares."""
     rank = choose_communicator().rank

@@ -6,12 +6,14 @@ time: it stands for handlers and interrupts here, but for the tests that send re
 """
 
 import copy
+import gc
 import io
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -478,6 +480,33 @@ def train_two_models() -> list[list[torch.Tensor]]:
 def test_several_optimizers(ranks: Ranks) -> None:
     for each in ranks.run(train_two_models):
         assert_same(each, ranks.run(train, "plain", 5)[0][-1])
+
+
+def train_and_forget(kind: str, mode: Any) -> list[bool]:
+    """Whether the engine, the optimizer and a parameter of a model are gone that was trained and dropped."""
+    rank = choose_communicator().rank
+
+    def work() -> list[Any]:
+        model = wrapped()
+        plain = torch.optim.SGD(model.parameters(), lr=0.05)
+        made: Any = ShardedOptimizer.of(plain, model, mode) if kind == "sharded" else None
+        optimizer = made or OverlappedOptimizer(model, plain, mode=mode)
+        model(batch(rank, 0, width=9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.flush()
+        return [weakref.ref(each) for each in (model.synchronizer.engine, optimizer, next(model.parameters()))]
+
+    references = work()
+    gc.collect()
+    return [reference() is None for reference in references]
+
+
+@pytest.mark.parametrize("mode", ["next-forward", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_a_model_that_is_not_used_any_more_goes_away(ranks: Ranks, kind: str, mode: Any) -> None:
+    assert ranks.run(train_and_forget, kind, mode) == [[True] * 3] * 2
 
 
 def test_an_optimizer_that_is_not_used_any_more_has_no_thread() -> None:

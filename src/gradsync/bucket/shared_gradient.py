@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from gradsync.bucket.bucket import Bucket
 from gradsync.bucket.without_values import WITHOUT_VALUES
@@ -197,6 +198,8 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_sca
     present = [part for part in parts if part is not None and part.numel()]
     if present:
         torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, inv_scale)
+        # torch does not count it as a change, by which a step knows that updates made early no longer hold.
+        increment_version(present)
     circles = {id(each.circle): each.circle for each in _shared_in(gradients)}
     for circle in circles.values():
         circle.forget()

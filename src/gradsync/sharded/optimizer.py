@@ -14,6 +14,7 @@ An all-reduce is a reduce-scatter and an all-gather: the same bytes cross the wi
 longer stands between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
 """
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
@@ -96,7 +97,8 @@ class ShardedOptimizer(Resident):
         self._wire = self._journey.wire
 
     def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
-        return ScatteredMean(dtype, self._journey.wire, self._journey)
+        # Hooks of parameters hold the reduction. They must not hold the optimizer, whose engine removes them.
+        return ScatteredMean(dtype, self._journey.wire, weakref.proxy(self._journey))
 
     def received(self) -> None:
         self._journey.early.received()

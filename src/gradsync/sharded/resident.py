@@ -7,10 +7,12 @@ Between two backwards such an optimizer has the mean of this rank's share of eve
 
 import inspect
 import itertools
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, overload
 
 import torch
@@ -166,7 +168,8 @@ class Resident(torch.optim.Optimizer):
         # Narrow parameters have their precise copies in shares, and nowhere else.
         if self.mode == "next-forward" or needs_shares:
             return scattered
-        return ChosenMode(self.whole, scattered, self._mode_changed)
+        # Hooks of parameters hold the reduction. They must not hold the optimizer, whose engine removes them.
+        return ChosenMode(self.whole, scattered, partial(type(self)._mode_changed, weakref.proxy(self)))
 
     @property
     def whole(self) -> Reduction:
