@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import linecache
 import logging
 import multiprocessing
 import os
@@ -135,11 +136,25 @@ def train_as_a_script(rank: int, size: int, port: int, how: str) -> None:
         if rank == 1 and number == 5:
             if how == "raises":
                 raise ValueError("no luck")
-            sys.exit(0)
+            if how == "ends":
+                return
+            sys.exit(3)
+
+
+EXIT_LINE = next(
+    line
+    for _, _, line in train_as_a_script.__code__.co_lines()
+    if line and "sys.exit(3)" in linecache.getline(__file__, line)
+)
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("raises", "raised ValueError: no luck"), ("ends", "has ended its script at ")]
+    ("how", "told"),
+    [
+        ("raises", "raised ValueError: no luck"),
+        ("ends", "has ended its script at "),
+        ("exits", f"has ended its script, after sys.exit(3) in line {EXIT_LINE} of {__file__}, at "),
+    ],
 )
 def test_a_script_that_leaves_its_loop_is_named_with_the_reason(how: str, told: str) -> None:
     port, size = free_port(), 2

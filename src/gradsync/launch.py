@@ -24,6 +24,7 @@ from typing import IO, Any, NoReturn
 import torch.distributed as dist
 
 from gradsync.accelerator.environment import LOOPBACK
+from gradsync.watch.exits import exit_status
 
 __all__ = [
     "PASSED_ON",
@@ -240,6 +241,10 @@ class RankProcesses:
         """Ranks that have not been seen to end."""
         return len(self._running())
 
+    def processes(self) -> dict[int, int]:
+        """The number of each process, by rank."""
+        return {process.place.rank: process.pid for process in self._processes}
+
     def tell(self, number: signal.Signals, *, pause: float = 0.0) -> None:
         """Send a signal to all ranks that still run, each with a ``pause`` to obey it before the next one.
 
@@ -254,7 +259,11 @@ class RankProcesses:
     def failure(self) -> Failure | None:
         """The rank to blame of those that have failed; one that obeys a signal only if there is no other."""
         # A rank that a signal ended leaves the others with broken connections, and they fail within the same moment.
-        return min(self.failures(), key=lambda each: (any(map(each.obeys, self.signals)), each.code > 0), default=None)
+        return min(
+            self.failures(),
+            key=lambda each: (any(map(each.obeys, self.signals)), each.code > 0, each.at),
+            default=None,
+        )
 
     def failures(self) -> list[Failure]:
         """Of all that have failed until now."""
@@ -316,12 +325,13 @@ class RankProcesses:
         """Note the codes of those that end; whether one did within ``seconds``."""
         running = self._running()
         ended = connection.wait([process.pidfd for process in running], None if seconds == math.inf else seconds)
+        seen_at = time.time()
         for process in (process for process in running if process.pidfd in ended):
             # Not reaped yet: its number stays taken until its process group is ended.
             result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
             assert result is not None
             killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            process.code, process.ended_at = -result.si_status if killed else result.si_status, time.time()
+            process.code, process.ended_at = -result.si_status if killed else result.si_status, seen_at
         return bool(ended)
 
 
@@ -347,9 +357,13 @@ def _be_rank(place: RankPlace, parent: int, action: Callable[[], object]) -> NoR
         code = 0
         _say_goodbye()
     except SystemExit as error:
-        code = _code_of(error)
-    except KeyboardInterrupt:
+        code = exit_status(error)
+        _say_goodbye(error)
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except KeyboardInterrupt as error:
         code = SHELL_SIGNAL_BASE + signal.SIGINT
+        _say_goodbye(error)
     except BaseException as error:
         _say_goodbye(error)
         print(f"gradsync: {place} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
@@ -367,14 +381,6 @@ def _say_goodbye(error: BaseException | None = None) -> None:
     if watch is not None:
         with suppress(Exception):
             watch.say_goodbye(error)
-
-
-def _code_of(error: SystemExit) -> int:
-    """What Python itself makes of ``sys.exit(…)``."""
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

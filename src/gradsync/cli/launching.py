@@ -11,13 +11,15 @@ fork a function nor enter the network of a host, so that all ranks of gradsync a
 import os
 import signal
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from gradsync.accelerator.environment import read_environment
-from gradsync.cli.last_words import WRONG_USE, Inquest, Statements
+from gradsync.cli.last_words import WRONG_USE, Statements
+from gradsync.cli.root_cause import Inquest
 from gradsync.communicator.naming import listed
 from gradsync.errors import ConfigurationError
 from gradsync.lab import SharedGpu, SharedGpuPlan
@@ -29,6 +31,9 @@ __all__ = ["inside_a_launch", "run_ranks_of", "times_restarted", "usable_cores"]
 GRACE_SECONDS = 60
 # After a failure there is nothing to finish: the others only say what they saw of it.
 FAILURE_SECONDS = 5
+# If those that have failed have only lost another rank: how long that one has to say why, before it is asked to end.
+CAUSE_SECONDS = 3
+LOOK_SECONDS = 0.05
 # When it is said what is waited for.
 SLOW_SECONDS = 5
 SHOW_CURSOR = "\x1b[?25h"
@@ -103,8 +108,8 @@ def run_ranks_of(
             RankProcesses(grace_seconds) as ranks,
         ):
             places = [replace(each, more={**each.more, **statements.variables(each.rank)}) for each in places]
-            inquest = replace(_run(ranks, places, command, grace_seconds), words=statements.words())
-        if not inquest.failures:
+            inquest = _run(ranks, places, command, grace_seconds, statements)
+        if not inquest.failed:
             return 0
         failure = inquest.first
         _tell(inquest, places, explained)
@@ -125,16 +130,35 @@ def _places(nproc: int, restarts: tuple[int, int], sharing: SharedGpuPlan | None
                 yield gpu.share(places)
 
 
-def _run(ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float) -> Inquest:
+def _run(
+    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float, statements: Statements
+) -> Inquest:
     """The ranks from their start to the end of all: which have failed, and the signals that had come before."""
     with ranks.noting_signals():
         for place in places:
             ranks.start(place, partial(os.execv, sys.executable, command))
+        statements.tell(ranks.processes())
         ranks.wait()
-        early = ranks.failures()
-        signals = [] if early else ranks.signals
+        early = _await_cause(ranks, statements, min(grace, CAUSE_SECONDS)) if ranks.failures() else []
+        signals, told_at = [] if early else ranks.signals, time.time()
         _end(ranks, signals, grace)
-        return Inquest(early=early, failures=ranks.failures(), words={}, signals=signals)
+        return Inquest(
+            early=early, failures=ranks.failures(), words=statements.words(), signals=signals, told_at=told_at
+        )
+
+
+def _await_cause(ranks: RankProcesses, statements: Statements, seconds: float) -> list[Failure]:
+    """Those that have failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
+    its connections may be closed long before it ends, by a ``finally``."""
+    deadline = time.monotonic() + seconds
+    while (
+        not Inquest(early=[], failures=ranks.failures(), words=statements.words()).has_cause
+        and not ranks.signals
+        and time.monotonic() < deadline
+        and ranks.running_after(LOOK_SECONDS)
+    ):
+        pass
+    return ranks.failures()
 
 
 def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) -> None:
@@ -156,7 +180,7 @@ def _tell(inquest: Inquest, places: Sequence[RankPlace], explained: Collection[i
     failure, passed_on = inquest.first, inquest.signals
     lines = inquest.lines(places)
     # That a signal was obeyed needs no words.
-    if failure.place.rank not in inquest.words and failure.code not in explained:
+    if inquest.explanation is None and failure.code not in explained:
         lines = [*([] if any(map(failure.obeys, passed_on)) else [_told(inquest)]), *lines]
     if lines and sys.stderr.isatty():
         # Rank 0 may have been in the middle of a line, with the cursor hidden.
@@ -172,6 +196,8 @@ def _told(inquest: Inquest) -> str:
         return f"the ranks were killed by the second {passed_on[1].name}, without time to finish"
     if killed and passed_on:
         return f"{failure.place} had not ended in time after {passed_on[0].name} and was killed"
+    if failure.place.rank in inquest.words:
+        return f"{failure}, after its script had ended"
     if failure.code > 0 and inquest.words:
         return f"{failure}, and left no error: it called os._exit(), or a library of its did"
     if failure.code > 0:

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,7 +15,7 @@ import typer
 
 from gradsync.accelerator.environment import read_environment
 from gradsync.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
-from gradsync.cli.last_words import FAILED, write_last_words
+from gradsync.cli.last_words import FAILED, last_words_of, write_last_words
 from gradsync.cli.launching import inside_a_launch, run_ranks_of
 from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.explain import explain_recordings
@@ -59,8 +60,11 @@ def run(
     script.require()
     if accounts is not None:
         # Who started this rank speaks at the end.
-        ended = run_rank(script, keep=keep, folder=accounts)[1]
-        if isinstance(ended, Exception) and _leave_to_the_launcher(ended):
+        shown: list[bool] = []
+        ended = run_rank(
+            script, keep=keep, folder=accounts, on_end=lambda error: shown.append(_tell_the_launcher(error))
+        )[1]
+        if isinstance(ended, Exception) and any(shown):
             raise typer.Exit(FAILED)
         end_rank(ended)
     if inside_a_launch():
@@ -89,21 +93,25 @@ def run(
     raise typer.Exit(code)
 
 
-def _leave_to_the_launcher(error: Exception) -> bool:
-    """To show the error of the rank that failed first, and a line of each other one. A script that has a hook for its
-    errors has it called instead."""
+def _tell_the_launcher(ended: BaseException | None) -> bool:
+    """Returns whether it shows how the script ended: the error of the rank that failed first, and a line for each
+    other one."""
+    at, is_printed = time.time(), isinstance(ended, KeyboardInterrupt) or _prints_its_errors()
+    if not isinstance(ended, Exception):
+        return write_last_words(last_words_of(ended, at=at, is_printed=is_printed))
+    # Where a script was when another rank failed says nothing of why.
+    has_trace = not isinstance(ended, PeerFailedError)
+    trace = traceback.format_exception(ended.with_traceback(traceback_of(ended))) if has_trace else []
+    words = last_words_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
+    return write_last_words(replace(words, code=FAILED)) and not is_printed
+
+
+def _prints_its_errors() -> bool:
+    """A script that has a hook for its errors has it called; one that is alone has nobody to be told apart from."""
     # Of a hook that was made by exec() nobody knows the module.
     module = str(getattr(sys.excepthook, "__module__", None))
     has_own_hook = sys.excepthook is not sys.__excepthook__ and not module.startswith(USUAL_HOOKS)
-    if has_own_hook or read_environment().world_size == 1:
-        return False
-    # Where a script was when another rank failed says nothing of why.
-    trace = (
-        []
-        if isinstance(error, PeerFailedError)
-        else traceback.format_exception(error.with_traceback(traceback_of(error)))
-    )
-    return write_last_words(error, at=time.time(), trace="".join(trace))
+    return has_own_hook or read_environment().world_size == 1
 
 
 def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:

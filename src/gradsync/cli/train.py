@@ -103,10 +103,7 @@ def train(
         try:
             code = _run_rank(settings, on_cpu)
         except BaseException as error:
-            at = time.time()
-            say_goodbye(error)
-            if isinstance(error, Exception):
-                leave_last_words(error, at=at)
+            leave_last_words(error, at=time.time(), then=say_goodbye)
             raise
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,7 +5,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -18,6 +18,7 @@ from gradsync.running.account import Account, account_path, find_accounts, read_
 from gradsync.running.children import Settings, begin_with_children, say_if_ranks_are_started
 from gradsync.running.script import Script, leave_as_python_would
 from gradsync.watch import say_goodbye
+from gradsync.watch.exits import exit_status
 
 __all__ = ["all_accounts", "common_folder", "end_rank", "run_rank"]
 
@@ -26,10 +27,13 @@ SECONDS_FOR_OTHERS = 5.0
 TICK = 0.05
 
 
-def run_rank(script: Script, *, keep: bool, folder: Path) -> tuple[Account | None, BaseException | None]:
+def run_rank(
+    script: Script, *, keep: bool, folder: Path, on_end: Callable[[BaseException | None], object] = lambda ended: None
+) -> tuple[Account | None, BaseException | None]:
     """Run the script here. Returns what was counted and written to ``folder``, and how the script ended.
 
-    There is no account of a script that raised: its own words are to be the last.
+    ``on_end`` is called with that before any other rank can hear of it. There is no account of a script that raised:
+    its own words are to be the last.
     """
     # Of gradsync's wrappers, and of processes that the script starts; where the user wants none, or elsewhere, there.
     os.environ.setdefault(VARIABLE, str(folder))
@@ -45,17 +49,25 @@ def run_rank(script: Script, *, keep: bool, folder: Path) -> tuple[Account | Non
     except ConfigurationError:
         raise
     except BaseException as error:
+        on_end(error)
         return None, error
     try:
         script_to_run()
     except (SystemExit, KeyboardInterrupt) as error:
         ended = error
+        on_end(error)
+        if isinstance(error, SystemExit) and exit_status(error):
+            # What is left to do, such as threads to be joined, may take long.
+            say_goodbye(error)
     except BaseException as error:
+        on_end(error)
         # Others wait for this rank: they are to hear of the error, and not only that it has ended.
         say_goodbye(error)
         # Now, and not at the end of the process, when the folder may be gone.
         close_recorders()
         return None, error
+    if ended is None:
+        on_end(None)
     account = running.account()
     # Of a process that only starts others they tell, the first by the same number.
     if account.wrappers or not account_path(folder, account.rank).exists():

@@ -25,6 +25,7 @@ from gradsync.communicator.topology import host_identity
 from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.watch.door import Door, Invitation, enter
 from gradsync.watch.dump import listen_for_requests, note_model, write_dump
+from gradsync.watch.exits import exit_call, forget_exit, note_exit
 from gradsync.watch.post import Plan, Post
 from gradsync.watch.protocol import HUB
 from gradsync.watch.standing import Model
@@ -204,17 +205,23 @@ def _script_raised(error: BaseException) -> None:
     if not goes_on:
         say_goodbye(error)
     elif _trained_by(threading.get_ident()):
-        _tell_all(error)
+        _tell_all(described(error))
 
 
 def _thread_raised(error: BaseException, thread: int) -> None:
-    if _trained_by(thread):
-        _tell_all(error)
+    if not _trained_by(thread):
+        return
+    if isinstance(error, SystemExit):
+        # It ends the thread alone, without a word, and the process then ends with 0.
+        note_exit(f"the thread that trained called {exit_call(error)}")
+        _tell_all(f"called {exit_call(error)}, in a thread, which ended that thread alone")
+    else:
+        _tell_all(described(error))
 
 
-def _tell_all(error: BaseException) -> None:
+def _tell_all(words: str) -> None:
     for post in posts():
-        post.tell_error(described(error))
+        post.tell_error(words)
 
 
 def _trained_by(thread: int | None) -> bool:
@@ -227,6 +234,7 @@ def _forsake_all() -> None:
         post.forsake()
     _posts.clear()
     _said.clear()
+    forget_exit()
 
 
 os.register_at_fork(after_in_child=_forsake_all)

@@ -4,7 +4,8 @@ Between the two may lie long: threads that are joined, exit handlers, uploads. `
 these, and whoever was there is called as before. What cannot be heard here:
 
 - an exception that is still on its way, through ``finally`` or ``with``: nobody knows yet that it will not be caught;
-- one in a process whose launcher catches it, such as a spawned child of torch.multiprocessing: it is told at the end.
+- one in a process whose launcher catches it, such as a spawned child of torch.multiprocessing: it is told at the end;
+- SystemExit: no hook is called for it, and what is known of it at the end is the last call of ``sys.exit``.
 """
 
 import functools
@@ -12,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from gradsync.watch.exits import note_exits
 
 __all__ = ["tell_uncaught"]
 
@@ -25,6 +28,7 @@ def tell_uncaught(in_main: Callable[[BaseException], None], in_thread: Callable[
     if _is_installed:
         return
     _is_installed = True
+    note_exits()
     before, before_in_thread = sys.excepthook, threading.excepthook
 
     # With the names of the one before: others look at these to know whose hook it is.

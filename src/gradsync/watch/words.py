@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.communicator.naming import listed
+from gradsync.watch.exits import ENDED, EXITED, exit_words, noted_exit
 from gradsync.watch.judge import Ending, RaisedError, Suspicion
 from gradsync.watch.slow_links import SlowLink
 from gradsync.watch.slow_wire import WireVerdict
@@ -66,8 +67,13 @@ def where(standing: Standing) -> str:
 def ended(members: Sequence[Member], ending: Ending) -> str:
     """Of a rank that is gone, or has left."""
     member, at = members[ending.member], time.strftime("%H:%M:%S", time.localtime(ending.at))
-    if ending.left and RAISED in ending.words:
+    if ending.left and ending.words.startswith(RAISED):
         return f"{member} {ending.words} [at {at}, {where(ending.standing)}]. Its own output tells where"
+    if ending.left and ending.words.startswith(EXITED):
+        return (
+            f"{member} {ending.words} [at {at}, {where(ending.standing)}], while others still need it. Its own output "
+            "may tell why"
+        )
     if ending.left:
         return (
             f"{member} {ending.words} at {at}, {where(ending.standing)}, while others still need it. It left the loop "
@@ -81,10 +87,11 @@ def ended(members: Sequence[Member], ending: Ending) -> str:
 
 
 def sort_key(ending: Ending) -> tuple[int, float]:
-    """Causes before consequences: who was killed, who raised an error of its own, who only lost others, who left."""
+    """Causes before consequences: who was killed, who raised an error of its own or called ``sys.exit(1)``, who only
+    lost others, who left."""
     if not ending.left:
         return (0, ending.at)
-    if RAISED not in ending.words:
+    if not ending.words.startswith((RAISED, EXITED)):
         return (3, ending.at)
     return (2 if any(each in ending.words for each in CONSEQUENCES) else 1, ending.at)
 
@@ -167,10 +174,14 @@ def _state(process: int) -> str:
 def farewell(error: BaseException | None = None) -> str:
     """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
     error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return "has ended its script" if error is None else described(error)
+    if error is not None:
+        return described(error)
+    return f"{ENDED}, after {call}," if (call := noted_exit()) else ENDED
 
 
 def described(error: BaseException, place: str = "") -> str:
-    """That a rank has raised ``error``, and in which part of its loop."""
-    said = f"{RAISED} {type(error).__name__}: {error}".rstrip(": ")[:MOST_LETTERS]
+    """That a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows all of it."""
+    if isinstance(error, SystemExit):
+        return exit_words(error)[:MOST_LETTERS]
+    said = " ".join(f"{RAISED} {type(error).__name__}: {error}".split()).rstrip(": ")[:MOST_LETTERS]
     return f"{said} in {place}" if place else said
