@@ -38,13 +38,6 @@ SCRIPTS = (
 # Functions that fail here, and why. The page has the same names.
 EXPECTED = {
     "test_distributed_data_loop": {
-        "test_join_can_override_even_batches": "reads batch_sampler.even_batches of a prepared loader; here "
-        "batch_sampler is the loader's own, and the setting is in loader.configuration",
-        "test_join_can_override_for_mixed_type_dataloaders": "the same",
-        "test_join_raises_warning_for_iterable_when_overriding_even_batches": "no warning: even_batches holds for "
-        "streams too",
-        "test_join_raises_warning_for_non_ddp_distributed": "no warning: joining works on CPU ranks too, and there is "
-        "no FSDP here",
         "test_stateful_dataloader_save_state": "every rank saves into a temporary folder of its own; here a checkpoint "
         "is one folder that all ranks see",
     },
@@ -143,12 +136,6 @@ def replace_classes(script: Any, name: str) -> None:
         def _reset_state(*_: Any) -> None:
             """Nothing is kept that could be reset."""
 
-    # Scripts pretend to be another kind of training.
-    actual = world.World.distributed_type
-    world.World.distributed_type = property(  # type: ignore[method-assign, assignment]
-        lambda self: vars(self).get("pretended") or actual.fget(self),  # type: ignore[attr-defined]
-        lambda self, value: vars(self).update(pretended=value),
-    )
     world.World._reset_state = State._reset_state  # type: ignore[attr-defined]
     accelerate.Accelerator = accelerate.accelerator.Accelerator = Accelerator
     ours: dict[str, Any] = {each: getattr(utils, each) for each in utils.__all__ if each[0].islower()}

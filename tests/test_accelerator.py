@@ -3,9 +3,10 @@
 import contextlib
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, cycle, islice, pairwise
+from itertools import accumulate, count, cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from gradsync import Accelerator, DataLoaderConfiguration, DistributedDataParallel, GradientAccumulationPlugin
 from gradsync.accelerator import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from gradsync.errors import ConfigurationError, GradsyncError
-from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 from tests.scripts import run_scripts
 
 pytestmark = pytest.mark.timeout(120)
@@ -1016,6 +1017,37 @@ def test_ranks_may_run_out_of_batches(process_ranks: RankPool) -> None:
     for rank, (parameters, batches) in enumerate(process_ranks.run(join)):
         assert batches == (3 if rank == 0 else 2)
         assert_close(parameters, values(model))
+
+
+def joins_that_are_told_of() -> list[str]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(Net())
+    stream, listed = (accelerator.prepare(DataLoader(each, 1)) for each in (Endless(), dataset(3)))
+    actual = accelerator.distributed_type
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            assert not any(loader.configuration.even_batches for loader in (stream, listed))
+        accelerator.state.distributed_type = "FSDP"
+        assert accelerator.distributed_type == accelerator.state.distributed_type == "FSDP"
+        with accelerator.join_uneven_inputs([object()], even_batches=False):
+            assert all(loader.configuration.even_batches for loader in (stream, listed))
+    accelerator.state.distributed_type = actual
+    assert accelerator.distributed_type == actual
+    assert {Path(each.filename) for each in seen} == {Path(__file__)}
+    return [str(each.message) for each in seen]
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return count()
+
+
+def test_what_joins_differ_in_is_said() -> None:
+    for streams, kind in pool_of(2).run(joins_that_are_told_of):
+        assert "only supported for map-style datasets" in streams
+        assert "distributed_type is FSDP" in kind
+        assert "has no effect" in kind
 
 
 # -- one process, and the end -------------------------------------------------------------------------------------

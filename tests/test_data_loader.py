@@ -495,6 +495,31 @@ def test_it_looks_like_the_loader_it_was_made_from() -> None:
     assert not hasattr(prepared, "no_such_thing")
 
 
+def changed_on_the_sampler(split: bool) -> list[Any]:
+    """What a rank gets with ``even_batches`` as it was, changed, and changed back; by the sampler itself, too."""
+    loader = prepare(DataLoader(range(10), 4, shuffle=False), split_batches=split)
+    sampler = loader.batch_sampler
+    seen = []
+    for even in (True, False, True):
+        sampler.even_batches = even
+        assert loader.configuration.even_batches is loader.batch_sampler.even_batches is even
+        assert list(sampler) == list(loader.batch_sampler) == samples(loader)
+        assert len(sampler) == len(loader.batch_sampler) == len(loader)
+        seen.append(samples(loader))
+    own = loader.base_dataloader.batch_sampler
+    assert sampler.batch_sampler is own
+    assert (sampler.sampler, sampler.batch_size, sampler.drop_last) == (own.sampler, 4, False)
+    return seen
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_even_batches_may_be_set_on_the_sampler_of_a_prepared_loader(split: bool) -> None:
+    results = run_ranks(changed_on_the_sampler, 2, split)
+    for rank, (before, uneven, after) in enumerate(results):
+        expected = [expected_shards(10, 4, 2, drop=False, even=even, split=split)[rank] for even in (True, False, True)]
+        assert [before, uneven, after] == expected
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any

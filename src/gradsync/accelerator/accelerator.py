@@ -2,13 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -22,6 +21,7 @@ from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.gradients import Gradients
 from gradsync.accelerator.handlers import ProfileKwargs, settings_of
 from gradsync.accelerator.helpers import extract_model_from_parallel
+from gradsync.accelerator.joining import Joining
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
@@ -45,7 +45,7 @@ __all__ = ["Accelerator"]
 Batch = TypeVar("Batch")
 
 
-class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
+class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Familiar):
     """Prepares models, optimizers, loaders and schedulers for all processes, and runs windows of micro-batches.
 
     ::
@@ -172,6 +172,10 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
     def state(self) -> World:
         """Under this name Accelerate keeps what here is the world."""
         return self.world
+
+    @property
+    def distributed_type(self) -> str:
+        return self.world.distributed_type
 
     # -- preparing ---------------------------------------------------------------------------------------------
 
@@ -326,25 +330,6 @@ class Accelerator(OverProcesses, Gradients, Saving, Tracking, Familiar):
         elif not running:
             share = 0.0 if padding else 1.0 / self.gradient_accumulation_steps
             loss.backward(None if share == 1.0 else torch.full_like(loss, share), **kwargs)
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Processes in here may have different numbers of batches; those that run out shadow the others.
-
-        Nothing of that is needed, or done, where batches are even; ``even_batches`` changes it for prepared loaders.
-        """
-        if even_batches is not None and not self.prepared.loaders:
-            raise ConfigurationError("even_batches changes prepared loaders, and none has been prepared")
-        uneven = not (self.even_batches if even_batches is None else even_batches)
-        joined = [each for each in joinables if isinstance(each, Joinable) and self.use_distributed and uneven]
-        with ExitStack() as stack:
-            for loader in self.prepared.loaders if even_batches is not None else ():
-                stack.enter_context(loader.evening(bool(even_batches)))
-            if joined:
-                self.windows.joining = True
-                stack.callback(setattr, self.windows, "joining", False)
-                stack.enter_context(Join(joined, enable=True, throw_on_early_termination=False))
-            yield
 
     # -- the rest ----------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from gradsync.accelerator.sharding import (
     CollateShare,
     Lookahead,
     PrepareWorker,
+    RankBatchSampler,
     ShardedBatchSampler,
     ShardedDataset,
     ShardedIterable,
@@ -157,6 +158,19 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._current is not None and self._current.at_end
 
     @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]
+        """The loader's own; where several ranks go through it, with this rank's share of its batches."""
+        own = self.base_dataloader.batch_sampler
+        if own is None or self.communicator.world_size == 1 or self.deals_streams:
+            return own
+        return RankBatchSampler(own, self._plan, self.deal_evenly)
+
+    @property
+    def deals_streams(self) -> bool:
+        """Whether elements are dealt as they come, and not by their indices."""
+        return self._dispatches or isinstance(self.base_dataloader.dataset, IterableDataset)
+
+    @property
     def uneven(self) -> bool:
         """Whether ranks may have different numbers of batches, or batches of different sizes."""
         return self._plan.world_size > 1 and not self._plan.even
@@ -165,13 +179,17 @@ class PreparedDataLoader(DataLoader[Any]):
     def evening(self, even: bool) -> Iterator[None]:
         """Deal batches with another setting of ``even_batches`` for a while. Iterations under way are not affected."""
         outer = self.configuration, self._plan, self._inside, self._sharded
-        self.configuration = replace(self.configuration, even_batches=even)
-        self._plan = plan_for(self.base_dataloader, self.communicator, self.configuration)
-        self._inside, self._sharded = self._build_inside()
+        self.deal_evenly(even)
         try:
             yield
         finally:
             self.configuration, self._plan, self._inside, self._sharded = outer
+
+    def deal_evenly(self, even: bool) -> None:
+        """Deal batches with another setting of ``even_batches`` from the next iteration on."""
+        self.configuration = replace(self.configuration, even_batches=even)
+        self._plan = plan_for(self.base_dataloader, self.communicator, self.configuration)
+        self._inside, self._sharded = self._build_inside()
 
     @property
     def is_padding(self) -> bool:

@@ -69,7 +69,8 @@ class ProcessControl:
         return self.process_index == self.num_processes - 1
 
     @property
-    def distributed_type(self) -> DistributedType:
+    def distributed_type(self) -> str:
+        """A :class:`DistributedType`."""
         if self.num_processes == 1:
             return DistributedType.NO
         return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU

@@ -12,7 +12,7 @@ there are any.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -27,6 +27,7 @@ __all__ = [
     "CollateShare",
     "Lookahead",
     "PrepareWorker",
+    "RankBatchSampler",
     "ShardedBatchSampler",
     "ShardedDataset",
     "ShardedIterable",
@@ -177,6 +178,39 @@ class ShardedBatchSampler(Sampler[Any]):
     def _regular(self, batches: list[Any]) -> bool:
         size = self.plan.batch_size
         return size is not None and all(len(batch) == size for batch in batches[:-1]) and len(batches[-1]) <= size
+
+
+class RankBatchSampler(BatchSampler):
+    """This rank's batches of another batch sampler, by their indices, with the names of Accelerate's class for it.
+
+    Whatever is not here is looked up in ``batch_sampler``. Setting ``even_batches`` changes the loader, which
+    ``change`` belongs to, from its next epoch on. All ranks must do that.
+    """
+
+    def __init__(self, batch_sampler: Any, plan: ShardingPlan, change: Callable[[bool], None]) -> None:
+        self.batch_sampler = batch_sampler
+        self._sharded = ShardedBatchSampler(batch_sampler, plan, lambda first: None)
+        self._change = change
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not there yet, so there is nobody to ask
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (indices for share, indices in self._sharded.rounds() if share.kind != "absent")
+
+    def __len__(self) -> int:
+        return self._sharded.length()
+
+    @property
+    def even_batches(self) -> bool:
+        return self._sharded.plan.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._change(even)
+        self._sharded.plan = replace(self._sharded.plan, even=even)
 
 
 class SkipOnce(Sampler[Any]):

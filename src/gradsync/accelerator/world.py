@@ -188,6 +188,7 @@ class World(ProcessControl):
         self.is_elastic = elastic
         self._given = given
         self._owns_group = owns_group
+        self._pretended_type: str | None = None
         _living[self._key] = self
 
     @property
@@ -200,6 +201,18 @@ class World(ProcessControl):
 
     def __repr__(self) -> str:
         return f"World(rank {self.process_index} of {self.num_processes}, {self.device}, {self.distributed_type})"
+
+    @property
+    def distributed_type(self) -> str:
+        """A :class:`~gradsync.accelerator.process_control.DistributedType`, or what a script has set.
+
+        Scripts may pretend to be another kind of training, as under Accelerate. Gradients are averaged all the same.
+        """
+        return super().distributed_type if self._pretended_type is None else self._pretended_type
+
+    @distributed_type.setter
+    def distributed_type(self, kind: str) -> None:
+        self._pretended_type = None if kind == super().distributed_type else kind
 
     @property
     def is_process(self) -> bool:
