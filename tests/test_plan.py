@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,17 @@ from typer.testing import CliRunner
 
 from gradsync.cli.main import app
 from gradsync.errors import ConfigurationError
+from gradsync.explain import explain_recordings
 from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Wire, simulate
 from gradsync.plan.calibration import Calibration, Reading, fit_wire
 from gradsync.plan.library import known_machines, known_models, published
 from gradsync.plan.planner import Setting, best_setting, extrapolation, predict, rate_for, settle
 from gradsync.plan.recorded import recorded
 from gradsync.plan.report import make_report
+from gradsync.plan.stragglers import steady_straggler
+from gradsync.recording import Recording
+from gradsync.recording.files import lines_of, write_lines
+from tests.recordings import Loop, World
 
 SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
 
@@ -199,6 +205,7 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
         jitter=Jitter(sigma=0.1),
         link=1.25e9,
         facts={"ranks": "2"},
+        warnings=("one", "two"),
     )
     made.save(tmp_path / "plan.json")
     assert Calibration.load(tmp_path / "plan.json") == made
@@ -266,6 +273,83 @@ def test_ranks_that_shared_memory_can_be_planned_over_a_link(tmp_path: Path) -> 
     apart = made.over(1.25e6)
     assert apart.wire.way == "ring"
     assert predict(apart, Setting(ranks=8)).step > predict(made, Setting(ranks=8)).step
+
+
+def planted(folder: Path, ranks: list[Loop], **header: object) -> list[Recording]:
+    """What ranks that do this in a step write."""
+    known: dict[str, object] = {"link": (3e-4, 1e-9), "communicator": "Group", **header}
+    recordings = [replace(each, header=replace(each.header, **known)) for each in World(ranks=ranks).record()]
+    folder.mkdir(exist_ok=True)
+    for each in recordings:
+        write_lines(folder / f"rank-{each.header.rank:05d}.jsonl", lines_of(each))
+    return recordings
+
+
+@pytest.mark.parametrize("slow", [None, 0, 2])
+def test_a_straggler_in_the_recording_is_warned_of_as_explain_names_it(tmp_path: Path, slow: int | None) -> None:
+    ranks = [Loop(forward=0.03) if rank == slow else Loop() for rank in range(3)]
+    recordings = planted(tmp_path, ranks)
+    named = [each.rank for each in explain_recordings(recordings).stragglers]
+    assert named == ([] if slow is None else [slow])
+    warnings = recorded(tmp_path).warnings
+    assert [f"rank {rank} was a straggler when this was measured" in warnings[0] for rank in named] == [True] * len(
+        named
+    )
+    assert len(warnings) == len(named)
+    result = RUNNER.invoke(app, ["plan", str(tmp_path), "--ranks", "2,8"])
+    assert result.output.count("Warning: ") == len(named)
+    data = json.loads(RUNNER.invoke(app, ["plan", str(tmp_path), "--ranks", "2", "--json"]).output)
+    assert data["warnings"] == list(warnings)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"communicator": "SharedMemoryCommunicator(rank 0 of 2)"}, "memory that they share stands in for it"),
+        ({"identity": "one host"}, "what joins ranks of one host stands in for it"),
+        ({}, ""),
+    ],
+)
+def test_a_link_that_nobody_has_measured_is_warned_of(tmp_path: Path, header: dict[str, object], words: str) -> None:
+    planted(tmp_path, [Loop(), Loop()], **header)
+    warnings = recorded(tmp_path).warnings
+    assert len(warnings) == bool(words)
+    assert words in "".join(warnings)
+    for link in ([], ["--link", "10gbit"]):
+        result = RUNNER.invoke(app, ["plan", str(tmp_path), "--ranks", "2,8", *link])
+        assert result.output.count("Warning: no network link was measured") == bool(words)
+
+
+def test_ranks_on_two_hosts_have_a_link_between_them(tmp_path: Path) -> None:
+    recordings = planted(tmp_path, [Loop(), Loop()])
+    for each in recordings:
+        apart = replace(each, header=replace(each.header, identity=f"host {each.header.rank}"))
+        write_lines(tmp_path / f"rank-{each.header.rank:05d}.jsonl", lines_of(apart))
+    assert recorded(tmp_path).warnings == ()
+
+
+@given(st.lists(st.floats(0.1, 1.0), min_size=10, max_size=30), st.integers(0, 2), st.floats(1.2, 5.0))
+def test_a_rank_that_is_slow_for_good_is_told_from_chance(times: list[float], slow: int, factor: float) -> None:
+    rows = [[seconds * (factor if rank == slow else 1.0) for seconds in times] for rank in range(3)]
+    found = steady_straggler(rows)
+    assert found is not None
+    assert found == (slow, pytest.approx(factor))
+    assert steady_straggler([times, times, times]) is None
+    assert steady_straggler([row[:5] for row in rows]) is None
+    # One that is slow now and then is not slow for good.
+    rows[slow] = [seconds * (factor if place % 2 else 1.0) for place, seconds in enumerate(times)]
+    assert steady_straggler(rows) is None
+
+
+def test_advice_of_a_plan_is_in_the_unit_of_all_advice() -> None:
+    result = RUNNER.invoke(app, [*KNOWN, "--ranks", "64", "--bucket-mb", "25", "--link", "10gbit"])
+    lines = [line for line in result.output.splitlines() if line.startswith("Saves")]
+    assert lines
+    assert all(re.match(r"Saves [\d.,]+ ms a step \(\d+%\) at 64 ranks: ", line) for line in lines), lines
+    calibration = published("v100-100g", "resnet50")
+    report = make_report(calibration, [64], Setting(ranks=1, bucket_mb=25.0, rate=1.25e9), choose_size=False)
+    for each in report.advice:
+        assert each.saved == pytest.approx(each.gain * report.predictions[-1].step)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +480,7 @@ def test_two_real_ranks_are_a_calibration(tmp_path: Path) -> None:
     assert made.profile.nbytes == workload.nbytes
     assert made.wire.ranks == 2
     assert made.facts["ranks"] == "2"
+    assert "no network link was measured" in made.warnings[-1]
     ready = [bucket.ready for bucket in made.profile.buckets]
     assert ready == sorted(ready)
     # What is ready first is needed last: the head, as against the embedding.

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.charts.words import count, duration
+from gradsync.charts.words import count, duration, saving
 from gradsync.cli.options import refusing
 from gradsync.errors import ConfigurationError
 from gradsync.lab.rate import Rate
@@ -171,6 +171,8 @@ def _measure(path: Path, rate: Rate | None) -> None:
         f"{path}: a step of {step} with {made.profile.nbytes / 1e6:.1f} MB of gradients, and an all-reduce of 1 MiB in "
         f"{duration(link)}, over {made.facts['wire']}"
     )
+    for words in made.warnings:
+        print(f"Warning: {words}.")
 
 
 def _show(report: PlanReport, price: float | None) -> None:
@@ -197,7 +199,8 @@ def _show(report: PlanReport, price: float | None) -> None:
 
 def _sentences(report: PlanReport) -> list[str]:
     last = report.predictions[-1]
-    lines = [f"One rank alone: {duration(report.alone)} a step, {report.calibration.profile.nbytes / 1e6:.1f} MB."]
+    lines = [f"Warning: {words}." for words in report.calibration.warnings]
+    lines += [f"One rank alone: {duration(report.alone)} a step, {report.calibration.profile.nbytes / 1e6:.1f} MB."]
     lines += [f"  {name}: {words}" for name, words in report.calibration.facts.items()]
     if last.extrapolates:
         lines.append(f"The last line extrapolates: {last.extrapolates}.")
@@ -211,7 +214,7 @@ def _sentences(report: PlanReport) -> list[str]:
     else:
         lines.append(f"To lose less than {report.loss:.0%} {at}, the link of a host needs {rate_words(report.needed)}.")
     for advice in report.advice:
-        lines.append(f"{advice.gain:>5.0%} shorter {at}: {advice.words}\n        {advice.line}")
+        lines.append(f"Saves {saving(advice.saved, advice.gain)} {at}: {advice.words}\n    → {advice.line}")
     if not report.advice:
         lines.append(f"Nothing that was tried gains a hundredth {at}.")
     return lines
@@ -222,6 +225,7 @@ def _as_data(report: PlanReport, price: float | None) -> dict[str, object]:
         "alone": report.alone,
         "measured": report.calibration.measured,
         "facts": dict(report.calibration.facts),
+        "warnings": list(report.calibration.warnings),
         "predictions": [
             {
                 **asdict(each.setting),
@@ -236,5 +240,8 @@ def _as_data(report: PlanReport, price: float | None) -> dict[str, object]:
             for each in report.predictions
         ],
         "link for the loss": {"loss": report.loss, "bytes a second": report.needed},
-        "advice": [{"gain": each.gain, "change": each.words, "line": each.line} for each in report.advice],
+        "advice": [
+            {"gain": each.gain, "seconds a step": each.saved, "change": each.words, "line": each.line}
+            for each in report.advice
+        ],
     }

@@ -17,8 +17,12 @@ from gradsync.explain.stragglers import SLOW, Straggler
 
 __all__ = ["Advice", "advise"]
 
-# What gains less than this share of a step is not worth a line.
+# What gains less than this share of a step is not worth a line; nor is what waking a thread, or handing a batch from one
+# process to another, takes by itself, in seconds: no change could be sure to gain it.
 WORTH_SAYING = 0.02
+LEAST_SAVED = 2e-4
+# Every loop has a scheduler, a log and gradients to zero: only a tenth of a step is worth a look.
+SLOW_LOOP = 0.1
 # The wire is slow if that costs more than this share of the step.
 SLOW_WIRE = 0.05
 # Changes that leave the training what it is come first, unless others gain more than twice as much.
@@ -76,7 +80,7 @@ def advise(timeline: Timeline, split: Split, stragglers: Sequence[Straggler]) ->
         *(_buckets(timeline, split, link, after) if link is not None else ()),
         *(_slow_link(timeline, split, link, after) if link is not None else ()),
     ]
-    worth = [advice for advice in found if advice.gain >= WORTH_SAYING]
+    worth = [advice for advice in found if advice.gain >= WORTH_SAYING and advice.saved >= LEAST_SAVED]
     ranked = sorted(worth, key=lambda advice: advice.gain * (FREE if advice.free else 1.0), reverse=True)
     said: set[str] = set()
     for place, advice in enumerate(ranked):
@@ -123,7 +127,7 @@ def _slow_data(split: Split, after: Callable[[Callable[[Script], Script]], float
 def _slow_loop(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
     mean = split.mean
     loop = min(parts.loop for parts in split.ranks.values())
-    if loop < SLOW * mean.step:
+    if loop < SLOW_LOOP * mean.step:
         return
     yield Advice(
         kind="slow loop",

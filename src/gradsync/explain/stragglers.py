@@ -26,6 +26,8 @@ __all__ = ["SLOW", "Straggler", "find_stragglers"]
 SLOW = 0.03
 # As sure as one can be of a mean of few steps: a normal distribution is beyond it once in 700 times.
 CERTAIN = 3.0
+# A phase is named if it makes at least this share of the others' waiting.
+NAMED = 0.1
 PHASES = ("data", "loop", "forward", "backward", "optimizer", "other")
 NAMES = {"loop": "the loop's own code", "other": "what precedes the optimizer's step"}
 
@@ -90,7 +92,8 @@ def find_stragglers(timeline: Timeline, split: Split) -> tuple[Straggler, ...]:
         error = statistics.stdev(ahead) / math.sqrt(len(ahead))
         if waited >= least and statistics.fmean(ahead) >= max(least, CERTAIN * error):
             last = split.was_last.get(rank, 0.0)
-            found.append(Straggler(rank=rank, waited=waited, last=last, phases=_slower(split, rank)))
+            phases = _slower(split, rank, max(SLOW * split.mean.step, NAMED * waited))
+            found.append(Straggler(rank=rank, waited=waited, last=last, phases=phases))
     return tuple(sorted(found, key=lambda each: -each.waited))
 
 
@@ -103,8 +106,8 @@ def _waits_less(split: Split, rank: int) -> list[float]:
     ]
 
 
-def _slower(split: Split, rank: int) -> dict[str, tuple[float, float]]:
-    """Phases that take it :data:`SLOW` of a step longer; or the one that does most, where all are less."""
+def _slower(split: Split, rank: int, least: float) -> dict[str, tuple[float, float]]:
+    """Phases that take it so much longer; or the one that does most, where all are less."""
     slower: dict[str, tuple[float, float]] = {}
     for phase in PHASES:
         others: list[Any] = [getattr(parts, phase) for other, parts in split.ranks.items() if other != rank]
@@ -113,5 +116,5 @@ def _slower(split: Split, rank: int) -> dict[str, tuple[float, float]]:
     return {
         phase: (own, usual)
         for phase, (own, usual) in slower.items()
-        if own - usual > SLOW * split.mean.step or (phase == most and own > usual)
+        if own - usual > least or (phase == most and own > usual)
     }

@@ -23,7 +23,7 @@ from gradsync.plan.stragglers import Jitter
 from gradsync.plan.topology import Link, Topology
 from gradsync.plan.wire import Operation, Way, Wire
 
-__all__ = ["Calibration", "Reading", "fit_wire"]
+__all__ = ["Calibration", "Reading", "fit_wire", "no_link", "slow_for_good"]
 
 FORMAT = 1
 # A start is taken to be as long as a step with the weight of so many measured operations.
@@ -131,12 +131,30 @@ def _split(latencies: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return (start, step) if step >= 0 else (statistics.mean(y for _, y in latencies), 0.0)
 
 
+def no_link(way: Way, ranks: int) -> str:
+    """The warning of a calibration on one host."""
+    what = "memory that they share stands in" if way == "shared" else "what joins ranks of one host stands in"
+    return (
+        f"no network link was measured: for these {ranks} ranks of one host {what} for it, and a link between hosts is "
+        "slower. Say how fast it is with --link"
+        + (f"; its latency is taken to be {SOCKETS * 1e3:g} ms" * (way == "shared"))
+    )
+
+
+def slow_for_good(rank: int, words: str) -> str:
+    """The warning of a calibration with a straggler."""
+    return (
+        f"rank {rank} was a straggler when this was measured: {words}. The plan takes it for chance that any rank may "
+        "have, so that many ranks come out too slow. Measure again without it"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What a plan is made from: the step of a rank, the wire, what codings cost; and on what that was measured.
 
     ``link`` is the rate in bytes a second that the measured link was said to have: another one is planned for in
-    proportion. ``facts`` say in words where the numbers are from.
+    proportion. ``facts`` say in words where the numbers are from, ``warnings`` why not to rely on them.
     """
 
     profile: StepProfile
@@ -149,6 +167,7 @@ class Calibration:
     link: float | None = None
     measured: bool = True
     facts: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def schedule(self, overlap: Any = "backward", reduction: str = "mean") -> Schedule:
         """With the costs of this machine."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from gradsync.charts.canvas import INK, PARTS, SOFT, canvas, colour, legend, require, style
 from gradsync.charts.page import svg_file
-from gradsync.charts.words import compact
+from gradsync.charts.words import compact, saving
 from gradsync.errors import ConfigurationError
 from gradsync.plan.planner import Prediction
 from gradsync.plan.report import PlanReport
@@ -56,7 +56,8 @@ def _title(report: PlanReport) -> str:
     last = report.predictions[-1]
     words = f"At {last.setting.ranks:,} ranks a step keeps {report.efficiency(last):.0%} of the speed of one"
     if report.advice:
-        words += f"; {report.advice[0].words}: {report.advice[0].gain:.0%} shorter"
+        first = report.advice[0]
+        words += f"; {first.words}: saves {saving(first.saved, first.gain)}"
     return words
 
 

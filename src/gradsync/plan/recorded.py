@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradsync.errors import ConfigurationError
-from gradsync.plan.calibration import Calibration
+from gradsync.explain.merging import merge
+from gradsync.explain.split import split
+from gradsync.explain.stragglers import find_stragglers
+from gradsync.plan.calibration import Calibration, no_link, slow_for_good
 from gradsync.plan.profile import BucketProfile, StepProfile
 from gradsync.plan.stragglers import Jitter
 from gradsync.plan.topology import Link, Topology
@@ -31,15 +34,27 @@ def recorded(folder: Path) -> Calibration:
     # The middle one of the ranks: who differs from it for good is jitter to a plan.
     middle = sorted(profiles, key=lambda each: each.compute)[len(profiles) // 2]
     header = ranks[0].header
+    wire = _wire(header)
     return Calibration(
         profile=middle,
-        wire=_wire(header),
+        wire=wire,
         jitter=Jitter.between(_compute_seconds(ranks)),
         facts={
             "recording": f"{header.name or 'a model'} on {header.world_size} ranks",
             "wire": header.communicator,
         },
+        warnings=tuple(_warnings(ranks, wire)),
     )
+
+
+def _warnings(ranks: Sequence[Recording], wire: Wire) -> Iterator[str]:
+    """By the verdict of ``gradsync explain``: who is waited for there is a straggler here."""
+    timeline = merge(ranks)
+    for straggler in find_stragglers(timeline, split(timeline)):
+        yield slow_for_good(straggler.rank, str(straggler))
+    hosts = {rank.header.identity for rank in ranks}
+    if wire.way == "shared" or (len(hosts) == 1 and hosts != {""}):
+        yield no_link(wire.way, len(ranks))
 
 
 def _usable(rank: Recording) -> list[Step]:

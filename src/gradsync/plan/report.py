@@ -25,6 +25,8 @@ class Advice:
     # What to change, and the line that does.
     words: str
     line: str
+    # Seconds of a step, for the samples that one has now.
+    saved: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ def _advice(
             at=setting.ranks,
             prediction=better,
             gain=1 - better.a_micro_batch / now.a_micro_batch,
+            saved=now.step * (1 - better.a_micro_batch / now.a_micro_batch),
             words=words,
             line=line,
         )

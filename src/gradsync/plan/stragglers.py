@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 from gradsync.errors import ConfigurationError
 
-__all__ = ["Jitter"]
+__all__ = ["Jitter", "steady_straggler"]
 
 NORMAL = statistics.NormalDist()
 # What a rank draws at most: a factor beyond it is no jitter but a fault.
 MOST = 20.0
+# A rank is slow for good, and not by chance, if it takes so many times as long as the median of the others, in such a
+# share of at least so many steps. Nine of ten tosses of a fair coin fall alike once in 50 tries, and here each has to
+# be a tenth apart, too.
+STEADY, MOSTLY, FEWEST_STEPS = 1.1, 0.9, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +81,16 @@ class Jitter:
 
     def _below(self, factor: float) -> float:
         return NORMAL.cdf(math.log(factor) / self.sigma) if self.sigma else float(factor >= 1.0)
+
+
+def steady_straggler(ranks: Sequence[Sequence[float]]) -> tuple[int, float] | None:
+    """The rank that is slow for good, and how many times as long it takes as the median of the others: for each rank
+    its times, step by step. None where there is none: then ranks differ by chance, as :class:`Jitter` has it."""
+    steps = list(zip(*ranks, strict=False))
+    if len(ranks) < 2 or len(steps) < FEWEST_STEPS:
+        return None
+    for rank in range(len(ranks)):
+        factors = [step[rank] / statistics.median([*step[:rank], *step[rank + 1 :]]) for step in steps if min(step) > 0]
+        if factors and sum(factor >= STEADY for factor in factors) >= MOSTLY * len(steps):
+            return rank, statistics.median(factors)
+    return None

@@ -26,9 +26,9 @@ from gradsync.communicator import Communicator, choose_communicator, fit_communi
 from gradsync.communicator.fitting import Choice
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.lab.lab import fork_ranks
-from gradsync.plan.calibration import Calibration, fit_wire
+from gradsync.plan.calibration import Calibration, fit_wire, no_link, slow_for_good
 from gradsync.plan.schedule import REDUCTIONS
-from gradsync.plan.stragglers import Jitter
+from gradsync.plan.stragglers import Jitter, steady_straggler
 from gradsync.rehearsal.model_times import time_model
 from gradsync.rehearsal.wire_times import PAUSE, SIZES, coding_costs, way_of, wire_readings
 
@@ -103,10 +103,15 @@ def measure(rehearsal: Rehearsal) -> Calibration:
     times = time_model(alone.model, workload.forward, alone.optimizer, steps=rehearsal.steps)
     codings = {each.name: each for each in coding_costs(communicator, device, wire, pause=rehearsal.pause)}
     rate = rehearsal.rate
+    seconds = _on_all_ranks(communicator, times.seconds)
+    slow = steady_straggler(seconds)
+    warnings = [] if slow is None else [slow_for_good(slow[0], f"it takes {slow[1]:.2g} times as long as the others")]
+    if rate is None:
+        warnings.append(no_link(wire.way, communicator.world_size))
     return Calibration(
         profile=times.profile,
         wire=wire,
-        jitter=Jitter.between(_on_all_ranks(communicator, times.seconds)),
+        jitter=Jitter.between(seconds),
         reductions={**REDUCTIONS, **codings},
         link=None if rate is None else rate.bytes_per_second,
         facts={
@@ -115,6 +120,7 @@ def measure(rehearsal: Rehearsal) -> Calibration:
             "link": "inside this machine" if rate is None else str(rate),
             "cores": str(len(os.sched_getaffinity(0))),
         },
+        warnings=tuple(warnings),
     )
 
 
