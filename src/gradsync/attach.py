@@ -5,6 +5,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from gradsync.charts.words import count, size
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
 from gradsync.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.errors import ConfigurationError
@@ -52,10 +53,21 @@ class GradientSynchronization(Accumulation):
             model.register_forward_hook(hooks.after),
         ]
 
+    def __repr__(self) -> str:
+        communicator, synchronizer = self.wire.communicator, self.synchronizer
+        where = f"rank {communicator.rank} of {communicator.world_size} over {self.wire}"
+        state = synchronizer.engine.phase.name.lower() if self._registered else "detached"
+        return (
+            f"GradientSynchronization({type(self.replica.module).__name__}: "
+            f"{count(len(synchronizer.parameters), 'parameter')}, {size(sum(s.nbytes for s in synchronizer.specs))}; "
+            f"{where}; {state})"
+        )
+
     def detach(self) -> None:
         """Take the engine off the model. Gradients stay as they are."""
         for registered in self._registered:
             registered.remove()
+        self._registered = []
         self.synchronizer.detach()
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from gradsync.bucket.bucket import Bucket
+from gradsync.charts.canvas import PARTS
+from gradsync.charts.notebook import Piece, frame, heading, legend, lines, strip, table
+from gradsync.charts.words import duration, size
 from gradsync.communicator import Handle
 
 __all__ = ["BucketTimes", "GatherTimes", "StepTimes", "Timeline"]
 
 
+NOTHING = "no synchronized backward recorded yet"
 # What, of which bucket (index and bytes: a recorded step must not keep gradients alive), when.
 Marks = list[tuple[str, tuple[int, int] | None, Any]]
 
@@ -135,8 +139,13 @@ class Timeline:
             (self._marks if marks is None else marks).append((what, identity, _now()))
 
     def __str__(self) -> str:
-        steps = self.steps
-        return render(steps[-1]) if steps else "no synchronized backward recorded yet"
+        last = self.last
+        return NOTHING if last is None else render(last)
+
+    def _repr_html_(self) -> str:
+        """The last step, in a notebook."""
+        last = self.last
+        return frame(lines([NOTHING])) if last is None else as_html(last)
 
 
 def _now() -> Any:
@@ -191,9 +200,7 @@ def render(step: StepTimes, *, width: int = 60) -> str:
         if since is not None and until is not None:
             row[column(since) : column(until) + 1] = sign * (column(until) + 1 - column(since))
 
-    lines = [f"backward ends at {step.backward_end * 1e3:.2f} ms, synchronized at {step.finished * 1e3:.2f} ms"]
-    if first < 0:
-        lines[0] = f"gathers begin {-first * 1e3:.2f} ms before backward; it {lines[0].removeprefix('backward ')}"
+    rows = [_headline(step, first)]
     end = column(step.backward_end)
     for times in step.buckets:
         row = [" "] * width
@@ -206,5 +213,39 @@ def render(step: StepTimes, *, width: int = 60) -> str:
         for place, sign in ((column(0.0), "["), (end, "|")) if first < 0 else ((end, "|"),):
             if row[place] == " ":
                 row[place] = sign
-        lines.append(f"bucket {times.index:3d} {times.nbytes / 2**20:8.2f} MiB {''.join(row).rstrip()}")
-    return "\n".join(lines)
+        rows.append(f"bucket {times.index:3d} {times.nbytes / 2**20:8.2f} MiB {''.join(row).rstrip()}")
+    return "\n".join(rows)
+
+
+def _headline(step: StepTimes, first: float) -> str:
+    words = f"ends at {step.backward_end * 1e3:.2f} ms, synchronized at {step.finished * 1e3:.2f} ms"
+    return f"gathers begin {-first * 1e3:.2f} ms before backward; it {words}" if first < 0 else f"backward {words}"
+
+
+def as_html(step: StepTimes) -> str:
+    """The same as :func:`render` draws, in the colours of reports."""
+    first = min([0.0, *(gather.start for gather in step.gathers)])
+    total = max(step.finished - first, 1e-9)
+    end = step.backward_end
+
+    def piece(since: float, until: float, part: str, words: str) -> Piece:
+        hint = f"{words}: {duration(max(until - since, 0.0))}"
+        return (since - first) / total, (min(until, step.finished) - first) / total, PARTS[part], hint
+
+    names = {"backward": "backward", "ready, waits": "waiting", "wire, hidden": "hidden", "wire, exposed": "exposed"}
+    rows = [("backward", "", strip([piece(0.0, end, "backward", "backward")]))]
+    for times in step.buckets:
+        pieces = []
+        for gather in step.gathers:
+            if gather.index == times.index and gather.end is not None:
+                names["new parameters"] = "update"
+                pieces.append(piece(gather.start, gather.end, "update", "new parameters"))
+        reduced = times.finish if times.reduced is None else times.reduced
+        if times.start is not None and reduced is not None:
+            ready = times.start if times.ready is None else times.ready
+            pieces.append(piece(ready, times.start, "waiting", "ready, waits"))
+            pieces.append(piece(times.start, min(reduced, end), "hidden", "on the wire behind backward"))
+            pieces.append(piece(max(times.start, end), reduced, "exposed", "on the wire after backward"))
+        rows.append((f"bucket {times.index}", size(times.nbytes), strip(pieces, marks=[(end - first) / total])))
+    colours = {name: PARTS[part] for name, part in names.items()}
+    return frame(heading(_headline(step, first)), table(rows, right=(1,)), legend(colours))

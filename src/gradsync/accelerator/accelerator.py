@@ -35,6 +35,7 @@ from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.tracking import Tracking, acquaint
 from gradsync.accelerator.world import World, connect, unmet
+from gradsync.charts.words import count
 from gradsync.communicator import Communicator
 from gradsync.elastic import Elastic
 from gradsync.errors import ConfigurationError, MisuseError
@@ -160,6 +161,11 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Familiar)
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
         """As in Accelerate the accelerator itself: a copied model or trainer goes on with it."""
         return self
+
+    def __repr__(self) -> str:
+        where = f"rank {self.process_index} of {self.num_processes} on {self.device}"
+        settings = f"mixed_precision={self.mixed_precision!r}, {self.gradient_accumulation_steps=}".replace("self.", "")
+        return f"Accelerator({where}, {count(len(self.models.attachments), 'model')} prepared, {settings})"
 
     @property
     def elastic(self) -> Elasticity:

@@ -6,9 +6,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.charts.words import duration, size
+from gradsync.charts.words import duration
 from gradsync.explain import Explanation
-from gradsync.explain.words import ADVICE_TITLE, BAR, MEANINGS, NAMES, bar, gained, named, shown_buckets
+from gradsync.explain.words import ADVICE_TITLE, BAR, BUCKET_COLUMNS, HIDDEN, MEANINGS, NAMES, bar, gained
 
 __all__ = ["shown"]
 
@@ -55,16 +55,15 @@ def _split(explanation: Explanation) -> Table:
             Text(f"{bar(share):{BAR}}", style=COLOURS[name]),
             Text(MEANINGS[name], style="dim"),
         )
-    hidden = Text("behind computing, not in the sum", style="dim")
+    hidden = Text(HIDDEN, style="dim")
     table.add_row(Text("hidden wire", style="dim"), duration(mean.hidden), "", "", hidden)
     return table
 
 
 def _buckets(explanation: Explanation) -> Table:
-    table = _table("bucket", "bytes", "ready", "start", "wire", "hidden", "parameters", right=5)
-    for bucket in shown_buckets(explanation.split.buckets):
-        times = (bucket.ready, bucket.start, bucket.wire, bucket.hidden)
-        table.add_row(str(bucket.index), size(bucket.nbytes), *map(duration, times), Text(named(bucket), style="dim"))
+    table = _table(*BUCKET_COLUMNS, right=5)
+    for *numbers, names in explanation.bucket_rows():
+        table.add_row(*numbers, Text(names, style="dim"))
     left = len(explanation.split.buckets) - len(table.rows)
     if left > 0:
         table.caption = f"and {left} more; those that keep the wire busy longest are shown"

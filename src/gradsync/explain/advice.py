@@ -17,8 +17,8 @@ from gradsync.explain.stragglers import SLOW, Straggler
 
 __all__ = ["Advice", "advise"]
 
-# What gains less than this share of a step is not worth a line; nor is what waking a thread, or handing a batch from one
-# process to another, takes by itself, in seconds: no change could be sure to gain it.
+# What gains less than this share of a step is not worth a line; nor are so few seconds, which waking a thread, or
+# handing a batch from one process to another, takes by itself: no change could be sure to gain them.
 WORTH_SAYING = 0.02
 LEAST_SAVED = 2e-4
 # Every loop has a scheduler, a log and gradients to zero: only a tenth of a step is worth a look.

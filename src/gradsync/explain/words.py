@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gradsync.charts.canvas import PARTS
+from gradsync.charts.notebook import frame, heading, lines, strip, table
 from gradsync.charts.words import count, duration, saving, size
 from gradsync.communicator.naming import listed
 from gradsync.explain.advice import WORTH_SAYING, Advice
 from gradsync.explain.evidence import missing_evidence
 from gradsync.explain.merging import Timeline
-from gradsync.explain.split import PARTS, BucketSplit, Split
+from gradsync.explain.split import PARTS as STEP_PARTS
+from gradsync.explain.split import BucketSplit, Split
 from gradsync.explain.stragglers import Straggler
 
 __all__ = ["ADVICE_TITLE", "BAR", "MEANINGS", "NAMES", "Explanation", "bar", "gained", "named", "shown_buckets"]
@@ -27,6 +30,8 @@ MEANINGS = {
 NAMES = {"waiting": "waiting for a rank", "turn": "wire behind", "exposed": "exposed wire"}
 BAR = 20
 SHOWN_BUCKETS = 12
+BUCKET_COLUMNS = ("bucket", "bytes", "ready", "start", "wire", "hidden", "parameters")
+HIDDEN = "behind computing, not in the sum"
 ADVICE_TITLE = "what to change, and what it would save for the samples of a step:"
 # Waiting that is less of a step is not spoken of.
 WORTH_A_LINE = 0.005
@@ -43,6 +48,24 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the same, with bars in the colours of reports."""
+        mean = self.split.mean
+        whole, rows, at = [], [], 0.0
+        for name, seconds in self.parts():
+            share, label = seconds / mean.step if mean.step else 0.0, NAMES.get(name, name)
+            piece = (PARTS[name], f"{label}: {share:.1%}")
+            whole.append((at, at + share, *piece))
+            rows.append(
+                (label, duration(seconds), f"{share:.1%}", strip([(0.0, share, *piece)], width=160), MEANINGS[name])
+            )
+            at += share
+        rows.append(("hidden wire", duration(mean.hidden), "", "", HIDDEN))
+        parts = [heading(self.headline), strip(whole), table(rows, right=(1, 2)), lines(self.who())]
+        if self.split.buckets:
+            parts.append(table(self.bucket_rows(), header=BUCKET_COLUMNS, right=range(6)))
+        return frame(*parts, lines(self.advice_lines()))
 
     @property
     def headline(self) -> str:
@@ -67,7 +90,7 @@ class Explanation:
             share = seconds / mean.step if mean.step else 0.0
             label = f"{NAMES.get(name, name):19} {duration(seconds):>8} {share:6.1%}"
             yield f"  {label}  {bar(share):{BAR}}  {MEANINGS[name]}"
-        yield f"  {'hidden wire':19} {duration(mean.hidden):>8}  behind computing, not in the sum"
+        yield f"  {'hidden wire':19} {duration(mean.hidden):>8}  {HIDDEN}"
         yield ""
         yield from self.who()
         yield from self.bucket_lines()
@@ -75,7 +98,7 @@ class Explanation:
         yield from self.advice_lines()
 
     def parts(self) -> list[tuple[str, float]]:
-        return [(name, getattr(self.split.mean, name)) for name in PARTS]
+        return [(name, getattr(self.split.mean, name)) for name in STEP_PARTS]
 
     def who(self) -> Iterator[str]:
         """Sentences on ranks, on collectives, and on what is not known."""
@@ -113,15 +136,17 @@ class Explanation:
         if not self.split.buckets:
             return
         yield ""
-        yield "  bucket      bytes     ready     start      wire    hidden  parameters"
-        for bucket in shown_buckets(self.split.buckets):
-            yield (
-                f"  {bucket.index:6} {size(bucket.nbytes):>10} {duration(bucket.ready):>9} {duration(bucket.start):>9} "
-                f"{duration(bucket.wire):>9} {duration(bucket.hidden):>9}  {named(bucket)}"
-            )
+        for index, nbytes, ready, start, wire, hidden, names in (BUCKET_COLUMNS, *self.bucket_rows()):
+            yield f"  {index:>6} {nbytes:>10} {ready:>9} {start:>9} {wire:>9} {hidden:>9}  {names}"
         left = len(self.split.buckets) - SHOWN_BUCKETS
         if left > 0:
             yield f"  … and {left} more: those that keep the wire busy longest are shown"
+
+    def bucket_rows(self) -> Iterator[tuple[str, ...]]:
+        """Under :data:`BUCKET_COLUMNS`."""
+        for bucket in shown_buckets(self.split.buckets):
+            times = (bucket.ready, bucket.start, bucket.wire, bucket.hidden)
+            yield str(bucket.index), size(bucket.nbytes), *map(duration, times), named(bucket)
 
     def advice_lines(self) -> Iterator[str]:
         if not self.advice:
