@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -366,6 +367,32 @@ def test_added_groups_keep_their_state_when_it_closes(mode: Any) -> None:
             original.step()
 
     ThreadRanks(2).run(work)
+
+
+def test_the_state_may_be_asked_for_while_a_group_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread."""
+    take_group, seen = OverlappedOptimizer._take_group, list[int]()
+
+    def ask_first(self: OverlappedOptimizer, group: dict[str, Any]) -> None:
+        asking = threading.Thread(target=lambda: seen.append(len(self.state_dict()["state"])))
+        asking.start()
+        asking.join()
+        take_group(self, group)
+
+    monkeypatch.setattr(OverlappedOptimizer, "_take_group", ask_first)
+
+    def work() -> None:
+        rank, model = choose_communicator().rank, wrapped()
+        parameters = list(model.parameters())
+        optimizer = OverlappedOptimizer(model, torch.optim.SGD(parameters[:-2], lr=0.1, momentum=0.9))
+        model(batch(rank, 0)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        optimizer.add_param_group({"params": parameters[-2:]})
+
+    ThreadRanks(2).run(work)
+    assert len(seen) == 2
+    assert all(seen)
 
 
 def step_as_one_likes(kind: str, mode: Any) -> list[torch.Tensor]:

@@ -218,11 +218,21 @@ class OverlappedOptimizer(Resident):
 
     def state_dict(self) -> dict[str, Any]:
         """As one optimizer with all groups would have it."""
-        self._settle()
+        found: dict[int, Any] = {}
+
+        def collect() -> None:
+            self._finish_step()
+            states = {id(twin): state for optimizer in self._inner for twin, state in optimizer.state.items()}
+            for place, parameter in enumerate(indexed(self.param_groups)):
+                # None of a group that is being added at this moment.
+                twin = self._twins.get(id(parameter))
+                if twin is not None and states.get(id(twin.itself)):
+                    found[place] = states[id(twin.itself)]
+
+        # Where steps are made: another thread may ask, in the middle of one.
+        self._gathers.finish(collect)
         packed = super().state_dict()
-        states = {twin: state for optimizer in self._inner for twin, state in optimizer.state.items()}
-        twins = [self._twins[id(p)].itself for p in indexed(self.param_groups)]
-        packed["state"] = {place: states[twin] for place, twin in enumerate(twins) if states.get(twin)}
+        packed["state"] = found
         return packed
 
     @torch.no_grad()
