@@ -13,13 +13,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test more soak kills faults laws peers-tests check docs dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test more soak attack kills faults laws peers-tests check docs dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
 	@echo 'make test      run the tests           (make test ARGS="-k window -x")'
 	@echo 'make more      run the tests that make test leaves out: whole programs, and more combinations (minutes)'
 	@echo 'make soak      random trainings, compared with one process, for as long as asked (ARGS="--minutes 30")'
+	@echo 'make attack    random trainings with threads that read, signals, interrupts and faults (ARGS="--minutes 30")'
 	@echo 'make kills     trainings that are killed at random moments and go on elsewhere (minutes, ARGS="--seeds 20")'
 	@echo 'make faults    ranks that are killed, stopped, cut off or raise at random moments (an hour, ARGS="--seeds 2")'
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
@@ -52,6 +53,9 @@ more: .venv/.dev .venv/.apt
 
 soak: .venv/.dev
 	$(BIN)/python -m tests.soak $(ARGS)
+
+attack: .venv/.dev
+	$(BIN)/python -m tests.attack $(ARGS)
 
 kills: .venv/.dev
 	$(BIN)/python -m tests.kills $(ARGS)

@@ -97,7 +97,7 @@ def draw(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> Case:
             freed = chance.choice(range(layers))
             one = chance.choice([None, chance.randrange(world[1])])
             by_rank = [now - {freed} if one in (None, rank) else now for rank, now in enumerate(by_rank)]
-        windows.append(_draw_window(chance, world[1], layers, tuple(by_rank)))
+        windows.append(draw_window(chance, world[1], layers, tuple(by_rank)))
     return Case(
         seed=seed,
         world=world,
@@ -112,10 +112,19 @@ def draw(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> Case:
     )
 
 
-def _draw_window(chance: random.Random, world_size: int, layers: int, frozen: tuple[frozenset[int], ...]) -> SoakWindow:
-    kind = chance.choice(KINDS)
+def draw_window(
+    chance: random.Random,
+    world_size: int,
+    layers: int,
+    frozen: tuple[frozenset[int], ...],
+    *,
+    synchronized: bool = False,
+) -> SoakWindow:
+    """``synchronized``: means are there before the step. So every rank has a micro-batch, and none goes past the
+    wrapper, where a backward that does not reach the model's last layer is only noticed by the step."""
+    kind = chance.choice([kind for kind in KINDS if kind != "loose" or not synchronized])
     most = 1 if kind in ("plain", "loose") else 3
-    least = 1 if kind == "no_sync" else 0
+    least = 1 if kind == "no_sync" or synchronized else 0
     fails = None
     batches = tuple(
         tuple(_draw_batch(chance, layers, frozen[rank]) for _ in range(chance.randint(least, most)))

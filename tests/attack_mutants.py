@@ -1,0 +1,203 @@
+"""Repairs that ``make attack ARGS="--mutants"`` takes out one by one: the programs must find each of them missing.
+
+Most go back to what was there before, in as few lines as bring the fault back. Where parameters change is one design
+(:mod:`gradsync.sharded.update_thread`), which repaired several faults at once: there a mutant takes away the part of it
+that repaired one of them.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gradsync.bucket import shared_gradient
+from gradsync.communicator.background import Task
+from gradsync.engine.synchronizer import Synchronizer
+from gradsync.sharded import gather, overlapped, resident
+from gradsync.sharded.gather import Gathers
+from gradsync.sharded.journey import Journey
+from gradsync.sharded.overlapped import OverlappedOptimizer
+from gradsync.sharded.resident import Resident
+from gradsync.sharded.saving import indexed
+from gradsync.sharded.update_thread import UpdateThread
+
+__all__ = ["MUTANTS", "Mutant", "taken_out"]
+
+Patches = Iterator[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A repair that is taken out. ``fault``: what is wrong without it; ``kinds``: the optimizers that show it."""
+
+    fault: str
+    kinds: tuple[str, ...]
+    patches: Callable[[], Patches]
+
+
+@contextmanager
+def taken_out(name: str | None) -> Iterator[None]:
+    """Inside, this process is without the repair of that name."""
+    with ExitStack() as stack:
+        for patch in MUTANTS[name].patches() if name is not None else ():
+            stack.enter_context(patch)
+        yield
+
+
+@contextmanager
+def _in_an_action() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def _without_turns() -> Patches:
+    def run(self: UpdateThread, action: Callable[[], None]) -> None:
+        with _in_an_action():
+            action()
+
+    yield mock.patch.object(UpdateThread, "run", run)
+
+
+def _on_the_main_thread() -> Patches:
+    """Other threads still take turns."""
+
+    def run(self: UpdateThread, action: Callable[[], None]) -> None:
+        if self._turn.owner == threading.get_ident():
+            with _in_an_action():
+                action()
+        else:
+            self._turn.take(action)
+
+    yield mock.patch.object(UpdateThread, "run", run)
+
+
+def _class_switched_off() -> Patches:
+    def drop(parameters: Sequence[torch.nn.Parameter]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                parameter.grad = None
+
+    yield mock.patch.object(resident, "_drop_gradients", drop)
+
+
+def _first_before_agreement() -> Patches:
+    def make(self: Journey, segments: Any, gathers: Any) -> None:
+        self._place(segments)
+        claimed = self.early.claim()
+        changing = segments.prepare([share for share in segments.shares if share not in claimed])
+        for share, made in claimed.items():
+            if made is not share.flat:
+                share.flat.copy_(made)
+        by_need = segments.shares[::-1]
+        for shares in by_need[:1], by_need[1:]:
+            self._update([segment for segment in changing if segment.share in shares], segments)
+            self._send(shares, gathers, hold=bool(claimed))
+        self.early.stepped()
+        self.pace.stepped()
+
+    yield mock.patch.object(Journey, "_make", make)
+
+
+def _added_groups_lost() -> Patches:
+    take = OverlappedOptimizer._take_group
+
+    def take_group(self: OverlappedOptimizer, group: dict[str, Any]) -> None:
+        take(self, group)
+        self._originals[-1].param_groups.pop()
+
+    def close(self: OverlappedOptimizer) -> None:
+        Resident.close(self)
+        for handle in self._refusals:
+            handle.remove()
+        for original, inner in zip(self._originals, self._inner, strict=True):
+            mine = {id(self._twins[id(p)].itself): p for p in indexed(original.param_groups)}
+            original.state = defaultdict(dict)
+            original.state.update({mine[id(twin)]: state for twin, state in inner.state.items() if id(twin) in mine})
+
+    yield mock.patch.object(OverlappedOptimizer, "_take_group", take_group)
+    yield mock.patch.object(OverlappedOptimizer, "close", close)
+
+
+def _interrupts_kept() -> Patches:
+    """As whoever waited did: it ran the wait itself, and kept whatever ended it."""
+
+    def wait(self: Task) -> None:
+        if not self.ended:
+            self._queue.run_until(self)
+        if self._error is not None:
+            raise self._error
+
+    yield from _on_the_main_thread()
+    yield mock.patch.object(Task, "wait", wait)
+    for module in (gather, overlapped):
+        yield mock.patch.object(module, "told_later", lambda error: error)
+
+
+def _flush_without_a_turn() -> Patches:
+    def finish(self: Gathers, then: Callable[[], None] | None = None) -> None:
+        self._gathers = list(self._gathers)
+        while self._gathers:
+            self._gathers[0].finish()
+            self._gathers.pop(0)
+        if then is not None:
+            then()
+
+    yield mock.patch.object(Gathers, "finish", finish)
+
+
+def _asked_before_the_closure() -> Patches:
+    before_step = Synchronizer.before_step
+
+    def ask_first(self: Synchronizer, *, by_closure: bool, gated: bool) -> torch.Tensor | None:
+        if by_closure and not self.window.has_means and not self.engine.switches.steps_locally:
+            self._before_unsynchronized_step()
+        return before_step(self, by_closure=by_closure, gated=gated)
+
+    yield mock.patch.object(Synchronizer, "before_step", ask_first)
+
+
+def _unscaling_not_counted() -> Patches:
+    yield mock.patch.object(shared_gradient, "increment_version")
+
+
+IN_BUCKETS = ("sharded", "overlapped")
+MUTANTS = {
+    "turns": Mutant(
+        fault="threads that read run updates at the same time (item 1)", kinds=("overlapped",), patches=_without_turns
+    ),
+    "update-thread": Mutant(
+        fault="a handler comes in the middle of an update (item 2)", kinds=IN_BUCKETS, patches=_on_the_main_thread
+    ),
+    "zero-grad": Mutant(
+        fault="a handler inherits that parameters do not wait (item 2)", kinds=IN_BUCKETS, patches=_class_switched_off
+    ),
+    "early-order": Mutant(
+        fault="early shares are agreed on before all are updated (item 4)",
+        kinds=("sharded",),
+        patches=_first_before_agreement,
+    ),
+    "added-groups": Mutant(
+        fault="close() loses groups that were added (item 5)", kinds=("overlapped",), patches=_added_groups_lost
+    ),
+    "interrupts": Mutant(
+        fault="an interrupt is stored, and raised again (item 6)", kinds=IN_BUCKETS, patches=_interrupts_kept
+    ),
+    "flush": Mutant(
+        fault="flush() from two threads takes from an empty list (item 7)",
+        kinds=IN_BUCKETS,
+        patches=_flush_without_a_turn,
+    ),
+    "closure": Mutant(
+        fault="step(closure) after no_sync() is refused (item 11)",
+        kinds=("plain", *IN_BUCKETS),
+        patches=_asked_before_the_closure,
+    ),
+    "unscaling": Mutant(
+        fault="early updates are made of scaled gradients", kinds=("sharded",), patches=_unscaling_not_counted
+    ),
+}
