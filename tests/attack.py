@@ -29,9 +29,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.attack_check import check
+from tests.attack_disturbances import Outcome
 from tests.attack_mutants import MUTANTS
 from tests.attack_programs import Program, draw
-from tests.attack_rank import Outcome, attack
+from tests.attack_rank import attack
 from tests.ranks import RankError, RankFailure, RankPool
 
 PROGRAM_SECONDS = 60.0

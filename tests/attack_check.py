@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from tests.attack_disturbances import Outcome, Snapshot
 from tests.attack_programs import Program
-from tests.attack_rank import Outcome, Snapshot, make_optimizers, parameters_of_layers
+from tests.attack_rank import make_optimizers, parameters_of_layers
 from tests.soak import Paths, expected_gradients
 
 __all__ = ["Expected", "check", "train_alone"]

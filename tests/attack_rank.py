@@ -2,58 +2,29 @@
 
 import copy
 import gc
-import io
 import logging
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.errors import GradsyncError, MisuseError, PeerFailedError
-from gradsync.sharded import journey
+from tests.attack_disturbances import EVALUATED, Disturbed, Outcome
 from tests.attack_mutants import taken_out
-from tests.attack_programs import End, Program, Reader, Window
+from tests.attack_programs import End, Program, Window
 from tests.soak import Explosion, MicroBatch, Paths
 from tests.test_early_updates import AtOnce
-from tests.test_readers import at_moment
 from tests.wires import fresh_wire
 
-__all__ = ["Outcome", "Snapshot", "attack", "make_optimizers"]
+__all__ = ["attack", "make_optimizers", "parameters_of_layers"]
 
 WIRE_SECONDS = 25.0
-JOIN_SECONDS = 20.0
-# Of each thread: enough to compare, and not all of them.
-MOST_SNAPSHOTS = 40
-EVALUATED = MicroBatch(layers=(0,), seed=0, weight=1, looked_at=False)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Parameters that somebody has read; ``whole`` if all of them must be those after one and the same step."""
-
-    source: str
-    values: list[torch.Tensor]
-    whole: bool
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What came of a program on one rank. ``states``: of its optimizers, if it came to its end."""
-
-    wrong: list[str] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    final: list[torch.Tensor] | None = None
-    states: list[dict[str, Any]] | None = None
-    refused: int = 0
-    interrupted: int = 0
 
 
 class _Faulty:
@@ -119,9 +90,9 @@ def attack(program: Program, without: str | None = None) -> Outcome:
     return outcome
 
 
-class _Rank:
+class _Rank(Disturbed):
     def __init__(self, program: Program) -> None:
-        self.program, self.outcome = program, Outcome()
+        super().__init__(program)
         self.wire = fresh_wire(program.wire, WIRE_SECONDS)
         self.rank = self.wire.rank
         self.model = DistributedDataParallel(Paths(program.layers), communicator=self.wire, **program.settings)
@@ -131,12 +102,6 @@ class _Rank:
         self.optimizer: Any = self._wrap(program.optimizer.kind)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.93) if program.scheduler else None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3) if program.scaler else None
-        self.number, self.section, self.is_over = 0, "", threading.Event()
-        self.most = {"step": 1, "read": 1}
-        # What the next alarm does.
-        self.on_alarm: Callable[[], None] | None = None
-        self.may_interrupt = False
-        self.handled = 0
 
     def _wrap(self, kind: str) -> Any:
         if kind == "plain":
@@ -149,26 +114,21 @@ class _Rank:
             optimizer._journey.early.pause = 0
         return optimizer
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether the end that was drawn may have come, on this rank or on another."""
-        return self.program.end is not None and self.number >= len(self.program.windows) - 2
-
     # -- the program -----------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        with self._disturbed():
+        with self.disturbed(), _fused():
             try:
                 for number, window in enumerate(self.program.windows):
                     self.number = number
                     self._window(window, self.program.end if number == len(self.program.windows) - 1 else None)
-                self._set_alarm(None)
+                self.set_alarm(None)
                 if self.program.end is None:
                     self._finish()
                 else:
                     self._save("after the end")
             except (KeyboardInterrupt, GradsyncError, Explosion) as error:
-                self._set_alarm(None)
+                self.set_alarm(None)
                 if not self.is_ending or isinstance(error, MisuseError):
                     self.outcome.wrong.append(f"window {self.number}, {self.section}: raised {error!r}")
                 self._save(f"after {type(error).__name__}")
@@ -177,7 +137,7 @@ class _Rank:
         return self.outcome
 
     def _finish(self) -> None:
-        self.outcome.final = self._values()
+        self.outcome.final = self.values()
         if self.program.optimizer.kind == "sharded":
             self.optimizer.consolidate()
             self.outcome.states = [copy.deepcopy(self.optimizer.state_dict())]
@@ -194,7 +154,7 @@ class _Rank:
         whole = self.program.optimizer.kind != "plain" or self.section != "step"
         for how in ("values", "save"):
             try:
-                self._read(how, when, whole=whole)
+                self.read(how, when, whole=whole)
             except (GradsyncError, Explosion):
                 self.outcome.refused += 1
             except BaseException as error:
@@ -212,21 +172,21 @@ class _Rank:
         shots = [shot for shot in window.shots if shot.rank == self.rank]
         by_signal = next((shot for shot in shots if (shot.kind, shot.by) == ("handler", "signal")), None)
         if by_signal is not None:
-            self._set_alarm(self._handle, by_signal.at)
+            self.set_alarm(self.handle, by_signal.at)
         self._enter("backward", window, end)
         is_well = self._backward(window)
         traced = next((shot for shot in shots if (shot.kind, shot.by) == ("handler", "bytecode")), None)
-        with self._at("step", traced and traced.at, self._handle):
+        with self.at("step", traced and traced.at, self.handle):
             self._enter("step", window, end)
             self._step_and_zero(window, is_well=is_well)
         self._enter("read", window, end)
         for how in window.reads[self.rank]:
-            self._read(how, f"read in window {self.number}", whole=True)
+            self.read(how, f"read in window {self.number}", whole=True)
         for shot in shots:
             if shot.kind == "interrupt":
-                self._interrupt_reads(shot.by, shot.at)
+                self.interrupt_reads(shot.by, shot.at)
         if end is None:
-            self._set_alarm(None)
+            self.set_alarm(None)
 
     def _enter(self, section: str, window: Window, end: End | None) -> None:
         self.section = section
@@ -238,9 +198,9 @@ class _Rank:
         if end.kind == "step raises":
             _Faulty.is_lit = True
         elif end.kind == "killed":
-            self._set_alarm(_die, end.after)
+            self.set_alarm(_die, end.after)
         else:
-            self._set_alarm(_interrupt, end.after)
+            self.set_alarm(_interrupt, end.after)
 
     def _backward(self, window: Window) -> bool:
         """All micro-batches; but for the last, where a closure has it. Whether nothing was planted, or raised."""
@@ -357,139 +317,13 @@ class _Rank:
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
 
-    # -- who reads -------------------------------------------------------------------------------------------------
 
-    def _values(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.paths.parameters()]
-
-    def _read(self, how: str, source: str, *, whole: bool) -> None:
-        """``whole``: no step can begin meanwhile."""
-        values = None
-        with torch.no_grad():
-            if how == "save":
-                torch.save(self.paths.state_dict(), buffer := io.BytesIO())
-                if whole:
-                    buffer.seek(0)
-                    values = list(torch.load(buffer).values())
-            elif how == "deepcopy":
-                values = [parameter.detach() for parameter in copy.deepcopy(self.paths).parameters()]
-            elif how == "evaluate":
-                self.paths(EVALUATED)
-            elif how == "sum":
-                for parameter in reversed(list(self.paths.parameters())):
-                    parameter.sum()
-            elif how == "flush" and self.program.optimizer.kind != "plain":
-                self.optimizer.flush()
-            elif how == "optimizer" and self.program.optimizer.kind == "overlapped":
-                self.optimizer.state_dict()
-            elif how == "values":
-                values = self._values()
-        if values is not None:
-            self.outcome.snapshots.append(Snapshot(f"{source}, {how}", values, whole))
-
-    def _handle(self) -> None:
-        """What a signal handler does."""
-        whole = self.program.optimizer.kind != "plain" or self.section != "step"
-        self.handled += 1
-        for how in ("values", ("save", "flush", "deepcopy", "optimizer")[self.handled % 4]):
-            try:
-                self._read(how, f"handler in window {self.number}, {self.section}", whole=whole)
-            except MisuseError:
-                self.outcome.refused += 1
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) and self.is_ending:
-                    raise
-                if not (self.is_ending and isinstance(error, GradsyncError | Explosion)):
-                    self.outcome.wrong.append(f"handler in window {self.number}, {self.section}: {how}: {error!r}")
-
-    def _interrupt_reads(self, by: str, at: float) -> None:
-        """A KeyboardInterrupt comes while the model is saved. It is saved again."""
-
-        def interrupt() -> None:
-            if self.may_interrupt:
-                self.may_interrupt = False
-                raise KeyboardInterrupt
-
-        try:
-            self.may_interrupt = True
-            if by == "signal":
-                self._set_alarm(interrupt, at / 10)
-                self._read("save", "interrupted", whole=False)
-            else:
-                with self._at("read", at, interrupt):
-                    self._read("save", "interrupted", whole=False)
-            self.may_interrupt = False
-        except KeyboardInterrupt:
-            self.outcome.interrupted += 1
-            # It may have come between the beginning of torch.no_grad() and that of its block.
-            torch.set_grad_enabled(True)
-        self._read("save", f"after an interrupt in window {self.number}", whole=True)
-
-    def _keep_reading(self, reader: Reader) -> None:
-        count = 0
-        while not self.is_over.is_set():
-            try:
-                before = len(self.outcome.snapshots)
-                self._read(reader.how, f"thread in window {self.number}", whole=False)
-                count += 1
-                if count > MOST_SNAPSHOTS and reader.how in ("values", "deepcopy") and before:
-                    reader = Reader(rank=reader.rank, how="sum", pause=reader.pause)
-            except BaseException as error:
-                if not (self.is_ending and isinstance(error, GradsyncError | Explosion)):
-                    self.outcome.wrong.append(f"thread in window {self.number}, {reader.how}: {error!r}")
-                    return
-                time.sleep(0.001)
-            time.sleep(reader.pause)
-
-    # -- what happens ----------------------------------------------------------------------------------------------
-
-    def _set_alarm(self, action: Callable[[], None] | None, seconds: float = 0.0) -> None:
-        self.on_alarm = action
-        signal.setitimer(signal.ITIMER_REAL, 0.0 if action is None else max(seconds, 1e-6))
-
-    def _alarmed(self, *_: Any) -> None:
-        action, self.on_alarm = self.on_alarm, None
-        if action is not None:
-            action()
-
-    @contextmanager
-    def _at(self, section: str, at: float | None, call: Callable[[], None]) -> Iterator[None]:
-        if at is None:
-            yield
-            return
-        with at_moment(1 + int(at * self.most[section]), call) as count:
-            yield
-        self.most[section] = max(self.most[section], count[0])
-
-    @contextmanager
-    def _disturbed(self) -> Iterator[None]:
-        """Handlers, threads, and what else is to be put back."""
-        with ExitStack() as stack:
-            stack.callback(setattr, _Faulty, "is_lit", False)
-            stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._alarmed))
-            stack.callback(self._set_alarm, None)
-            stack.callback(sys.setswitchinterval, sys.getswitchinterval())
-            sys.setswitchinterval(self.program.switch_interval)
-            if self.program.optimizer.early == 1.0:
-                stack.callback(setattr, journey, "plan_early", journey.plan_early)
-                journey.plan_early = lambda times, sizes, gathered: range(len(sizes))
-            readers = [
-                threading.Thread(target=self._keep_reading, args=(each,), daemon=True)
-                for each in self.program.readers
-                if each.rank == self.rank
-            ]
-            stack.callback(self._join, readers)
-            for reader in readers:
-                reader.start()
-            yield
-
-    def _join(self, readers: list[threading.Thread]) -> None:
-        self.is_over.set()
-        for reader in readers:
-            with suppress(RuntimeError):
-                reader.join(JOIN_SECONDS)
-            if reader.is_alive():
-                self.outcome.wrong.append("a thread that reads has not ended")
+@contextmanager
+def _fused() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _Faulty.is_lit = False
 
 
 def _interrupt() -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from tests import attack
 from tests.attack_check import check, train_alone
+from tests.attack_disturbances import Outcome, Snapshot
 from tests.attack_mutants import MUTANTS
 from tests.attack_programs import Program, draw
-from tests.attack_rank import Outcome, Snapshot
 from tests.ranks import pool_of
 
 pytestmark = pytest.mark.timeout(120)
