@@ -4,11 +4,13 @@ import gc
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import Communicator, HierarchicalCommunicator, InProcessWorld, Topology
 from gradsync.errors import GradsyncError
 from tests.ranks import pool_of
@@ -85,6 +87,58 @@ def test_a_child_uses_no_wire_and_breaks_none(name: str) -> None:
     for heard, kind in zip(said, ("MisuseError", "MisuseError", allocates, "MisuseError"), strict=True):
         assert heard.startswith(kind), heard
     assert f"was forked from rank 0 (process {pool_of(2).pids()[0]})" in said[0]
+
+
+def read_in_a_child(kind: str, flush: bool) -> list[str]:
+    """What a child hears that is forked right after a step, and reads parameters."""
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), communicator=fresh_wire("shared-memory", 30.0))
+    if kind == "sharded":
+        optimizer: Any = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    else:
+        optimizer = OverlappedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    if flush:
+        optimizer.flush()
+    ours, theirs = multiprocessing.Pipe()
+
+    def work() -> None:
+        said = []
+        reads: list[Callable[[], object]] = [
+            lambda: model.module.weight.sum(),
+            lambda: torch.cat([each.flatten() for each in model.state_dict().values()]),
+            lambda: model.module(torch.ones(1, 8)),
+            optimizer.flush,
+        ]
+        for read in reads:
+            try:
+                read()
+                said.append("")
+            except GradsyncError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        theirs.send(said)
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    assert ours.poll(20), "the child hangs"
+    said: list[str] = ours.recv()
+    child.join(20)
+    assert child.exitcode == 0
+    optimizer.flush()
+    return said
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["sharded", "overlapped"])
+def test_a_child_that_reads_parameters_right_after_a_step_is_told_to_flush(kind: str) -> None:
+    for said in pool_of(2).run(read_in_a_child, kind, False):
+        assert len(said) == 4
+        for each in said:
+            assert each.startswith("MisuseError: this process was forked while new parameters were on their way")
+            assert each.endswith("Call optimizer.flush() before you fork")
+    assert pool_of(2).run(read_in_a_child, kind, True) == [[""] * 4] * 2
 
 
 def test_inner_wires_are_forsaken_with_the_outer_one_but_not_a_rank_that_is_alone() -> None:

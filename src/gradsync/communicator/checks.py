@@ -1,12 +1,14 @@
 """What is refused before anything is sent or counted, in the same words on every wire and on all ranks."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
 
 from gradsync.communicator.base import Counts, ReduceOp
-from gradsync.errors import ConfigurationError
+from gradsync.communicator.naming import listed
+from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = [
     "SUMMED_BY_TORCH",
@@ -17,11 +19,14 @@ __all__ = [
     "check_source",
     "check_summed",
     "check_together",
+    "collectives_differ",
     "has_gaps",
+    "missing_step",
 ]
 
 OPERATIONS = get_args(ReduceOp)
 REDUCING = frozenset({"all_reduce", "reduce_scatter"})
+REDUCING_OR_GATHERING = re.compile(r"\b(all_reduce|reduce_scatter|all_gather)\b")
 # What torch adds up on the CPU.
 SUMMED_BY_TORCH = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8})
 SUMMED_BY_TORCH |= {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128}
@@ -48,6 +53,29 @@ def has_gaps(tensor: torch.Tensor) -> bool:
             return True
         expected *= size
     return False
+
+
+def collectives_differ(started: Sequence[str]) -> MismatchError:
+    """The error for ranks that have ``started`` different collectives."""
+    named = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(started))
+    hint = missing_step({f"rank {rank}": each for rank, each in enumerate(started)})
+    advice = hint or "All ranks must run the same collectives in the same order"
+    return MismatchError(f"ranks started different collectives: {named}. {advice}")
+
+
+def missing_step(started: Mapping[str, str]) -> str:
+    """What to say where some ranks gather and others reduce, as after a step() that not all of them have called.
+    ``started`` describes the collective of each rank."""
+    kinds = {rank: REDUCING_OR_GATHERING.search(each) for rank, each in started.items()}
+    gather = [rank for rank, kind in kinds.items() if kind and kind[0] == "all_gather"]
+    reduce = {rank: kind[0] for rank, kind in kinds.items() if kind and kind[0] in REDUCING}
+    if not gather or not reduce:
+        return ""
+    return (
+        f"With a ShardedOptimizer or OverlappedOptimizer: {listed(gather)} called step() (all_gather), and "
+        f"{listed(list(reduce))} went on without it ({next(iter(reduce.values()))}). Call step() on every rank in each "
+        "window, also on one that has no batch or leaves out its loss"
+    )
 
 
 def check_operation(op: ReduceOp, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
@@ -164,8 +165,7 @@ class InProcessWorld:
         ranks = range(self.world_size)
         try:
             if len(set(current.kinds.values())) > 1:
-                kinds = ", ".join(f"rank {rank}: {current.kinds[rank]}" for rank in ranks)
-                raise MismatchError(f"ranks started different collectives: {kinds}")
+                raise collectives_differ([current.kinds[rank] for rank in ranks])
             with torch.no_grad():
                 results = combine([current.inputs[rank] for rank in ranks])
                 for rank in ranks:

@@ -22,6 +22,7 @@ import torch
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
+from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.logs import LOGGER
@@ -361,8 +362,7 @@ class SharedMemoryCommunicator(Wire):
         headers = self._signals.headers(self._number)
         if headers.count(mine) < len(headers) and differ(headers):
             self._number += 1
-            started = ", ".join(f"rank {rank}: {describe_header(header)}" for rank, header in enumerate(headers))
-            raise MismatchError(f"ranks started different collectives: {started}")
+            raise collectives_differ([describe_header(header) for header in headers])
         return headers
 
     def _meet_again(self, call: Call) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradsync.communicator.checks import missing_step
 from gradsync.communicator.naming import listed
 from gradsync.watch.exits import ENDED, EXITED, exit_words, noted_exit
 from gradsync.watch.judge import Ending, RaisedError, Suspicion
@@ -105,6 +106,7 @@ def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool)
     verb = "waits" if len(suspicion.waiters) == 1 else "wait"
     waiting = f"{listed(waiters)} {verb} in {suspicion.what}" if waiters else "nobody waits for it yet"
     stand, seconds = where(suspicion.standing), f"{suspicion.seconds:.0f} s"
+    hint = _missing_step(member, waiters, suspicion)
     if suspicion.raised:
         stand += f". It {suspicion.raised}, and has not gone on since"
     if suspicion.kind == "silent":
@@ -114,10 +116,18 @@ def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool)
     if suspicion.kind == "at odds":
         return (
             f"{member} has waited for {seconds} in another collective than the others: {waiting}, and it is {stand}. "
-            "All ranks must run the same collectives in the same order"
+            + (hint or "All ranks must run the same collectives in the same order")
         )
     stack = f". Its stack: {' < '.join(reversed(suspicion.standing.stack))}" if suspicion.standing.stack else ""
-    return f"{member} keeps others waiting for {seconds}: {waiting}, and it is {stand}{stack}"
+    return f"{member} keeps others waiting for {seconds}: {waiting}, and it is {stand}{stack}" + (hint and f". {hint}")
+
+
+def _missing_step(member: Member, waiters: list[str], suspicion: Suspicion) -> str:
+    own = suspicion.standing.waits[-1].what if suspicion.standing.waits else ""
+    # Only of one and the same collective, by its number: who waits in another one may just be late.
+    if not waiters or own.partition(" (")[0] != suspicion.what.partition(" (")[0]:
+        return ""
+    return missing_step({listed(waiters): suspicion.what, f"rank {member.rank}": own})
 
 
 def straggling(members: Sequence[Member], verdict: Verdict) -> str:
