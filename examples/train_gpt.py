@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 30
 
-Run it again with more steps and it goes on where it was. Needs `pip install gradsync[train]`.
+Run it again with more steps and it goes on where it was. Needs the extra `train`: `pip install '.[train]'` in a clone.
 """
 
 import argparse

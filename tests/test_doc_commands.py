@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from gradsync.bench.scenarios import SCENARIOS
 from gradsync.cli.main import app
+from gradsync.version import __version__
 
 INLINE = re.compile(r"(?<!`)`((?:gradsync|make|mpirun|pip|python|srun|torchrun)\s[^`]+)`(?!`)")
 # Programs of others that start ranks: what they are given themselves, they read; what follows is a command again.
@@ -142,9 +143,11 @@ def _check_pip(words: list[str]) -> None:
     if words[0] != "install":
         raise UnknownCommandError(f"pip {words[0]} is not what a page would ask for")
     for word in words[1:]:
-        found = re.fullmatch(r"(?:gradsync|\.)(?:\[(?P<extras>[\w,]+)\])?", word)
+        # On no index yet: by its name pip would find nothing, or what somebody else has put there.
+        wheel = rf"dist/gradsync-{re.escape(__version__)}-py3-none-any\.whl"
+        found = re.fullmatch(rf"(?:{wheel}|\.)(?:\[(?P<extras>[\w,]+)\])?", word)
         if found is None:
-            raise UnknownCommandError(f"{word} is not ours to install")
+            raise UnknownCommandError(f"{word} is neither a clone nor a wheel of ours")
         for extra in filter(None, (found["extras"] or "").split(",")):
             if extra not in EXTRAS:
                 raise UnknownCommandError(f"there is no extra {extra}")
@@ -160,6 +163,15 @@ def test_every_command_can_be_typed() -> None:
         except (UnknownCommandError, SystemExit) as error:
             wrong.append(f"{where}: {line}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_text_tells_anybody_to_install_from_an_index() -> None:
+    """Errors of an installed gradsync name its extras, and those pip finds in what is installed."""
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in [*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    }
+    assert [path.name for path, text in texts.items() if re.search(r"pip install ['\"]?gradsync", text)] == []
 
 
 @pytest.mark.parametrize(
@@ -181,7 +193,10 @@ def test_every_command_can_be_typed() -> None:
         "mpirun -n 2 hostname",
         "python benchmarks/nowhere.py",
         "python -m nowhere",
-        "pip install 'gradsync[wings]'",
+        "pip install gradsync",
+        "pip install 'gradsync[train]'",
+        "pip install '.[wings]'",
+        "pip install dist/gradsync-9.9.9-py3-none-any.whl",
         "pip uninstall gradsync",
         "make nothing",
         "fly",

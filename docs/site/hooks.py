@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[2]
 # Where files at the root have their page.
 AT_THE_ROOT = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")
+# How much more, or less, a page counts in a search than others. Pages that explain something come before those that
+# use its name often: a name is looked for by people who want to know what it does.
+SEARCH_BOOSTS = {"accumulation.md": 3.0, "benchmarks.md": 0.2, "changes.md": 0.2}
 # A line that stands for what the commands say of themselves, and the page that has it.
 COMMANDS, COMMANDS_PAGE = "<!-- commands -->", "reference/command-line.md"
 
@@ -37,6 +40,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    # What the front matter of a page would say, which others than this site would show as text.
+    if page.file.src_uri in SEARCH_BOOSTS:
+        page.meta["search"] = {"boost": SEARCH_BOOSTS[page.file.src_uri]}
     if page.file.src_uri == COMMANDS_PAGE:
         from commands import describe  # found only now, and torch comes with it
 

@@ -4,7 +4,7 @@
     folder.save(step, shared={"model": model.state_dict(), ...}, own={"rng": rng_state()}, facts={"lr": 0.1})
     loaded = folder.load()          # the newest good one, or None
 
-Needs the ``safetensors`` package: ``pip install gradsync[checkpoint]``. Nothing is pickled.
+Needs the ``safetensors`` package, which the extra ``checkpoint`` brings. Nothing is pickled.
 """
 
 from gradsync.checkpoint.files import CorruptFileError
