@@ -40,7 +40,7 @@ TOLD_EVERY = 5.0
 MOST_FAILURES = 5
 MUTANT_PROGRAMS = 300
 # Of a program that fails.
-LINES_SHOWN = 8
+LINES_SHOWN = 80
 
 
 class Attacker:

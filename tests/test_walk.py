@@ -18,8 +18,8 @@ PACKAGE = Path(gradsync.__file__).parent
 DOCUMENT = PACKAGE.parents[1] / "docs" / "architecture.md"
 # What a stop asks on its way, and does not pass the gradient on with.
 QUESTIONS = {"averages", "world_size", "rank", "device", "divides_on_the_wire", "now", "describe"}
-# What those are told who look on is no stop.
-ONLOOKERS = {"engine/observer.py", "recording/recorder.py"}
+# Observers, and the mark by which an interrupt is noticed, are not stages.
+ONLOOKERS = {"engine/observer.py", "recording/recorder.py", "engine/interrupts.py"}
 
 
 def documented() -> list[tuple[str, str]]:

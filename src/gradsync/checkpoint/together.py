@@ -4,13 +4,13 @@ Ranks that write to a disk fail one by one: it is full for one and not for anoth
 waits, before everybody has said how it went: if one rank fails, all raise.
 """
 
-import contextlib
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
+from gradsync.communicator.logs import log_errors
 from gradsync.errors import PeerFailedError
 
 __all__ = ["Undo", "refuse", "together"]
@@ -47,7 +47,7 @@ def together(
 def refuse(communicator: Communicator, error: Exception, undo: Undo | None = None) -> None:
     """Raise ``error``, each rank its own, when all ranks have called ``undo``. Collective, and always raises."""
     if undo is not None:
-        with contextlib.suppress(Exception):
+        with log_errors("undoing it failed"):
             undo()
         _gather(communicator, None)
     raise error

@@ -14,7 +14,6 @@ Each of it has a limit: a process that is to end ends.
 """
 
 import atexit
-import contextlib
 import ctypes
 import itertools
 import os
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from gradsync.communicator.logs import log_errors
 
 __all__ = ["UnderWay", "await_at_end", "keep_for_good", "keep_track", "leave_all", "never_let_go"]
 
@@ -117,7 +118,7 @@ def leave_all() -> None:
     # A wire over others was made after them. It goes first: as long as its thread is at work, it begins theirs anew.
     for wire in reversed(list(_wires)):
         # One that cannot must not keep the others from it.
-        with contextlib.suppress(Exception):
+        with log_errors("a communicator could not be closed"):
             wire.leave(max(0.0, deadline - time.monotonic()))
     deadline = time.monotonic() + ABORT_SECONDS
     for thread in _awaited:

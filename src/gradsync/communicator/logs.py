@@ -6,10 +6,14 @@ and when it ends; whether it does is read when a communicator is made.
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from gradsync.errors import ConfigurationError
+from torch.distributed import DistError
 
-__all__ = ["LOGGER", "VARIABLE", "configure_logging"]
+from gradsync.errors import ConfigurationError, GradsyncError
+
+__all__ = ["LOGGER", "VARIABLE", "configure_logging", "log_errors"]
 
 LOGGER = logging.getLogger("gradsync")
 VARIABLE = "GRADSYNC_LOG"
@@ -21,6 +25,21 @@ LEVELS = {
 }
 # Where launchers say which rank this is: torchrun, Open MPI, MPICH and its kin, srun.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+@contextmanager
+def log_errors(doing: str) -> Iterator[None]:
+    """Log an error instead of raising it: an earlier error is being handled, and must not be replaced by this one.
+
+    A peer or a link that is gone is what one expects then, and is logged at level debug. Anything else is a bug, in
+    gradsync or in what a user has registered, and is logged with its traceback.
+    """
+    try:
+        yield
+    except (GradsyncError, DistError, OSError) as error:
+        LOGGER.debug("after a failure, %s: %s: %s", doing, type(error).__name__, error)
+    except Exception:
+        LOGGER.exception("after a failure, %s", doing)
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]

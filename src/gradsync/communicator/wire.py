@@ -9,7 +9,6 @@ back through one of two methods:
   come before it, after them.
 """
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from gradsync.communicator.checks import (
 )
 from gradsync.communicator.collective import Allocation, Collective, Fate, Later, OnTheSpot, StageHandle, Work, again
 from gradsync.communicator.leaving import keep_track
-from gradsync.communicator.logs import LOGGER
+from gradsync.communicator.logs import LOGGER, log_errors
 from gradsync.communicator.naming import rank_name
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, MisuseError, WireLostError
 
@@ -321,6 +320,9 @@ class Wire:
         """What to raise for ``error``, which ``collective`` came to. The wire is broken, unless all are in step."""
         if isinstance(error, MismatchError) and self.survives_mismatch:
             return error
+        if self.world_size == 1 and not isinstance(error, Exception):
+            # An interrupt, and no other rank is left in the middle of anything.
+            return error
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
             # It may be that of a wire below this one, which sticks to this one, too.
@@ -384,7 +386,7 @@ class Wire:
     def _tell_once(self, reason: str) -> None:
         if not self._aborted:
             self._aborted = True
-            with contextlib.suppress(Exception):
+            with log_errors("telling the other ranks failed"):
                 self._tell_others(reason)
 
     def _refuse_after_failure(self) -> None:

@@ -42,7 +42,6 @@ from gradsync.engine.ready_hooks import ReadyHooks
 from gradsync.engine.running_backward import RunningBackward
 from gradsync.engine.synchronization import Synchronization
 from gradsync.engine.veto import Veto
-from gradsync.errors import MisuseError
 from gradsync.window import WindowState
 
 __all__ = ["BackwardEngine"]
@@ -189,15 +188,13 @@ class BackwardEngine:
 
     def synchronize(self) -> None:
         """Average what has accumulated, without a backward. Collective."""
-        self._hooks.arrivals.clear()
         try:
+            self._hooks.arrivals.clear()
             self.window.begin_synchronization()
             self.synchronization.begin()
-        except MisuseError:
-            self.failed_backwards.fail()
-            raise
         except BaseException:
-            self.failed_backwards.recover()
+            # Also an interrupt, and also where nothing has started yet: the others wait for this rank.
+            self.failed_backwards.fail()
             raise
         self._finish()
 
@@ -223,7 +220,11 @@ class BackwardEngine:
 
         Or it was refused there, for what an earlier failure has left behind.
         """
-        reaches = not self.phases.busy and any(parameter.requires_grad for parameter in self.parameters)
+        if self.phases.busy:
+            # It had come there, and an interrupt has kept it from saying so.
+            self.backward_failed(forward_synchronizes)
+            return
+        reaches = any(parameter.requires_grad for parameter in self.parameters)
         if reaches and self.switches.let_synchronize(forward_synchronizes):
             self.failed_backwards.fail_again()
 

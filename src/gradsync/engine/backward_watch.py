@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from gradsync.communicator.logs import LOGGER
 from gradsync.engine.abstention import Offer
 
 __all__ = [
@@ -172,27 +173,43 @@ def watch_failures() -> None:
     A backward that was called in another way is noticed when the engine is next touched.
     """
     inner = getattr(torch.autograd, "_engine_run_backward", None)
-    if inner is None or hasattr(inner, "_told_to_gradsync"):
+    if inner is None:
+        _say_unwatched()
+        return
+    if hasattr(inner, "_told_to_gradsync"):
         return
 
     @functools.wraps(inner)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        calls = _calls.setdefault(threading.get_ident(), [])
-        call = _Call(accumulates=kwargs.get("accumulate_grad", True))
-        calls.append(call)
+        call, thread = _Call(accumulates=kwargs.get("accumulate_grad", True)), threading.get_ident()
         try:
+            if current_task() == NO_TASK:
+                # What an interrupt has left behind.
+                _calls.pop(thread, None)
+            _calls.setdefault(thread, []).append(call)
             return inner(*args, **kwargs)
         except BaseException as error:
-            if call.accumulates and len(calls) == 1:
+            if call.accumulates and _calls.get(thread, [call])[0] is call:
                 call.tell(error, args[0])
             raise
         finally:
-            calls.pop()
+            calls = _calls.get(thread, [])
+            if call in calls:
+                calls.remove(call)
             if not calls:
-                del _calls[threading.get_ident()]
+                _calls.pop(thread, None)
 
     run_backward._told_to_gradsync = True  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _say_unwatched() -> None:
+    LOGGER.warning(
+        "torch %s has no torch.autograd._engine_run_backward, by which gradsync notices a backward that raises: the "
+        "other ranks hear of it only when this rank next runs a forward or a step, and wait until then",
+        torch.__version__,
+    )
 
 
 def inside_inner_task() -> bool:

@@ -8,6 +8,7 @@ rank that fails at the very end would otherwise have told nobody.
 How it is noticed that a backward has failed is in :mod:`gradsync.engine.backward_watch`.
 """
 
+from gradsync.communicator.logs import log_errors
 from gradsync.engine.abstention import Abstention
 from gradsync.engine.gradient_store import GradientStore
 from gradsync.engine.phase import Phase, Phases
@@ -47,9 +48,12 @@ class FailedBackwards:
         if self._phases.now is Phase.DETACHED or self.has_told:
             return
         try:
-            self._store.take_back(worthless=True)
+            with log_errors("taking the gradients back failed"):
+                self._store.take_back(worthless=True)
             if self._phases.now is not Phase.SYNCHRONIZING:
-                self._synchronization.begin()
+                # Whatever this raises, recovering tells the others; the caller has an error of its own to raise.
+                with log_errors("beginning the synchronization failed"):
+                    self._synchronization.begin()
         finally:
             self.recover()
 
@@ -59,20 +63,25 @@ class FailedBackwards:
         self.fail()
 
     def recover(self) -> None:
-        """Bring the synchronization of a failed backward to its end. See [Note: a failed backward]."""
+        """Bring the synchronization of a failed backward to its end. See [Note: a failed backward].
+
+        In any phase, and again where an interrupt has cut it short.
+        """
         window, veto = self._store.window, self._store.pipeline.veto
         self._told = self._phases.now is Phase.SYNCHRONIZING
         if self._told:
+            # An interrupt may come when this rank has exchanged everything, and counted that.
+            self.count += not self._synchronization.exchanged
             self._synchronization.abandon()
         abstained = self._told and veto.abstains
         if self._told:
-            self.count += 1
             # Others may have ended this window well, or learn of it in the next one. Their windows and this rank's are
             # compared by number.
             self._synchronization.pace.window_ended(worked=False)
             veto.forget()
             # What was skipped was another window; a step that follows has nothing to skip.
             window.step_was_skipped = False
+        self._store.mend_hooks()
         self._store.hooks.arrivals.clear()
         window.discard()
         window.is_vetoed = self._told and veto.forgives

@@ -71,6 +71,16 @@ class GradientStore:
             self.sharing.tenant.moved(self.buckets)
         self.hooks.register(self.arrangement.places, counting=True)
 
+    def mend_hooks(self) -> None:
+        """Put all hooks in their places, if an interrupt has come while they were exchanged."""
+        if self.hooks.whole:
+            return
+        if self.pipeline.communicator.world_size == 1:
+            # It may have come while buckets were made; a rank with peers cannot make them alone, and has aborted then.
+            self.build()
+        else:
+            self.hooks.register(self.arrangement.places, counting=True)
+
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows."""
         self.sharing.require_tenant_served(scatters=reduction.scatters)

@@ -126,16 +126,22 @@ class Meeting:
             known=waits,
         )
         pipeline.flush()
-        correction = weights.finish(self.divisor)
-        pipeline.finish(correction=correction, norms=norms)
-        if waits:
-            pipeline.await_requests()
+        with pipeline.section:
+            correction = weights.finish(self.divisor)
+            pipeline.finish(correction=correction, norms=norms)
+            if waits:
+                pipeline.await_requests()
+            return self._conclude(correction, uncounted=contributes and not weights.counting)
+
+    def _conclude(self, correction: float | torch.Tensor | None, *, uncounted: bool) -> bool:
+        """Do what the ballot asks for: whether there are means. Collective, where it asks for something."""
+        pipeline = self._pipeline
         verdict = self._hear_vetoes()
         if verdict is not None and verdict.skips:
             spoil(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
             pipeline.conclude(well=False)
             return False
-        late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=contributes and not weights.counting)
+        late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=uncounted)
         divisor = pipeline.division.divisor / pipeline.division.local_scale / late
         self._reduce_outside(divisor if correction is None else divisor / correction)
         pipeline.conclude()

@@ -6,8 +6,8 @@
                  ▼                                                         │
     IDLE ── a backward begins ──▶ LOCAL ── its forward synchronizes ──▶ SYNCHRONIZING ── all buckets finished ──▶ IDLE
       │                             │                                      │
-      └── synchronize(), fail() ────┼──────────────────────────────────────┤
-                                    └──── backward fails ────▶ BROKEN ◀────┘  a rank or the wire failed
+      ├── synchronize(), fail() ────┼──────────────────────────────────────┤
+      └── its start fails ──────────┴──── backward fails ────▶ BROKEN ◀────┘  a rank or the wire failed
                                                                  ├── gradients zeroed ──▶ IDLE
                                                                  └── the others must be told ──▶ SYNCHRONIZING
 
@@ -35,10 +35,10 @@ class Phase(enum.Enum):
 
 
 _NEXT = {
-    Phase.IDLE: {Phase.LOCAL, Phase.SYNCHRONIZING, Phase.DETACHED},
+    Phase.IDLE: {Phase.LOCAL, Phase.SYNCHRONIZING, Phase.BROKEN, Phase.DETACHED},
     Phase.LOCAL: {Phase.SYNCHRONIZING, Phase.IDLE, Phase.BROKEN, Phase.DETACHED},
     Phase.SYNCHRONIZING: {Phase.IDLE, Phase.BROKEN, Phase.DETACHED},
-    Phase.BROKEN: {Phase.IDLE, Phase.SYNCHRONIZING, Phase.DETACHED},
+    Phase.BROKEN: {Phase.IDLE, Phase.SYNCHRONIZING, Phase.BROKEN, Phase.DETACHED},
     Phase.DETACHED: {Phase.DETACHED},
 }
 
@@ -53,7 +53,9 @@ class Phases:
         self.idle = [True]
 
     def enter(self, phase: Phase) -> None:
-        assert phase in _NEXT[self.now], f"from {self.now.name} there is no way to {phase.name}"
+        # Not an assertion: under python -O the engine would go on in a phase in which it does not stand.
+        if phase not in _NEXT[self.now]:
+            raise RuntimeError(f"gradsync's engine cannot go from {self.now.name} to {phase.name}: this is a bug of it")
         LOGGER.debug("%s: %s", phase.name.lower(), phase.value)
         self.now = phase
         self.idle[:] = [] if self.busy else [True]

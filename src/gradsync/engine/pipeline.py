@@ -8,7 +8,6 @@ Gradients become ready in any order, and a bucket may be full long before its tu
 mismatched collectives impossible. Whoever has nothing left to wait for calls :meth:`Pipeline.flush`.
 """
 
-import contextlib
 import enum
 import logging
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from gradsync.bucket.norm import BucketNorms
 from gradsync.bucket.requests import Requests
 from gradsync.communicator import Communicator, Handle
 from gradsync.communicator.collective import again
+from gradsync.communicator.logs import log_errors
 from gradsync.engine.ballot import (
     NOT_STEPPED,
     STEPPED,
@@ -31,6 +31,7 @@ from gradsync.engine.ballot import (
     raise_for,
     raise_for_unheard,
 )
+from gradsync.engine.interrupts import CollectiveSection
 from gradsync.engine.observer import Observers
 from gradsync.engine.step_gate import step_gate
 from gradsync.engine.veto import Veto
@@ -85,6 +86,8 @@ class Pipeline:
         # their means were multiplied with since.
         self._owes_an_end = False
         self._correction: float | torch.Tensor = 1.0
+        # What of this rank's part in a synchronization is done as a whole. See [Note: an interrupt].
+        self.section = CollectiveSection()
         self.reduce_with(reduction)
         self.lay([])
 
@@ -114,6 +117,7 @@ class Pipeline:
         if self._unread_ballot is None:
             # Whatever kept the last window from its end.
             self._tell_end(well=False)
+        self.section.reset()
         self._overlapping = self._by_sight = False
         self._failed_rank: int | None = None
         self._tails_handle: Handle | None = None
@@ -223,20 +227,23 @@ class Pipeline:
         for chunk in bucket.chunks:
             if not chunk.settled:
                 chunk.settle(self._scales[number])
-        self._next = number + 1
         handle = None
-        if self._check is not None:
-            self._check.look(bucket)
-        if bucket.absent:
-            bucket.compact()
-        if bucket.plan.ballot:
-            self._vote()
-        if not bucket.absent or bucket.has_wire:
-            self._owes_an_end, self._correction = True, 1.0
-            handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
-            if LOGGER.isEnabledFor(logging.DEBUG):
-                LOGGER.debug("rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
-        self._pending.append((bucket, handle))
+        with self.section:
+            self._next = number + 1
+            if self._check is not None:
+                self._check.look(bucket)
+            if bucket.absent:
+                bucket.compact()
+            if bucket.plan.ballot:
+                self._vote()
+            if not bucket.absent or bucket.has_wire:
+                self._owes_an_end, self._correction = True, 1.0
+                handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
+                if LOGGER.isEnabledFor(logging.DEBUG):
+                    LOGGER.debug(
+                        "rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe()
+                    )
+            self._pending.append((bucket, handle))
         self._versions[number] = bucket.buffer._version
         if handle is not None and self.observer is not None:
             self.observer.bucket_started(bucket, handle)
@@ -299,7 +306,7 @@ class Pipeline:
         self._failed_rank = self.communicator.rank
         # What lies in buckets is worthless anyway, and must not be refused again.
         self._by_sight = False
-        with contextlib.suppress(Exception):
+        with log_errors("sending the remaining buckets failed"):
             # It may have failed before ranks had agreed on what to divide by.
             self.divide(self.division)
             self.flush()
@@ -307,7 +314,7 @@ class Pipeline:
                 self._receive_tails()
         for bucket, handle in self._pending:
             # One that fails must not keep the others from being waited for: they still write into the buckets.
-            with contextlib.suppress(Exception):
+            with log_errors(f"waiting for {bucket.describe()} failed"):
                 self._wait(bucket, handle)
 
     def _wait(self, bucket: Bucket, handle: Handle | None) -> None:
@@ -325,7 +332,8 @@ class Pipeline:
         self._vote()
         tails = self._tails
         self._sent_tails = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
-        self._tails_handle = self.communicator.all_reduce(self._sent_tails)
+        with self.section:
+            self._tails_handle = self.communicator.all_reduce(self._sent_tails)
 
     def _receive_tails(self) -> None:
         """What became of them. Those that have not gone yet go, once the reduction has nothing more to send itself.

@@ -54,12 +54,14 @@ class ReadyHooks:
         self._listener: Callable[[], Any] = weakref.ref(listener)
         self._pipeline = pipeline
         self._idle = phases.idle
-        self._handles: list[tuple[torch.nn.Parameter, Any]] = []
+        self._registered: list[tuple[torch.nn.Parameter, Hook]] = []
         # One autograd thread per device: with several, what they share must be taken in turns.
         self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None
         self.counting = False
+        # Not while hooks are exchanged: an interrupt may leave that half done.
+        self.whole = False
         self.arrivals: list[int] = []
-        weakref.finalize(listener, _remove, self._handles)
+        weakref.finalize(listener, _remove, self._registered)
 
     def register(self, places: Sequence[Place | None], *, counting: bool) -> None:
         """Put hooks where ``places`` say (None: a parameter outside the buckets), in place of the former ones."""
@@ -78,17 +80,23 @@ class ReadyHooks:
                 hook = self._first_of_all(index)
             else:
                 continue
-            self._handles.append((parameter, _register(parameter, self._in_turn(hook))))
+            hook = self._in_turn(hook)
+            # Known before it is there: an interrupt in between must not leave a hook that nobody can remove.
+            self._registered.append((parameter, hook))
+            _register(parameter, hook)
+        self.whole = True
 
     def stay_last(self) -> None:
         """Let hooks that users registered meanwhile run first: what they make of a gradient is what is averaged."""
-        for parameter, handle in self._handles:
+        for parameter, hook in self._registered:
             hooks = parameter._post_accumulate_grad_hooks
-            if next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)
+            if hooks[next(reversed(hooks))] is not hook:
+                for number in _numbers(hooks, hook):
+                    hooks[number] = hooks.pop(number)
 
     def remove(self) -> None:
-        _remove(self._handles)
+        self.whole = False
+        _remove(self._registered)
 
     # Hooks look nothing up: all they need is bound when they are made. They must not keep the listener alive.
 
@@ -158,18 +166,27 @@ class ReadyHooks:
         return with_lock
 
 
-def _register(parameter: torch.nn.Parameter, hook: Hook) -> Any:
+def _register(parameter: torch.nn.Parameter, hook: Hook) -> None:
     # torch refuses hooks on a parameter that is frozen at the moment; it may be trained again in the next backward.
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    if frozen:
-        parameter.requires_grad_(False)
-    return handle
+    try:
+        parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
 
 
-def _remove(handles: list[tuple[torch.nn.Parameter, Any]]) -> None:
-    for _, handle in handles:
-        handle.remove()
-    handles.clear()
+def _remove(registered: list[tuple[torch.nn.Parameter, Hook]]) -> None:
+    while registered:
+        parameter, hook = registered[-1]
+        hooks = parameter._post_accumulate_grad_hooks
+        for number in _numbers(hooks, hook):
+            del hooks[number]
+        registered.pop()
+
+
+def _numbers(hooks: dict[int, Hook] | None, hook: Hook) -> list[int]:
+    """Under which torch has ``hook`` among a parameter's ``hooks``."""
+    return [number for number, each in (hooks or {}).items() if each is hook]

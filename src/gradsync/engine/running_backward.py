@@ -29,12 +29,18 @@ class RunningBackward:
         self._hooks.arrivals.clear()
         self._homeless = self._arrangement.homeless()
 
-    def end(self, phase: Phase) -> None:
-        """It has ended or failed, or there was none and something was synchronized without."""
+    def stop(self) -> None:
+        """It computes nothing any more, or there was none and something was synchronized without."""
         if self._keeper is not None:
             self._keeper.release_all()
         self._task = NO_TASK
-        self.phases.enter(phase)
+
+    def end(self, phase: Phase) -> None:
+        """It has ended or failed."""
+        self.stop()
+        # A hook may have detached the engine in the middle of it.
+        if self.phases.now is not Phase.DETACHED:
+            self.phases.enter(phase)
 
     @property
     def computes(self) -> bool:

@@ -116,7 +116,8 @@ def _sparse_mean(
     by_rank = all_values.view(world_size, longest, *rows)
     kept_indices = torch.cat([all_indices.view(world_size, longest)[r, :n] for r, n in enumerate(counts)])
     kept_values = torch.cat([by_rank[r, :n] for r, n in enumerate(counts)])
-    # Every rank's indices come from a valid gradient of the same shape: nothing to check.
-    return torch.sparse_coo_tensor(
-        kept_indices.unsqueeze(0), kept_values, parameter.shape, check_invariants=False
-    ).coalesce()
+    # Every rank's indices come from a valid gradient of the same shape: nothing to check. torch.sparse_coo_tensor would
+    # warn in some versions that checks are "implicitly" disabled, even if told check_invariants=False.
+    unchecked = torch.ops.aten._sparse_coo_tensor_unsafe(kept_indices.unsqueeze(0), kept_values, parameter.shape)
+    summed: torch.Tensor = unchecked.coalesce()
+    return summed

@@ -8,8 +8,7 @@ known in which order gradients come, nor how often a parameter's hook fires (mor
 checkpointing runs through a shared parameter). From the second window on buckets overlap.
 """
 
-import contextlib
-
+from gradsync.communicator.logs import log_errors
 from gradsync.engine.abstention import Abstention
 from gradsync.engine.fingerprints import Comparison
 from gradsync.engine.forwards import Forwards
@@ -23,6 +22,11 @@ from gradsync.watch import make_meter
 from gradsync.window import WindowState
 
 __all__ = ["Synchronization"]
+
+INTERRUPTED = (
+    "it was interrupted in the middle of its collectives, and cannot tell which of them the other ranks wait for. Save "
+    "what you need, and start the ranks again"
+)
 
 
 class Synchronization:
@@ -47,6 +51,8 @@ class Synchronization:
             self._meeting.comparison = Comparison(prints, specs, options.communicator, options.keeper)
         # Those that went well.
         self.count = 0
+        # Whether no rank waits for this one in the running synchronization any more, however it ends here.
+        self.exchanged = False
         self.pace = make_meter(store.arrangement.specs[0].device)
         # Whether backwards have come that no output told of: then gradients are counted, always.
         self._unwatched = False
@@ -64,6 +70,7 @@ class Synchronization:
     def begin(self) -> None:
         """Gradients are to go to all ranks: meet them, if it is this engine's turn. Collective then."""
         store = self._store
+        self.exchanged = False
         self._running.phases.enter(Phase.SYNCHRONIZING)
         store.take_back()
         leads = self._turns.take_lead()
@@ -81,7 +88,8 @@ class Synchronization:
     def _meet(self) -> None:
         absent = self._forwards.absent if self._droppable else None
         present = Present(contributes=self._contributes, arrivals=self._store.hooks.arrivals, absent=absent)
-        self._meeting.before_buckets(present, self._store.build)
+        with self._store.pipeline.section:
+            self._meeting.before_buckets(present, self._store.build)
 
     @property
     def _contributes(self) -> bool:
@@ -110,16 +118,19 @@ class Synchronization:
             store.pipeline.veto.stand()
         self.pace.work_ended()
         by_closure = store.window.is_stepped_by_closure
-        return self._meeting.exchange(contributes=self._contributes, norms=store.norms, at_once=by_closure)
+        has_means = self._meeting.exchange(contributes=self._contributes, norms=store.norms, at_once=by_closure)
+        self.exchanged = True
+        self.count += 1
+        return has_means
 
     def finish(self, *, has_means: bool) -> None:
         """All ranks have exchanged everything: hand out what has come of it. Raises what the window before has left."""
         store, window, veto = self._store, self._store.window, self._store.pipeline.veto
-        self.count += 1
         self.pace.window_ended(worked=self._contributes)
         if has_means:
             store.arrangement.window_finished(store.hooks.arrivals)
-        self.leave(Phase.IDLE)
+        # Before the means are handed out: reopening a bucket must not look like a change to what watches it.
+        self._clear()
         abstained = veto.abstains
         veto.forget()
         (window.synchronized if has_means else window.vetoed)(store.buckets)
@@ -132,6 +143,7 @@ class Synchronization:
             self.abstained()
         if store.observer is not None:
             store.observer.synchronization_finished()
+        self._running.end(Phase.IDLE)
         self._meeting.raise_late()
 
     def abstained(self) -> None:
@@ -142,27 +154,42 @@ class Synchronization:
 
     def abandon(self) -> None:
         """Bring it to its end with the others, who hear that this rank failed; or have heard that another did."""
-        if self._store.pipeline.complete:
+        pipeline = self._store.pipeline
+        if pipeline.section.cut_short and pipeline.communicator.world_size > 1:
+            # See [Note: an interrupt].
+            pipeline.communicator.abort(INTERRUPTED)
+        if self.exchanged or pipeline.complete:
             return
         if not self._store.arrangement.order.running:
             # It was another model's turn. The other ranks meet for this one next.
-            with contextlib.suppress(Exception):
+            with log_errors("agreeing on the buckets failed"):
                 self._turns.take_lead()
                 self._meet()
-        self._store.pipeline.abandon()
+        pipeline.abandon()
+        self.exchanged = True
 
     # -- the ways out ----------------------------------------------------------------------------------------------
 
     def leave(self, phase: Phase) -> None:
+        """The one way out of a window, whatever has become of it."""
+        self._clear()
+        self._running.end(phase)
+
+    def leave_backward(self, phase: Phase) -> None:
+        """The one way out of a backward inside a window."""
+        self._clear_backward()
+        self._running.end(phase)
+
+    def _clear(self) -> None:
         """What was noted for one synchronization is not for the next."""
         self._store.arrangement.window_ended()
         self._forwards.close_window()
         self._store.sparse.clear()
-        self.leave_backward(phase)
+        self._clear_backward()
 
-    def leave_backward(self, phase: Phase) -> None:
-        """The one way out of a backward, whatever has become of it: a turn that was taken is given up."""
+    def _clear_backward(self) -> None:
+        """A turn that was taken is given up."""
         self._turns.give_up()
         self._forwards.close_backward()
         self._store.pipeline.reset()
-        self._running.end(phase)
+        self._running.stop()

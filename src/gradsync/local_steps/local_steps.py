@@ -24,6 +24,7 @@ from torch import nn
 
 from gradsync.communicator import Communicator, choose_communicator, fit_communicator
 from gradsync.communicator.agreement import make_together, require_agreement
+from gradsync.communicator.logs import log_errors
 from gradsync.errors import GradsyncError, MisuseError
 from gradsync.local_steps.averaged_buffers import AveragedBuffers
 from gradsync.local_steps.exchange import Exchange, put_down
@@ -192,7 +193,7 @@ class LocalSteps:
                 self.finish()
             elif issubclass(kind, Exception) and self._failure is None and not self._closed:
                 # The others wait for this rank, or will: let them hear that it is not coming.
-                with suppress(Exception):
+                with log_errors("telling the other ranks failed"):
                     self._meet(Wish.FAILED)
         finally:
             self.close()
