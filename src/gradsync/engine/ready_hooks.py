@@ -18,6 +18,7 @@ anew in every forward; hooks on a sample of parameters per chunk find out no mor
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -54,7 +55,8 @@ class ReadyHooks:
         self._listener: Callable[[], Any] = weakref.ref(listener)
         self._pipeline = pipeline
         self._idle = phases.idle
-        self._registered: list[tuple[torch.nn.Parameter, Hook]] = []
+        # Each with the dictionary in which torch keeps it. To ask a parameter for that one could mean to wait for it.
+        self._registered: list[tuple[dict[int, Hook], Hook]] = []
         # One autograd thread per device: with several, what they share must be taken in turns.
         self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None
         self.counting = False
@@ -80,16 +82,12 @@ class ReadyHooks:
                 hook = self._first_of_all(index)
             else:
                 continue
-            hook = self._in_turn(hook)
-            # Known before it is there: an interrupt in between must not leave a hook that nobody can remove.
-            self._registered.append((parameter, hook))
-            _register(parameter, hook)
+            self._register(parameter, self._in_turn(hook))
         self.whole = True
 
     def stay_last(self) -> None:
         """Let hooks that users registered meanwhile run first: what they make of a gradient is what is averaged."""
-        for parameter, hook in self._registered:
-            hooks = parameter._post_accumulate_grad_hooks
+        for hooks, hook in self._registered:
             if hooks[next(reversed(hooks))] is not hook:
                 for number in _numbers(hooks, hook):
                     hooks[number] = hooks.pop(number)
@@ -97,6 +95,22 @@ class ReadyHooks:
     def remove(self) -> None:
         self.whole = False
         _remove(self._registered)
+
+    def _register(self, parameter: torch.nn.Parameter, hook: Hook) -> None:
+        # torch refuses hooks on a parameter that is frozen at the moment; it may be trained again in the next backward.
+        frozen = not parameter.requires_grad
+        if frozen:
+            parameter.requires_grad_(True)
+        try:
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if hooks is None:
+                hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+            # Known before it is there: an interrupt in between must not leave a hook that nobody can remove.
+            self._registered.append((hooks, hook))
+            parameter.register_post_accumulate_grad_hook(hook)
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
 
     # Hooks look nothing up: all they need is bound when they are made. They must not keep the listener alive.
 
@@ -166,27 +180,14 @@ class ReadyHooks:
         return with_lock
 
 
-def _register(parameter: torch.nn.Parameter, hook: Hook) -> None:
-    # torch refuses hooks on a parameter that is frozen at the moment; it may be trained again in the next backward.
-    frozen = not parameter.requires_grad
-    if frozen:
-        parameter.requires_grad_(True)
-    try:
-        parameter.register_post_accumulate_grad_hook(hook)
-    finally:
-        if frozen:
-            parameter.requires_grad_(False)
-
-
-def _remove(registered: list[tuple[torch.nn.Parameter, Hook]]) -> None:
+def _remove(registered: list[tuple[dict[int, Hook], Hook]]) -> None:
     while registered:
-        parameter, hook = registered[-1]
-        hooks = parameter._post_accumulate_grad_hooks
+        hooks, hook = registered[-1]
         for number in _numbers(hooks, hook):
             del hooks[number]
         registered.pop()
 
 
-def _numbers(hooks: dict[int, Hook] | None, hook: Hook) -> list[int]:
+def _numbers(hooks: dict[int, Hook], hook: Hook) -> list[int]:
     """Under which torch has ``hook`` among a parameter's ``hooks``."""
-    return [number for number, each in (hooks or {}).items() if each is hook]
+    return [number for number, each in hooks.items() if each is hook]
