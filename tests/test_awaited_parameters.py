@@ -5,6 +5,7 @@ In every test rank 1 comes to its step late, so that on rank 0 new parameters ar
 
 import copy
 import io
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -296,7 +297,7 @@ def test_a_failed_backward_is_skipped_by_all(ranks: Ranks) -> None:
     assert_same([parameters for parameters, _ in ours], theirs[0][0])
 
 
-def lose_the_wire() -> list[str]:
+def lose_the_wire(stepped: threading.Event) -> list[str]:
     """Rank 1 gives up before its second step: rank 0 can read neither old parameters nor new ones from then on."""
     wire = choose_communicator()
     model = DistributedDataParallel(net(), communicator=wire)
@@ -305,11 +306,13 @@ def lose_the_wire() -> list[str]:
     for step in range(2):
         model(batch(0, step)).sum().backward()
         if wire.rank == 1 and step == 1:
-            # Rank 0 has begun its step by then: before it, it would be told at once.
-            time.sleep(LATE_SECONDS)
+            # Before its step rank 0 would be told at once.
+            assert stepped.wait(60)
             wire.abort("the disk is full")
             return []
         optimizer.step()
+        if step == 1:
+            stepped.set()
         optimizer.zero_grad()
     for read in (lambda: model.state_dict(), lambda: model(batch(0, 0)), optimizer.flush, optimizer.step):
         with pytest.raises(PeerFailedError) as raised:
@@ -319,7 +322,7 @@ def lose_the_wire() -> list[str]:
 
 
 def test_nobody_goes_on_with_half_of_the_parameters() -> None:
-    said, _ = ThreadRanks(2).run(lose_the_wire)
+    said, _ = ThreadRanks(2).run(lose_the_wire, threading.Event())
     assert len(said) == 4
     assert all("the disk is full" in text for text in said)
 

@@ -314,7 +314,12 @@ def test_a_rank_of_the_wire_that_fails(rank_script: Callable[[str], None]) -> No
 
 def test_ranks_of_the_wire_that_hang(rank_script: Callable[[str], None]) -> None:
     rank_script("print('ready', flush=True)\ntime.sleep(100)")
-    expect(outcome(2), FAIL, "had not finished", "may not reach each other")
+    # A busy machine may need longer than the first of them to start a rank.
+    for timeout in (2, 10, 50):
+        finding = outcome(timeout)
+        if finding.status is not WARN:
+            break
+    expect(finding, FAIL, "had not finished", "may not reach each other")
 
 
 def test_ranks_of_the_wire_that_had_no_time(rank_script: Callable[[str], None]) -> None:
