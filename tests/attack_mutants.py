@@ -168,32 +168,32 @@ def _unscaling_not_counted() -> Patches:
 IN_BUCKETS = ("sharded", "overlapped")
 MUTANTS = {
     "turns": Mutant(
-        fault="threads that read run updates at the same time (item 1)", kinds=("overlapped",), patches=_without_turns
+        fault="threads that read run updates at the same time", kinds=("overlapped",), patches=_without_turns
     ),
     "update-thread": Mutant(
-        fault="a handler comes in the middle of an update (item 2)", kinds=IN_BUCKETS, patches=_on_the_main_thread
+        fault="a handler comes in the middle of an update", kinds=IN_BUCKETS, patches=_on_the_main_thread
     ),
     "zero-grad": Mutant(
-        fault="a handler inherits that parameters do not wait (item 2)", kinds=IN_BUCKETS, patches=_class_switched_off
+        fault="a handler inherits that parameters do not wait", kinds=IN_BUCKETS, patches=_class_switched_off
     ),
     "early-order": Mutant(
-        fault="early shares are agreed on before all are updated (item 4)",
+        fault="early shares are agreed on before all are updated",
         kinds=("sharded",),
         patches=_first_before_agreement,
     ),
     "added-groups": Mutant(
-        fault="close() loses groups that were added (item 5)", kinds=("overlapped",), patches=_added_groups_lost
+        fault="close() loses groups that were added", kinds=("overlapped",), patches=_added_groups_lost
     ),
     "interrupts": Mutant(
-        fault="an interrupt is stored, and raised again (item 6)", kinds=IN_BUCKETS, patches=_interrupts_kept
+        fault="an interrupt is stored, and raised again", kinds=IN_BUCKETS, patches=_interrupts_kept
     ),
     "flush": Mutant(
-        fault="flush() from two threads takes from an empty list (item 7)",
+        fault="flush() from two threads takes from an empty list",
         kinds=IN_BUCKETS,
         patches=_flush_without_a_turn,
     ),
     "closure": Mutant(
-        fault="step(closure) after no_sync() is refused (item 11)",
+        fault="step(closure) after no_sync() is refused",
         kinds=("plain", *IN_BUCKETS),
         patches=_asked_before_the_closure,
     ),
