@@ -16,6 +16,7 @@ from gradsync import (
     DistributedDataParallel,
     Fingerprints,
     MismatchError,
+    OverlappedOptimizer,
     ShardedOptimizer,
     SyncPolicy,
 )
@@ -195,6 +196,47 @@ def sharded(every: int) -> list[Any]:
 def test_parameters_of_a_sharded_optimizer_are_compared(process_ranks: RankPool) -> None:
     compared, never = process_ranks.run(sharded, 1), process_ranks.run(sharded, 1000)
     assert all(map(torch.equal, compared[0], never[0]))
+
+
+def flip_on(culprit: int, kind: str, every: int) -> tuple[list[bool], list[torch.Tensor]]:
+    """In which of five windows a bit is found that flips on ``culprit`` after the second one, and the parameters."""
+    wire = choose_communicator()
+    model = DistributedDataParallel(Network(), fingerprints=Fingerprints(every=every), bucket_cap_mb=1e-4)
+    # Parameters stay what they are, but for the flipped bit.
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer: Any = plain
+    if kind != "plain":
+        optimizer = ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+    found = []
+    for window in range(5):
+        try:
+            model(float(wire.rank + window)).backward()
+            optimizer.step()
+            found.append(False)
+        except MismatchError:
+            found.append(True)
+        optimizer.zero_grad()
+        if window == 1 and wire.rank == culprit:
+            flip(model.module.second.bias, 20)
+    return found, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded", "overlapped"])
+def test_what_is_found_where_owners_give_their_values_to_all(process_ranks: RankPool, kind: str) -> None:
+    """With a sharded optimizer the next step makes ranks equal: a difference is found before it, or never."""
+    untouched = process_ranks.run(flip_on, -1, kind, 3)[0][1]
+    kept = []
+    for culprit in range(process_ranks.world_size):
+        for found, _ in process_ranks.run(flip_on, culprit, kind, 1):
+            # Before it is used, and again until somebody has loaded a checkpoint: no step was taken.
+            assert found == [False, False, True, True, True]
+        results = process_ranks.run(flip_on, culprit, kind, 3)
+        assert [found for found, _ in results] == [[False, False, False, kind != "sharded", False]] * len(results)
+        if kind == "sharded":
+            assert all(map(torch.equal, results[0][1], results[1][1]))
+            kept.append(not all(map(torch.equal, results[0][1], untouched)))
+    # The value of the one rank that owns the element has become that of all.
+    assert kind != "sharded" or kept.count(True) == 1
 
 
 def narrow() -> str:

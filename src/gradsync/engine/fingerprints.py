@@ -11,6 +11,11 @@ single flipped bit can vanish; and two words that change places change it by ``2
 Alternative considered: ``torch.hash_tensor`` is the exclusive or of all words, and does not see that two change places,
 nor that a bit flips in two of them.
 
+[Note: shares] Where each rank updates its share and the others take it, a step makes replicas equal, also if the value
+of the owner was wrong. The comparison comes before the buckets of a window, so what has flipped since the last step is
+found before an update uses it, if this window is compared. On CPUs the share that is updated is the parameter's own
+memory: the owner has no second copy to compare it with.
+
 Buffers are not compared: each rank's forward updates its own, until rank 0's are taken before the next one.
 """
 
@@ -46,6 +51,9 @@ class Fingerprints:
     on_difference
         ``"raise"`` MismatchError on all ranks, which names the rank and the parameter; or ``"heal-from-majority"``: the
         parameter is taken from those who agree, where they are more than half of all ranks.
+
+    With a :class:`~gradsync.ShardedOptimizer` take ``every=1``: each step gives the value of an element's owner to all
+    ranks, so a wrong one is found by a comparison before that step, or never.
     """
 
     every: int
