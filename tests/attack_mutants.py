@@ -184,9 +184,7 @@ MUTANTS = {
     "added-groups": Mutant(
         fault="close() loses groups that were added", kinds=("overlapped",), patches=_added_groups_lost
     ),
-    "interrupts": Mutant(
-        fault="an interrupt is stored, and raised again", kinds=IN_BUCKETS, patches=_interrupts_kept
-    ),
+    "interrupts": Mutant(fault="an interrupt is stored, and raised again", kinds=IN_BUCKETS, patches=_interrupts_kept),
     "flush": Mutant(
         fault="flush() from two threads takes from an empty list",
         kinds=IN_BUCKETS,

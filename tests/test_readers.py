@@ -9,13 +9,15 @@ import copy
 import gc
 import io
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +29,7 @@ from torch import nn
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import GradsyncError, MisuseError
-from gradsync.sharded.gather import AwaitedParameter, Gathers
+from gradsync.sharded.gather import AwaitedParameter, Gather, Gathers
 from tests.ranks import Ranks
 from tests.test_sharded import assert_same, batch, filled, parameters_of
 from tests.wires import fresh_wire
@@ -234,13 +236,16 @@ def test_all_who_flush_wait_for_the_end() -> None:
 # -- signal handlers and interrupts, at any moment --------------------------------------------------------------------
 
 
+OURS = (f"gradsync{os.sep}sharded",)
+
+
 @contextmanager
-def at_moment(number: int, call: Callable[[], None]) -> Iterator[list[int]]:
-    """Have ``call`` run before the bytecode of that number in gradsync.sharded on this thread. Yields their number."""
+def at_moment(number: int, call: Callable[[], None], where: tuple[str, ...] = OURS) -> Iterator[list[int]]:
+    """Have ``call`` run before the bytecode of that number in these files on this thread. Yields their number."""
     count = [0]
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if f"gradsync{os.sep}sharded" not in frame.f_code.co_filename:
+        if not any(name in frame.f_code.co_filename for name in where):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -257,7 +262,9 @@ def at_moment(number: int, call: Callable[[], None]) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-def train_with_a_handler(kind: str, steps: int) -> tuple[list[list[torch.Tensor] | None], list[torch.Tensor], int]:
+def train_with_a_handler(
+    kind: str, steps: int, where: tuple[str, ...] = OURS
+) -> tuple[list[list[torch.Tensor] | None], list[torch.Tensor], int]:
     """In each step rank 0 reads all parameters at another moment. What it has read; None where it was refused."""
     rank, model = choose_communicator().rank, wrapped()
     assert threading.current_thread() is threading.main_thread()
@@ -273,7 +280,7 @@ def train_with_a_handler(kind: str, steps: int) -> tuple[list[list[torch.Tensor]
         loss = model(batch(rank, step, width=9)).square().mean()
         loss.backward()
         moment = 1 + most * step // steps if rank == 0 else 0
-        with at_moment(moment, handle) as count:
+        with at_moment(moment, handle, where) as count:
             optimizer.step()
             optimizer.zero_grad()
             READS["sum"](model)
@@ -284,12 +291,17 @@ def train_with_a_handler(kind: str, steps: int) -> tuple[list[list[torch.Tensor]
     return seen, parameters_of(model), most
 
 
+# What torch's optimizers do around a step.
+RECORDS = (f"autograd{os.sep}profiler.py", f"torch{os.sep}_ops.py")
+
+
+@pytest.mark.parametrize("where", [OURS, RECORDS], ids=["ours", "records"])
 @pytest.mark.parametrize("kind", KINDS)
 @in_processes
-def test_a_signal_handler_reads_parameters_of_one_step(ranks: Ranks, kind: str) -> None:
+def test_a_signal_handler_reads_parameters_of_one_step(ranks: Ranks, kind: str, where: tuple[str, ...]) -> None:
     steps = 80
     states = ranks.run(train, "plain", steps)[0]
-    results = ranks.run(train_with_a_handler, kind, steps)
+    results = ranks.run(train_with_a_handler, kind, steps, where)
     assert_same([parameters for _, parameters, _ in results], states[-1])
     seen, _, _ = results[0]
     assert len(seen) == steps
@@ -307,6 +319,49 @@ def test_a_signal_handler_reads_parameters_of_one_step(ranks: Ranks, kind: str) 
         befores += is_old
     # Moments of both kinds were there.
     assert 0 < befores < steps
+
+
+def pickle_at_every_moment(kind: str, steps: int) -> int:
+    """Modules are pickled with their parameters, and not by way of a state_dict()."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, most = optimizer_of(kind, model), 1
+    for step in range(steps):
+        model(batch(rank, step, width=9)).square().mean().backward()
+        moment = 1 + most * step // steps if rank == 0 else 0
+        with at_moment(moment, lambda: pickle.dumps(model.module), ANNOUNCING) as count:
+            optimizer.step()
+        most = max(most, count[0])
+        optimizer.zero_grad()
+    return most
+
+
+ANNOUNCING = (f"sharded{os.sep}gather.py",)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_a_signal_handler_pickles_the_model(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(pickle_at_every_moment, kind, 80)[0] > 80
+
+
+def test_a_parameter_arrives_while_it_is_pickled() -> None:
+    """By a handler that reads it, at any moment."""
+    gathers, most, moment = Gathers(torch.device("cpu")), 1, 1
+    while moment <= most:
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.note = "kept"  # type: ignore[attr-defined]
+        gathers.change([[parameter]], partial(_add_one, parameter))
+        with at_moment(moment, parameter.sum, ANNOUNCING) as count:
+            pickled = pickle.dumps(parameter)
+        again = pickle.loads(pickled)
+        assert again.tolist() == [1.0, 1.0]
+        assert vars(again) == {"note": "kept"}
+        most, moment = max(most, min(count[0], 150)), moment + 1
+    assert most > 50
+
+
+def _add_one(parameter: nn.Parameter, started: Sequence[Gather]) -> None:
+    started[0].started(lambda: parameter.detach().add_(1))
 
 
 def train_and_interrupt(kind: str, steps: int) -> tuple[list[torch.Tensor], int]:

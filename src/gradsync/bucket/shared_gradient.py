@@ -149,8 +149,8 @@ def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
             # The memory is another's: it is zeroed when it comes back.
             gradient.zeroed = True
         else:
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient.zero_()
+            # Without code in Python inside, as above.
+            torch._C._disabled_torch_function_impl(torch.Tensor.zero_, (), (gradient,), {})
     return result
 
 

@@ -29,6 +29,7 @@ from torch import nn
 
 from gradsync.bucket.without_values import WITHOUT_VALUES
 from gradsync.errors import GradsyncError
+from gradsync.sharded.switched_off import end_records_at_once
 from gradsync.sharded.update_thread import UpdateThread
 
 __all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "told_later"]
@@ -74,8 +75,9 @@ class AwaitedParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in vars(self).items() if name != "_gather"}
         arguments = self.data, self.requires_grad, OrderedDict[int, Any]()
+        # A copy: another thread may take a gather away meanwhile.
+        state = {name: value for name, value in vars(self).copy().items() if name != "_gather"}
         if not state:
             return torch._utils._rebuild_parameter, arguments
         return torch._utils._rebuild_parameter_with_state, (*arguments, state)
@@ -93,8 +95,9 @@ class Gather:
     def announce(self) -> None:
         """Whoever reads one of the parameters asks here first, from now on."""
         for parameter in self._parameters:
-            parameter._gather = self  # type: ignore[attr-defined]
+            # Before what it waits for: whoever pickles an ordinary parameter takes along whatever it has.
             parameter.__class__ = AwaitedParameter
+            parameter._gather = self  # type: ignore[attr-defined]
 
     def finish(self) -> None:
         """Wait until they are there, unless nobody makes them yet. Raises what has become of the wire, each time."""
@@ -141,6 +144,7 @@ class Gathers:
     """What is on its way of one optimizer, in the order in which it is needed, and who makes it."""
 
     def __init__(self, device: torch.device) -> None:
+        end_records_at_once()
         self.thread = UpdateThread(device)
         self._gathers: Sequence[Gather] = ()
 
