@@ -15,6 +15,7 @@ from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.sharded.gather import AwaitedParameter
 from gradsync.sharded.mode import DECIDED_AFTER, SETTLED_AFTER, TRIALS
+from gradsync.sharded.resident import Resident
 from tests.ranks import Ranks, ThreadRanks, run_once
 from tests.test_sharded import TINY, assert_same, batch, filled, in_threads_and_processes, net, parameters_of
 
@@ -365,6 +366,36 @@ def test_added_groups_keep_their_state_when_it_closes(mode: Any) -> None:
         model(batch(rank, 4)).square().mean().backward()
         for original in originals:
             original.step()
+
+    ThreadRanks(2).run(work)
+
+
+def test_an_interrupted_close_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Resident.close
+
+    def close_and_interrupt(self: Resident) -> None:
+        was_open = not self._is_closed
+        close(self)
+        if was_open:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Resident, "close", close_and_interrupt)
+
+    def work() -> None:
+        model = wrapped()
+        original = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = OverlappedOptimizer(model, original)
+        model(batch(choose_communicator().rank, 0)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.close()
+        optimizer.close()
+        assert len(original.state_dict()["state"]) == len(list(model.parameters()))
+        # Once only: by now it may have gone on.
+        original.state.clear()
+        optimizer.close()
+        assert not original.state
 
     ThreadRanks(2).run(work)
 

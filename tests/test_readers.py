@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimi
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import GradsyncError, MisuseError
 from gradsync.sharded.gather import AwaitedParameter, Gather, Gathers
+from gradsync.sharded.update_thread import UpdateThread
 from tests.ranks import Ranks
 from tests.test_sharded import assert_same, batch, filled, parameters_of
 from tests.wires import fresh_wire
@@ -434,6 +436,28 @@ def test_an_interrupted_step_leaves_a_model_that_can_be_read(ranks: Ranks, kind:
     parts = [0.0, 0.5, 0.9, 0.97, 0.98, 0.99]
     found = [ranks.run(interrupt_a_step, kind, part)[0] for part in parts]
     assert {"old", "new"} <= set(found)
+
+
+def optimize_anew(kind: str) -> list[torch.Tensor]:
+    """After a step that was interrupted while it was announced, another optimizer takes the parameters."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer = optimizer_of(kind, model)
+    model(batch(rank, 0, width=9)).square().mean().backward()
+    with patch.object(UpdateThread, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert any(type(parameter) is AwaitedParameter for parameter in model.parameters())
+    optimizer.close()
+    optimizer = optimizer_of(kind, model)
+    model(batch(rank, 0, width=9)).square().mean().backward()
+    optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_after_an_interrupted_step_another_optimizer_may_be_made(ranks: Ranks, kind: str) -> None:
+    assert_same(ranks.run(optimize_anew, kind), ranks.run(train, "plain", 1)[0][-1])
 
 
 # -- real signals -----------------------------------------------------------------------------------------------------

@@ -196,15 +196,17 @@ class OverlappedOptimizer(Resident):
 
     def close(self) -> None:
         """Give the buckets back, and the state to the optimizers that it came from. On all ranks alike."""
-        if self._is_closed:
-            return
         super().close()
-        for handle in self._refusals:
-            handle.remove()
+        # An interrupt may have come between the two: then they do not have their state yet.
+        if not self._refusals:
+            return
+        mine = {id(twin.itself): twin.parameter for twin in self._twins.values()}
         for original, inner in zip(self._originals, self._inner, strict=True):
-            mine = {id(twin.itself): twin.parameter for twin in self._twins.values()}
             original.state = defaultdict(dict)
             original.state.update({mine[id(twin)]: state for twin, state in inner.state.items() if id(twin) in mine})
+        for handle in self._refusals:
+            handle.remove()
+        self._refusals = []
 
     def _take_group(self, group: dict[str, Any]) -> None:
         self._twins.update({id(p): Twin(p) for p in group["params"]})

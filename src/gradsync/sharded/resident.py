@@ -26,7 +26,7 @@ from gradsync.engine.phase import Phase
 from gradsync.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.reduction import Cast, Mean, Reduction, ScatteredMean
-from gradsync.sharded.gather import await_before_forward
+from gradsync.sharded.gather import AwaitedParameter, await_before_forward
 from gradsync.sharded.mode import ChosenMode, Mode, check_mode
 from gradsync.sharded.options import Options
 from gradsync.sharded.saving import indexed
@@ -124,7 +124,8 @@ class Resident(torch.optim.Optimizer):
                         f"a parameter of shape {tuple(parameter.shape)} in group {number} does not belong to the "
                         "model, so its gradient is not averaged. Pass parameters of the model that was wrapped"
                     )
-                if type(parameter) is not nn.Parameter:
+                # An interrupt may have left it announced by a step that never began.
+                if type(parameter) not in (nn.Parameter, AwaitedParameter):
                     raise ConfigurationError(
                         f"{type(self).__name__} needs plain parameters, got one of type {type(parameter).__name__}"
                     )
