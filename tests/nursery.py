@@ -127,10 +127,19 @@ class _Nursery:
         except BaseException:
             answer = pickle.dumps(traceback.format_exc())
         else:
+            waiting, begun = os.pipe()
             pid = os.fork()
             if not pid:
+                os.close(waiting)
                 self._forget(files[0])
+                os.setsid()
+                _die_with_parent()
+                os.close(begun)
                 _live(order, files[1:])
+            os.close(begun)
+            # Nobody hears of it before it leads a session: until then a signal to its group would reach nobody.
+            os.read(waiting, 1)
+            os.close(waiting)
             self._statuses[pid] = os.dup(files[0])
             self._askers[connection].add(pid)
             answer = pickle.dumps(pid)
@@ -176,8 +185,6 @@ def _threads() -> list[str]:
 
 def _live(order: Order, files: list[int]) -> NoReturn:
     """From its first moment to its last."""
-    os.setsid()
-    _die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     standard, passed = files[:3], files[3:]
