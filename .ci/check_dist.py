@@ -10,7 +10,13 @@ import venv
 import zipfile
 from pathlib import Path
 
-IN_WHEEL = ("gradsync/py.typed", "gradsync/bench/templates/report.html", "gradsync/llm/templates/report.html")
+IN_WHEEL = (
+    "gradsync/py.typed",
+    "gradsync/observe/plan/data/machines.json",
+    "gradsync/observe/plan/data/machines.json",
+    "gradsync/tools/bench/templates/report.html",
+    "gradsync/tools/llm/templates/report.html",
+)
 IN_SOURCE = (
     "LICENSE",
     "README.md",

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradsync import Accelerator
-from gradsync.bench.record import CellRecord
+from gradsync.tools.bench.record import CellRecord
 
 Loop = Callable[[Iterable[object]], None]
 

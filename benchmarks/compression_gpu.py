@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from gradsync.core.reduction.codings import Blocks
 from gradsync.reduction import fused
-from gradsync.reduction.codings import Blocks
 
 GPT2 = 124_439_808
 

@@ -22,8 +22,8 @@ from interleave import Step, interleave, ratio, table
 from torch import nn
 
 import gradsync
-from gradsync.bench.peers import TorchDDP, tuned_options
 from gradsync.communicator import ProcessGroupCommunicator
+from gradsync.tools.bench.peers import TorchDDP, tuned_options
 
 Wrap = Callable[[nn.Module], nn.Module]
 

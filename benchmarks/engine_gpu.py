@@ -16,8 +16,8 @@ from interleave import Step, interleave, on_gpu, table
 from torch import nn
 
 import gradsync
-from gradsync.bench.peers import TorchDDP
-from gradsync.llm.model import build_model, loss_of
+from gradsync.tools.bench.peers import TorchDDP
+from gradsync.tools.llm.model import build_model, loss_of
 
 VOCABULARY = 50257
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from gradsync import DistributedDataParallel, ShardedOptimizer
-from gradsync.explain import Advice, Explanation
 from gradsync.lab import EmulatedModel, Lab, LabPlan, Rate, fork_ranks, transformer
+from gradsync.observe.explain import Advice, Explanation
 
 STEPS = 11
 NOTHING_SAID = "nothing is said; tried all the same"

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from on_and_off import LIMIT, VARIANTS, Took, has_time, report, timed
 
 import gradsync
-from gradsync.llm.model import build_model, loss_of
-from gradsync.watch.set_up import posts
+from gradsync.health.watch.set_up import posts
+from gradsync.tools.llm.model import build_model, loss_of
 
 VOCABULARY = 512
 # Bucket sizes are tried in the first 36 steps.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from gradsync.bench.measure import Rounds, Step
-from gradsync.bench.record import Cell, CellRecord, RowFile, read_records
+from gradsync.tools.bench.measure import Rounds, Step
+from gradsync.tools.bench.record import Cell, CellRecord, RowFile, read_records
 
 __all__ = ["Step", "interleave", "on_gpu", "ratio", "table"]
 

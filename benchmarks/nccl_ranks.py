@@ -26,10 +26,10 @@ from interleave import interleave, table
 from torch import nn
 
 import gradsync
-from gradsync.bench.measure import Steady
-from gradsync.bench.peers import TorchDDP
 from gradsync.lab import SharedGpu, SharedGpuPlan
-from gradsync.llm.model import GPT, GPTConfig, loss_of
+from gradsync.tools.bench.measure import Steady
+from gradsync.tools.bench.peers import TorchDDP
+from gradsync.tools.llm.model import GPT, GPTConfig, loss_of
 
 DDP_SIZES = (4, 25, 100)
 DDP_KINDS: Mapping[str, Mapping[str, bool]] = {

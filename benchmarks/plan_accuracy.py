@@ -31,14 +31,14 @@ import torch
 import torch.distributed as dist
 
 from gradsync import DistributedDataParallel, ShardedOptimizer
-from gradsync.bench.workload import EmulatedWorkload
 from gradsync.errors import GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate
-from gradsync.lab.lab import fork_ranks
-from gradsync.plan.calibration import Calibration
-from gradsync.plan.planner import Setting, predict, settle
-from gradsync.rehearsal import Rehearsal, rehearse
-from gradsync.sharded.pace import PLANNED_AFTER
+from gradsync.observe.plan.calibration import Calibration
+from gradsync.observe.plan.planner import Setting, predict, settle
+from gradsync.optim.sharded.pace import PLANNED_AFTER
+from gradsync.tools.bench.workload import EmulatedWorkload
+from gradsync.tools.calibration import Rehearsal, rehearse
+from gradsync.tools.lab.lab import fork_ranks
 
 RANKS, RATES, BUCKETS_MB = (3, 4, 6, 8), ("50mbit", "100mbit", "200mbit"), (0.25, 1.0)
 CALIBRATED_AT = "100mbit"

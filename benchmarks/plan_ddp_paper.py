@@ -14,9 +14,9 @@ left out: with both the worst error is 19 % instead of 18.
 import sys
 from dataclasses import dataclass, replace
 
+from gradsync.observe.plan.calibration import Calibration
+from gradsync.observe.plan.library import published
 from gradsync.plan import Link, Schedule, Wire, simulate
-from gradsync.plan.calibration import Calibration
-from gradsync.plan.library import published
 
 MACHINE, BUCKET_BYTES = "v100-100g", 25 << 20
 MODELS = {"ResNet50": ("resnet50", 32), "BERT": ("bert-large", 25)}

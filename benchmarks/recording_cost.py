@@ -21,8 +21,8 @@ import torch.distributed as dist
 from on_and_off import VARIANTS, Took, has_time, report, timed
 
 import gradsync
-from gradsync.llm.model import build_model, loss_of
-from gradsync.recording import Recorder
+from gradsync.observe.recording import Recorder
+from gradsync.tools.llm.model import build_model, loss_of
 
 VOCABULARY = 512
 # Bucket sizes are tried in the first 36 steps, where none is given.

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from interleave import interleave, table
 
-from gradsync.bench.measure import Parts, Steady
-from gradsync.bench.peers import DDP, OURS, TUNED, Gradsync, GradsyncSharded, Peer, Wrapped
-from gradsync.bench.windows import settle
-from gradsync.bench.workload import RealWorkload
-from gradsync.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.tuner import TUNED_AFTER
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
-from gradsync.sharded.pace import PLANNED_AFTER
+from gradsync.optim.sharded.pace import PLANNED_AFTER
+from gradsync.tools.bench.measure import Parts, Steady
+from gradsync.tools.bench.peers import DDP, OURS, TUNED, Gradsync, GradsyncSharded, Peer, Wrapped
+from gradsync.tools.bench.windows import settle
+from gradsync.tools.bench.workload import RealWorkload
 
 CLIPPED, PROCESSOR = ", clipped", "processor"
 MAX_NORM = 1.0

@@ -19,8 +19,8 @@ from interleave import interleave, table
 from torch import nn
 
 import gradsync
-from gradsync.bench.measure import Steady
-from gradsync.bench.peers import TorchDDP
+from gradsync.tools.bench.measure import Steady
+from gradsync.tools.bench.peers import TorchDDP
 
 IN_A_ROW = 5
 

@@ -18,8 +18,8 @@ from interleave import Step, interleave
 from training import Loop, Work, arguments, by_hand, on_gradsync, show
 
 from gradsync import Accelerator
-from gradsync.bench.peers import TorchDDP, tuned_options
-from gradsync.llm.model import loss_of
+from gradsync.tools.bench.peers import TorchDDP, tuned_options
+from gradsync.tools.llm.model import loss_of
 
 
 def on_accelerate(loop: Loop, steps: int) -> Step:

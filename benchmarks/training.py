@@ -13,10 +13,10 @@ from interleave import Step, ratio, table
 from torch import nn
 
 from gradsync import Accelerator
-from gradsync.bench.record import CellRecord
-from gradsync.llm.batches import Batches, BatchPlan, MicroBatch
-from gradsync.llm.model import build_model, loss_of
-from gradsync.llm.tokens import prepare_tokens
+from gradsync.tools.bench.record import CellRecord
+from gradsync.tools.llm.batches import Batches, BatchPlan, MicroBatch
+from gradsync.tools.llm.model import build_model, loss_of
+from gradsync.tools.llm.tokens import prepare_tokens
 
 
 def arguments(description: str | None, *, model: str, batch: int, length: int) -> argparse.Namespace:

@@ -11,10 +11,10 @@ import time
 import torch
 
 from gradsync import Accelerator, GradientAccumulationPlugin
-from gradsync.llm.batches import Batches, BatchPlan
-from gradsync.llm.model import build_model, count_targets, loss_of
-from gradsync.llm.schedule import warmup_cosine
-from gradsync.llm.tokens import prepare_tokens
+from gradsync.tools.llm.batches import Batches, BatchPlan
+from gradsync.tools.llm.model import build_model, count_targets, loss_of
+from gradsync.tools.llm.schedule import warmup_cosine
+from gradsync.tools.llm.tokens import prepare_tokens
 
 
 class Progress:

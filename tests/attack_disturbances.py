@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from gradsync.errors import GradsyncError, MisuseError
-from gradsync.sharded import journey
+from gradsync.optim.sharded import journey
 from tests.attack_programs import Program, Reader
+from tests.optim.test_readers import at_moment
 from tests.soak import Explosion, MicroBatch, Paths
-from tests.test_readers import at_moment
 
 __all__ = ["EVALUATED", "Disturbed", "Outcome", "Snapshot"]
 

@@ -1,8 +1,8 @@
 """Repairs that ``make attack ARGS="--mutants"`` takes out one by one: the programs must find each of them missing.
 
 Most go back to what was there before, in as few lines as bring the fault back. Where parameters change is one design
-(:mod:`gradsync.sharded.update_thread`), which repaired several faults at once: there a mutant takes away the part of it
-that repaired one of them.
+(:mod:`gradsync.optim.sharded.update_thread`), which repaired several faults at once: there a mutant takes away the part
+of it that repaired one of them.
 """
 
 import threading
@@ -15,16 +15,16 @@ from unittest import mock
 
 import torch
 
-from gradsync.bucket import shared_gradient
 from gradsync.communicator.background import Task
-from gradsync.engine.synchronizer import Synchronizer
-from gradsync.sharded import gather, overlapped, resident
-from gradsync.sharded.gather import Gathers
-from gradsync.sharded.journey import Journey
-from gradsync.sharded.overlapped import OverlappedOptimizer
-from gradsync.sharded.resident import Resident
-from gradsync.sharded.saving import indexed
-from gradsync.sharded.update_thread import UpdateThread
+from gradsync.core.bucket import shared_gradient
+from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.optim.sharded import gather, overlapped, resident
+from gradsync.optim.sharded.gather import Gathers
+from gradsync.optim.sharded.journey import Journey
+from gradsync.optim.sharded.overlapped import OverlappedOptimizer
+from gradsync.optim.sharded.resident import Resident
+from gradsync.optim.sharded.saving import indexed
+from gradsync.optim.sharded.update_thread import UpdateThread
 
 __all__ = ["MUTANTS", "Mutant", "taken_out"]
 

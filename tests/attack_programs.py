@@ -56,7 +56,7 @@ class Reader:
 class Shot:
     """What the main thread of ``rank`` is made to do in the middle of something: run a handler that reads, or raise a
     KeyboardInterrupt in the reads after the step. ``by`` a real signal ``at`` so many seconds, or before the bytecode
-    of gradsync.sharded ``at`` that part of all."""
+    of gradsync.optim.sharded ``at`` that part of all."""
 
     rank: int
     kind: str

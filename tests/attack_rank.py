@@ -18,8 +18,8 @@ from gradsync.errors import GradsyncError, MisuseError, PeerFailedError
 from tests.attack_disturbances import EVALUATED, Disturbed, Outcome
 from tests.attack_mutants import taken_out
 from tests.attack_programs import End, Program, Window
+from tests.optim.test_early_updates import AtOnce
 from tests.soak import Explosion, MicroBatch, Paths
-from tests.test_early_updates import AtOnce
 from tests.wires import fresh_wire
 
 __all__ = ["attack", "make_optimizers", "parameters_of_layers"]

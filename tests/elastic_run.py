@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from gradsync.elastic import Elastic
-from gradsync.llm.elastic_run import run_elastic
-from gradsync.llm.settings import TrainSettings
+from gradsync.health.elastic import Elastic
+from gradsync.tools.llm.elastic_run import run_elastic
+from gradsync.tools.llm.settings import TrainSettings
 from tests.roll_call import join_roll_call
 
 port, text, folder, steps, *again = sys.argv[1:]

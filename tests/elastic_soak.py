@@ -31,12 +31,12 @@ from torch import nn
 
 from gradsync import Accelerator, Elastic
 from gradsync.accelerator import DistributedDataParallelKwargs
-from gradsync.elastic import LIGHTHOUSE, Lighthouse
-from gradsync.engine import SyncPolicy
+from gradsync.core.engine import SyncPolicy
+from gradsync.health.elastic import LIGHTHOUSE, Lighthouse
 from gradsync.lab import Lab, LabPlan, Rate
-from gradsync.lab.host import Host
-from gradsync.lab.system import enter_host, inside
 from gradsync.reduction import reduction_by_name
+from gradsync.tools.lab.host import Host
+from gradsync.tools.lab.system import enter_host, inside
 from tests.roll_call import ADDRESS, RollCall, join_roll_call
 
 GLOBAL_BATCH = 24

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.lab import Lab, LabPlan
-from gradsync.lab.gpu import SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpuPlan
 from tests.faulty import PLACES, STEPS, SURVIVED, WAITS, Fault, Host
 from tests.scripts import free_port
 from tests.zygote import Forked, fork

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync.lab.system import enter_host
-from gradsync.watch import judge
+from gradsync.health.watch import judge
+from gradsync.tools.lab.system import enter_host
 
 __all__ = ["SURVIVED", "Fault", "Host", "survive", "train"]
 

@@ -1,7 +1,7 @@
 """Strangers at every socket that gradsync listens on: ``python -m tests.fuzz_sockets --messages 10000``.
 
 Ranks listen while they meet, and only then: the watch's hub on a Unix socket and, where there are several hosts, at
-addresses (``watch/door.py``); every rank of a host on a Unix socket, for memory to share
+addresses (``health/watch/door.py``); every rank of a host on a Unix socket, for memory to share
 (``communicator/host_door.py``). Here both are held open while two ranks train, and a third process, which knows where
 they are and nothing else, sends what it likes: random bytes, frames that are cut off or claim to be huge, proofs that
 are wrong or of another line, JSON of all shapes, a byte now and then, nothing at all; as this user or, run by root, as
@@ -32,10 +32,10 @@ from torch import nn
 import gradsync
 from gradsync.communicator import host_peers
 from gradsync.communicator.host_door import HELLO, SECRET_BYTES, HostDoor
-from gradsync.watch import door as doors
-from gradsync.watch.post import Plan, Post
-from gradsync.watch.protocol import code, pack
-from gradsync.watch.words import Member
+from gradsync.health.watch import door as doors
+from gradsync.health.watch.post import Plan, Post
+from gradsync.health.watch.protocol import code, pack
+from gradsync.health.watch.words import Member
 from tests.ranks import RankPool
 
 __all__ = ["Seen", "attack_a_training"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradsync.llm.run_folder import read_metrics
+from gradsync.tools.llm.run_folder import read_metrics
 
 __all__ = ["Course", "Life", "compare", "draw", "live_through", "live_with_restarts", "losses_of", "train_undisturbed"]
 

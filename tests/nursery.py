@@ -28,7 +28,7 @@ IMPORTED = (
     "torch",
     "torch.distributed",
     "torch._dynamo",
-    "gradsync.cli.main",
+    "gradsync.tools.cli.main",
     "gradsync.accelerator",
     "jinja2",
     "matplotlib.figure",

@@ -73,10 +73,10 @@ def pretend_device() -> None:
     """Where there is no GPU, the engine does as on one: it reads what ranks say a window later, and records nothing
     unasked."""
     # Imported late: the tests of the process ranks must not depend on the library under test.
-    from gradsync.bucket import finite
-    from gradsync.engine import pipeline
-    from gradsync.window import weights
-    from gradsync.wrap import replica
+    from gradsync.core.bucket import finite
+    from gradsync.core.engine import pipeline
+    from gradsync.core.window import weights
+    from gradsync.parallel import replica
 
     for module in (finite, pipeline, weights):
         vars(module)["reads_at_once"] = lambda device: False

@@ -50,7 +50,7 @@ from tests.zygote import Forked, fork
 
 if TYPE_CHECKING:
     # The tests of the process ranks must not depend on the library under test.
-    from gradsync.lab.gpu import SharedGpu
+    from gradsync.tools.lab.gpu import SharedGpu
 
 T = TypeVar("T")
 Sharing = Literal["slices", "mps"]
@@ -370,8 +370,8 @@ def pool_of(world_size: int) -> RankPool:
 
 
 def nccl_pool_of(world_size: int, sharing: Sharing) -> RankPool:
-    """The pool of NCCL ranks on one GPU that all tests share; how they share the GPU is in gradsync/lab/gpu.py."""
-    from gradsync.lab.gpu import SharedGpu, SharedGpuPlan
+    """The pool of NCCL ranks on one GPU that all tests share; gradsync/tools/lab/gpu.py says how they share the GPU."""
+    from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 
     if PRETEND in os.environ:
         return _pools.setdefault((world_size, sharing), RankPool(world_size, "pretended"))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradsync.recording import (
+from gradsync.observe.recording import (
     BucketPart,
     BucketTimes,
     Clock,

@@ -13,7 +13,7 @@ import time
 import uuid
 from typing import Any
 
-from gradsync.elastic import Elastic, Member, Standing
+from gradsync.health.elastic import Elastic, Member, Standing
 
 JOIN_SECONDS = 5.0
 ADDRESS = "GRADSYNC_TEST_ROLL_CALL"

@@ -19,9 +19,9 @@ pytest.importorskip("typer", reason="the command line needs the extra gradsync[c
 
 from typer.main import get_command
 
-from gradsync.bench.scenarios import SCENARIOS
-from gradsync.cli.main import app
-from gradsync.version import __version__
+from gradsync.base.version import __version__
+from gradsync.tools.bench.scenarios import SCENARIOS
+from gradsync.tools.cli.main import app
 
 INLINE = re.compile(r"(?<!`)`((?:gradsync|make|mpirun|pip|python|srun|torchrun)\s[^`]+)`(?!`)")
 # Programs of others that start ranks: what they are given themselves, they read; what follows is a command again.

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync.accelerator import world as world_module
-from gradsync.accelerator.environment import ProcessEnvironment, first_host, read_environment
 from gradsync.accelerator.process_control import DistributedType
 from gradsync.accelerator.world import World, connect
+from gradsync.base.environment import ProcessEnvironment, first_host, read_environment
 from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from tests.ranks import RankPool, Ranks, ThreadRanks
 from tests.zygote import program
@@ -225,7 +225,7 @@ SCRIPT = """
 import json, sys, warnings
 import torch, torch.distributed as dist
 from gradsync.accelerator import world as module
-from gradsync.accelerator.environment import read_environment
+from gradsync.base.environment import read_environment
 from gradsync.accelerator.world import connect
 from gradsync.accelerator.operations import gather
 

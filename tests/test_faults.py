@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import ENDINGS, HARMLESS, LINKS, Times, check, draw, live_through, undisturbed
-from tests.test_lab import needs_lab
+from tests.tools.test_lab import needs_lab
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.program]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_report import make_run
+from tests.tools.test_report import make_run
 
 # One worker runs them all.
 pytestmark = [pytest.mark.program, pytest.mark.timeout(120), pytest.mark.xdist_group("imports")]
@@ -26,11 +26,11 @@ def tell():
 tell()
 import gradsync
 tell()
-import gradsync.llm.model, gradsync.llm.tokens, gradsync.llm.batches
+import gradsync.tools.llm.model, gradsync.tools.llm.tokens, gradsync.tools.llm.batches
 tell()
-import gradsync.llm.report
+import gradsync.tools.llm.report
 tell()
-gradsync.llm.report.write_report(sys.argv[1])
+gradsync.tools.llm.report.write_report(sys.argv[1])
 tell()
 """
 
@@ -57,7 +57,7 @@ def test_importing_gradsync_needs_torch_and_nothing_else(modules: dict[str, set[
 
 
 def test_importing_the_modules_imports_no_extra(modules: dict[str, set[str]]) -> None:
-    assert "gradsync.llm.model" in modules["models and data"]
+    assert "gradsync.tools.llm.model" in modules["models and data"]
     assert not {"transformers", "datasets", "safetensors"} & packages(modules["models and data"])
 
 

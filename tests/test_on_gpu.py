@@ -65,7 +65,7 @@ def test_what_says_its_device_is_where_it_says(make: Callable[[], Any]) -> None:
     assert (made if isinstance(made, torch.device) else made.device) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("module", ["gradsync.bucket.bucket", "torch.optim.adam", "tests.ranks", "numpy"])
+@pytest.mark.parametrize("module", ["gradsync.core.bucket.bucket", "torch.optim.adam", "tests.ranks", "numpy"])
 def test_what_others_make_is_where_it_is_in_a_program(module: str) -> None:
     def make() -> torch.Tensor:
         names: dict[str, Any] = {"__name__": module, "torch": torch}

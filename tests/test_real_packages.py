@@ -168,7 +168,7 @@ def test_lightning_and_fabric_train_to_the_bits_of_torch(
     # This process is forked; the rank that they start themselves is a new interpreter.
     told = run_python(*command, folder=tmp_path, variables=clean_environment(), timeout=150)
     assert told.returncode == 0, told.stderr
-    assert told.stdout.count("gradsync.data_parallel") == 6 * len(ways), told.stdout
+    assert told.stdout.count("gradsync.parallel.data_parallel") == 6 * len(ways), told.stdout
     assert "optimizer steps on 2 ranks" in told.stderr
     expected = {name: state for name, state in torch.load(over_torch).items() if name.split()[0] in ways}
     theirs = tmp_path / "theirs.pt"
@@ -222,7 +222,7 @@ def test_a_trainer_trains_to_the_bits_of_torch_wherever_its_packages_are(
     else:
         told = in_new_interpreters(*command, folder=tmp_path, **packages_from(way, tmp_path))
     assert told.returncode == 0, told.stderr
-    assert told.stdout.count("accelerate.accelerator gradsync.data_parallel") == 4, told.stdout
+    assert told.stdout.count("accelerate.accelerator gradsync.parallel.data_parallel") == 4, told.stdout
     assert "8 optimizer steps on 2 ranks" in told.stderr
     assert_same_bits(tmp_path / "ours.pt", trainer_over_torch)
 

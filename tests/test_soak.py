@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.engine.pipeline import Pipeline
+from gradsync.core.engine.pipeline import Pipeline
 from tests import soak
 from tests.ranks import ThreadRanks
 

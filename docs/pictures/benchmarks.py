@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.record import ResultFolder
-from gradsync.bench.report import Section, build_report
-from gradsync.bench.scenario import Table
-from gradsync.bench.scenarios import SCENARIOS
 from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.tools.bench.record import ResultFolder
+from gradsync.tools.bench.report import Section, build_report
+from gradsync.tools.bench.scenario import Table
+from gradsync.tools.bench.scenarios import SCENARIOS
 
 # The pages that are filled, and the folders of their pictures.
 PAGES = {"benchmarks.md": "bench", "failures.md": "faults"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from gradsync.cli.main import app
+from gradsync.tools.cli.main import app
 
 PROGRAM = "gradsync"
 

@@ -7,13 +7,7 @@
 """
 
 from gradsync.accelerator import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
-from gradsync.attach import GradientSynchronization, synchronize_gradients
-from gradsync.averaging import average_gradients
-from gradsync.clipping import clip_grad_norm_, clip_grad_value_
-from gradsync.data_parallel import DistributedDataParallel
-from gradsync.elastic import Elastic
-from gradsync.engine import Fingerprints, SyncPolicy
-from gradsync.errors import (
+from gradsync.base.errors import (
     ConfigurationError,
     GradsyncError,
     MismatchError,
@@ -22,11 +16,17 @@ from gradsync.errors import (
     VetoError,
     WireLostError,
 )
-from gradsync.layer_drop import LayerDrop
-from gradsync.local_steps import LocalSteps
-from gradsync.sharded import OverlappedOptimizer, ShardedOptimizer
-from gradsync.timeline import Timeline
-from gradsync.version import __version__
+from gradsync.base.version import __version__
+from gradsync.core.engine import Fingerprints, SyncPolicy
+from gradsync.health.elastic import Elastic
+from gradsync.observe.timeline import Timeline
+from gradsync.optim.local_steps import LocalSteps
+from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
+from gradsync.parallel.attach import GradientSynchronization, synchronize_gradients
+from gradsync.parallel.averaging import average_gradients
+from gradsync.parallel.clipping import clip_grad_norm_, clip_grad_value_
+from gradsync.parallel.data_parallel import DistributedDataParallel
+from gradsync.parallel.layer_drop import LayerDrop
 
 __all__ = [
     "Accelerator",

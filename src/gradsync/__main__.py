@@ -1,6 +1,6 @@
 """``python -m gradsync`` is the command ``gradsync``."""
 
-from gradsync.cli.main import main
+from gradsync.tools.cli.main import main
 
 __all__: list[str] = []
 

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from gradsync.base.errors import PeerFailedError
 from gradsync.communicator import Communicator, InProcessWorld, ambient_communicator, choose_communicator
-from gradsync.errors import PeerFailedError
 
 __all__ = ["communicator", "run_ranks"]
 

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from gradsync.accelerator.choices import checked_rng_types, chosen_loaders, chosen_plugin
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
-from gradsync.accelerator.environment import read_environment
 from gradsync.accelerator.familiar import Familiar, launched_settings, refuse_absent
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.gradients import Gradients
@@ -35,11 +34,12 @@ from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.tracking import Tracking, acquaint
 from gradsync.accelerator.world import World, connect, unmet
-from gradsync.charts.words import count
+from gradsync.base.environment import read_environment
+from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
-from gradsync.elastic import Elastic
-from gradsync.errors import ConfigurationError, MisuseError
-from gradsync.wrap.accumulation import backward_through
+from gradsync.health.elastic import Elastic
+from gradsync.observe.charts.words import count
+from gradsync.parallel.accumulation import backward_through
 
 __all__ = ["Accelerator"]
 

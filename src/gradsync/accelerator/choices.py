@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["checked_rng_types", "chosen_loaders", "chosen_plugin"]
 

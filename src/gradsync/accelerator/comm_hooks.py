@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gradsync.data_parallel import DistributedDataParallel
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
+from gradsync.parallel.data_parallel import DistributedDataParallel
 
 __all__ = ["register_named_hook"]
 

@@ -9,8 +9,8 @@ from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.accelerator.prepared_loader import CARRIED_OVER, PreparedDataLoader
 from gradsync.accelerator.sharding import SkipOnce
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator, InProcessWorld
-from gradsync.errors import ConfigurationError
 
 __all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import TreeSpec, is_namedtuple_instance
 from gradsync.accelerator.messages import ALIGNMENT, NotPlainError, Placed, describe, end_of, rebuild
 from gradsync.accelerator.sharding import Share
 from gradsync.accelerator.trees import flatten, leaves_of, plain
+from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.communicator import Communicator
-from gradsync.errors import ConfigurationError, PeerFailedError
 
 __all__ = ["dispatch"]
 

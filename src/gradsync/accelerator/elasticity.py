@@ -30,11 +30,11 @@ from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.world import agree_on_backend, settle_at_exit
+from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
 from gradsync.communicator.naming import listed
-from gradsync.elastic.meeting import Generation, MeetingPlace, meet
-from gradsync.elastic.membership import Member, Membership, Standing
-from gradsync.elastic.settings import Elastic
-from gradsync.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
+from gradsync.health.elastic.meeting import Generation, MeetingPlace, meet
+from gradsync.health.elastic.membership import Member, Membership, Standing
+from gradsync.health.elastic.settings import Elastic
 
 __all__ = ["Elasticity", "refuse_beside_elastic"]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.accelerator.process_control import DistributedType, ProcessControl
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["AbsentError", "Familiar", "is_dynamo_off", "launched_settings", "refuse_absent"]
 

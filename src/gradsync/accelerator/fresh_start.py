@@ -15,7 +15,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from gradsync.errors import GradsyncError
+from gradsync.base.errors import GradsyncError
 
 __all__ = ["word_of_this_life"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gradsync.accelerator.familiar import is_dynamo_off
-from gradsync.engine.policy import SyncPolicy
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
+from gradsync.core.engine.policy import SyncPolicy
 
 __all__ = [
     "AutocastKwargs",

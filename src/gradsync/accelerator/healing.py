@@ -13,7 +13,7 @@ import torch
 from gradsync.accelerator.state_saving import Prepared, load_shared_state, shared_state
 from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
-from gradsync.wrap.replica_state import BATCH_BYTES, broadcast_tensors
+from gradsync.parallel.replica_state import BATCH_BYTES, broadcast_tensors
 
 __all__ = ["heal"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from gradsync.accelerator import operations
-from gradsync.accelerator.environment import read_environment
 from gradsync.accelerator.precision import plain_forward
+from gradsync.base.environment import read_environment
+from gradsync.base.errors import ConfigurationError, NoProcessGroupError
 from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
-from gradsync.data_parallel import DistributedDataParallel
-from gradsync.errors import ConfigurationError, NoProcessGroupError
+from gradsync.parallel.data_parallel import DistributedDataParallel
 
 __all__ = [
     "broadcast",

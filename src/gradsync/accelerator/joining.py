@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.process_control import DistributedType, ProcessControl
 from gradsync.accelerator.state_saving import Prepared
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["Joining"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from gradsync.data_parallel import DistributedDataParallel as Wrapper
-from gradsync.engine.synchronizer import Synchronizer
-from gradsync.errors import MisuseError
+from gradsync.base.errors import MisuseError
+from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.parallel.data_parallel import DistributedDataParallel as Wrapper
 
 __all__ = ["DistributedDataParallel", "LocalTraining"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import is_namedtuple_instance
 
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["ALIGNMENT", "NotPlainError", "Placed", "describe", "end_of", "pack", "rebuild", "unpack"]
 

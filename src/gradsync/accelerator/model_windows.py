@@ -12,9 +12,9 @@ from typing import TypeVar
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.local_training import LocalTraining
 from gradsync.accelerator.plugins import GradientAccumulationPlugin
-from gradsync.engine.synchronizer import Synchronizer
-from gradsync.errors import MisuseError
-from gradsync.wrap.accumulation import Accumulation, MicroBatches, framed
+from gradsync.base.errors import MisuseError
+from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.parallel.accumulation import Accumulation, MicroBatches, framed
 
 __all__ = ["ModelWindows"]
 

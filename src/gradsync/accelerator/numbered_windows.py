@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from gradsync.accelerator.operations import send_to_device
 from gradsync.accelerator.process_control import ProcessControl
-from gradsync.errors import ConfigurationError, MisuseError
+from gradsync.base.errors import ConfigurationError, MisuseError
 
 __all__ = ["NumberedWindows", "permutation", "share_of"]
 

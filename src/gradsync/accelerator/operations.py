@@ -17,10 +17,10 @@ import torch
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.messages import NotPlainError, pack, unpack
 from gradsync.accelerator.trees import flatten, leaves_of, map_leaves, plain
+from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes, require_agreement
-from gradsync.engine.backward_watch import tensors_in
-from gradsync.errors import ConfigurationError, MismatchError
+from gradsync.core.engine.backward_watch import tensors_in
 
 __all__ = [
     "UnsupportedTypeError",

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.precision import LossScaler
-from gradsync.engine.synchronizer import Synchronizer, synchronizer_of
-from gradsync.sharded import ShardedOptimizer
+from gradsync.core.engine.synchronizer import Synchronizer, synchronizer_of
+from gradsync.optim.sharded import ShardedOptimizer
 
 __all__ = ["PreparedOptimizer"]
 

@@ -8,7 +8,7 @@ from gradsync.accelerator import operations
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.process_control import ProcessControl
-from gradsync.engine.backward_watch import tensors_in
+from gradsync.core.engine.backward_watch import tensors_in
 
 __all__ = ["OverProcesses"]
 

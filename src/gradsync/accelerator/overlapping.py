@@ -6,10 +6,10 @@ from typing import Literal, get_args
 
 from torch.optim import Optimizer
 
-from gradsync.errors import ConfigurationError
-from gradsync.sharded import OverlappedOptimizer, ShardedOptimizer
-from gradsync.sharded.mode import Mode
-from gradsync.sharded.resident import Resident, Synchronized
+from gradsync.base.errors import ConfigurationError
+from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
+from gradsync.optim.sharded.mode import Mode
+from gradsync.optim.sharded.resident import Resident, Synchronized
 
 __all__ = ["Overlap", "Overlapping"]
 

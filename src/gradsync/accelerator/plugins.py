@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsync.accelerator.operations import map_tensors
-from gradsync.engine.synchronizer import Synchronizer
-from gradsync.errors import ConfigurationError
-from gradsync.window.window import WindowState
+from gradsync.base.errors import ConfigurationError
+from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.core.window.window import WindowState
 
 __all__ = ["LossScaler", "Precision", "plain_forward"]
 

@@ -13,11 +13,11 @@ from gradsync.accelerator.local_training import DistributedDataParallel as Prepa
 from gradsync.accelerator.local_training import LocalTraining
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.world import World
-from gradsync.attach import synchronize_gradients
-from gradsync.data_parallel import DistributedDataParallel
-from gradsync.engine.policy import SyncPolicy
-from gradsync.errors import ConfigurationError
-from gradsync.wrap.accumulation import Accumulation
+from gradsync.base.errors import ConfigurationError
+from gradsync.core.engine.policy import SyncPolicy
+from gradsync.parallel.accumulation import Accumulation
+from gradsync.parallel.attach import synchronize_gradients
+from gradsync.parallel.data_parallel import DistributedDataParallel
 
 __all__ = ["PreparedModels"]
 

@@ -49,9 +49,9 @@ from gradsync.accelerator.sharding import (
     plan_for,
     require_same_order,
 )
+from gradsync.base.errors import ConfigurationError, MismatchError, NoProcessGroupError
 from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.errors import ConfigurationError, MismatchError, NoProcessGroupError
 
 __all__ = ["CARRIED_OVER", "PreparedDataLoader"]
 

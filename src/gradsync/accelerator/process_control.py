@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from gradsync.accelerator.environment import ProcessEnvironment
+from gradsync.base.environment import ProcessEnvironment
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
-from gradsync.errors import ConfigurationError
 
 __all__ = ["DistributedType", "ProcessControl"]
 

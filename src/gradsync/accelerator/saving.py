@@ -16,8 +16,8 @@ from gradsync.accelerator.helpers import extract_model_from_parallel
 from gradsync.accelerator.plugins import ProjectConfiguration
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.state_saving import Prepared, has_checkpoint, load_prepared, save_prepared
+from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, write_tensors
-from gradsync.errors import ConfigurationError
 
 __all__ = ["Saving"]
 

@@ -17,10 +17,10 @@ from gradsync.accelerator.optimizer import PreparedOptimizer
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.scheduler import PreparedScheduler
+from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state
 from gradsync.communicator import Communicator
-from gradsync.engine.saved_window import load_window, save_window
-from gradsync.errors import ConfigurationError
+from gradsync.core.engine.saved_window import load_window, save_window
 
 __all__ = [
     "Prepared",

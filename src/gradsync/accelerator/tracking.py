@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradsync.accelerator.plugins import ProjectConfiguration
 from gradsync.accelerator.process_control import ProcessControl
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["Tracking", "acquaint"]
 

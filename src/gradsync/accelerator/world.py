@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.accelerator.environment import ProcessEnvironment, read_environment
 from gradsync.accelerator.fresh_start import word_of_this_life
 from gradsync.accelerator.process_control import ProcessControl
+from gradsync.base.environment import ProcessEnvironment, read_environment
+from gradsync.base.errors import ConfigurationError, NoProcessGroupError
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.errors import ConfigurationError, NoProcessGroupError
 
 __all__ = ["World", "agree_on_backend", "connect", "settle_at_exit", "unmet"]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
-from gradsync.errors import GradsyncError
-from gradsync.files import whole_file
+from gradsync.base.errors import GradsyncError
+from gradsync.base.files import whole_file
 
 __all__ = [
     "CHUNK",

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.checkpoint.files import (
     CorruptFileError,
     FileRecord,
@@ -47,7 +48,6 @@ from gradsync.checkpoint.tensor_file import read_tensors, require_safetensors, w
 from gradsync.checkpoint.together import refuse, together
 from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
-from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = ["CheckpointFolder", "Loaded"]
 

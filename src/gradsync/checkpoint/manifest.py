@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint.files import CorruptFileError, FileRecord, parse_json, read_file, write_file
-from gradsync.errors import ConfigurationError
 
 __all__ = ["FORMAT", "Manifest", "file_names", "rank_stem", "read_manifest", "write_manifest"]
 

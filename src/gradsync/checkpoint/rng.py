@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["rng_state", "set_rng_state"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint.files import CHUNK, CorruptFileError, FileRecord, write_file
-from gradsync.errors import ConfigurationError
 
 __all__ = ["DTYPE_NAMES", "RESERVED_NAME", "read_tensors", "require_safetensors", "write_tensors"]
 

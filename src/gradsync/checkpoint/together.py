@@ -8,10 +8,10 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from gradsync.base.errors import PeerFailedError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.communicator.logs import log_errors
-from gradsync.errors import PeerFailedError
 
 __all__ = ["Undo", "refuse", "together"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint.tensor_file import DTYPE_NAMES, RESERVED_NAME
-from gradsync.errors import ConfigurationError
 
 __all__ = ["decode", "encode"]
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.naming import rank_name
-from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = ["agree_on_absent", "gather_bytes", "make_together", "require_agreement", "require_same_library"]
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 
+from gradsync.base.errors import MisuseError
 from gradsync.communicator.alarm import make_alarm
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.patrol import look_after
-from gradsync.errors import MisuseError
 
 __all__ = ["AtWait", "Background", "GivenUpError", "Numbering", "Task", "call_back"]
 

@@ -3,7 +3,7 @@
 Whoever writes a communicator keeps what stands here. The simplest way is to derive from
 :class:`~gradsync.communicator.wire.Wire`, which checks arguments, numbers collectives, keeps the first failure, logs,
 and runs stages; what is left to write are five methods that move bytes. ``in_process.py`` is the shortest example, and
-``tests/test_communicators.py`` holds every communicator to the contract.
+``tests/communicator/test_communicators.py`` holds every communicator to the contract.
 
 **Order.** Every rank starts the same collectives in the same order on a communicator, with the same sizes and dtypes.
 That is the caller's duty, not the communicator's. A collective may be started while earlier ones are under way, and
@@ -46,7 +46,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from gradsync.errors import GradsyncError
+from gradsync.base.errors import GradsyncError
 
 __all__ = ["Communicator", "Counts", "Handle", "ReduceOp", "Stage"]
 

@@ -6,9 +6,9 @@ from typing import get_args
 
 import torch
 
+from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator.base import Counts, ReduceOp
 from gradsync.communicator.naming import listed
-from gradsync.errors import ConfigurationError, MismatchError
 
 __all__ = [
     "SUMMED_BY_TORCH",

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradsync.base.errors import ConfigurationError, NoProcessGroupError
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.errors import ConfigurationError, NoProcessGroupError
 
 __all__ = ["ambient_communicator", "choose_communicator"]
 

@@ -15,10 +15,10 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from gradsync.base.errors import GradsyncError
 from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Handle, Stage
 from gradsync.communicator.outstanding import Outstanding
-from gradsync.errors import GradsyncError
 
 __all__ = [
     "DONE",

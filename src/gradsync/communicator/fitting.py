@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.agreement import make_together, require_agreement, require_same_library
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
@@ -30,7 +31,6 @@ from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.shared_memory import SharedMemoryCommunicator
 from gradsync.communicator.subgroups import CommunicatorFactory
 from gradsync.communicator.topology import Topology, find_topology
-from gradsync.errors import ConfigurationError
 
 __all__ = ["WIRES", "Choice", "fit_communicator", "scattering_over"]
 

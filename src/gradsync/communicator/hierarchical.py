@@ -20,6 +20,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import DONE, Collective, Work
@@ -31,7 +32,6 @@ from gradsync.communicator.reducing import divide
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
 from gradsync.communicator.topology import Topology, find_topology
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 
 __all__ = ["HierarchicalCommunicator", "Way"]
 

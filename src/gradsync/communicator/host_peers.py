@@ -21,11 +21,11 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gradsync.base.errors import WireLostError
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.host_door import HELLO, SECRET_BYTES, Caller, HostDoor
 from gradsync.communicator.naming import listed, rank_name
-from gradsync.errors import WireLostError
 
 __all__ = ["HostPeers"]
 

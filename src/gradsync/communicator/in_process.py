@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError, WireLostError
 from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, WireLostError
 
 __all__ = ["InProcessCommunicator", "InProcessWorld"]
 

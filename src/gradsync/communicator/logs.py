@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch.distributed import DistError
 
-from gradsync.errors import ConfigurationError, GradsyncError
+from gradsync.base.errors import ConfigurationError, GradsyncError
 
 __all__ = ["LOGGER", "VARIABLE", "configure_logging", "log_errors"]
 

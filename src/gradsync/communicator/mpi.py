@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 
+from gradsync.base.errors import ConfigurationError, MisuseError, WireLostError
 from gradsync.communicator.background import AtWait, Background
 from gradsync.communicator.base import Handle, ReduceOp, Stage
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.mpi_world import PAUSE_SECONDS, Farewells, enter_mpi
 from gradsync.communicator.reducing import combine_in_order, offsets_of
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, MisuseError, WireLostError
 
 __all__ = ["MPICommunicator"]
 

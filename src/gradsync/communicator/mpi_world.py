@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any
 
-from gradsync.errors import ConfigurationError
+from gradsync.base.errors import ConfigurationError
 
 __all__ = ["PAUSE_SECONDS", "Farewells", "enter_mpi"]
 

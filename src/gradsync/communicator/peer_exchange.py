@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.collective import Collective
@@ -42,7 +43,6 @@ from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
 from gradsync.communicator.reducing import offsets_of
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError
 
 __all__ = ["PeerExchangeCommunicator"]
 

@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from gradsync.base.errors import ConfigurationError, WireLostError
 from gradsync.communicator.background import GivenUpError, Numbering
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.first_cause import first_cause
 from gradsync.communicator.lost_sends import end_wait
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.process_group import is_timeout
-from gradsync.errors import ConfigurationError, WireLostError
 
 __all__ = ["Exchange", "Message", "PeerLink"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.base.errors import ConfigurationError, WireLostError
 from gradsync.communicator.background import LOOK_SECONDS, GivenUpError, call_back
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
@@ -24,7 +25,6 @@ from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, WireLostError
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of", "is_timeout"]
 

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
@@ -17,7 +18,6 @@ from gradsync.communicator.first_cause import Circle
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import ConfigurationError, GradsyncError
 
 __all__ = ["RoundRobinCommunicator"]
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 
+from gradsync.base.errors import GradsyncError, MismatchError
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
@@ -33,7 +34,6 @@ from gradsync.communicator.shared_heap import Heap, Location
 from gradsync.communicator.shared_shares import BLOCK_BYTES, Blocks, cut_share, flatten, in_pieces, put_back
 from gradsync.communicator.shared_signals import Signals
 from gradsync.communicator.wire import Shares, Wire
-from gradsync.errors import GradsyncError, MismatchError
 
 __all__ = ["SharedMemoryCommunicator"]
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gradsync.base.errors import WireLostError
 from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.patrol import make_way
-from gradsync.errors import WireLostError
 
 __all__ = ["HEADER_BYTES", "Signals"]
 

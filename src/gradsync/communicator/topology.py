@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.base import Communicator
-from gradsync.errors import ConfigurationError
 
 __all__ = ["HOST_VARIABLE", "Topology", "find_topology", "host_identity"]
 

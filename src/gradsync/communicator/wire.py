@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError, MisuseError, WireLostError
 from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.checks import (
@@ -32,7 +33,6 @@ from gradsync.communicator.collective import Allocation, Collective, Fate, Later
 from gradsync.communicator.leaving import keep_track
 from gradsync.communicator.logs import LOGGER, log_errors
 from gradsync.communicator.naming import rank_name
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, MisuseError, WireLostError
 
 __all__ = ["Shares", "Wire"]
 

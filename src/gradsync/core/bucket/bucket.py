@@ -1,0 +1,188 @@
+"""One flat buffer of gradients, and a view of it for each parameter.
+
+There is one copy of the gradients, here, and the wire reads it where it lies. Chunks bring the gradients in; see
+:mod:`gradsync.core.bucket.chunk`. The layout of the buffer is drawn in :mod:`gradsync.core.bucket.layout`. A bucket is
+memory: how far it has come on its way over the wire is known to the pipeline, see
+:mod:`gradsync.core.engine.pipeline`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradsync.communicator import Communicator
+from gradsync.core.bucket.chunk import Chunk, Member
+from gradsync.core.bucket.layout import BucketPlan, ParameterSpec, Slot
+
+__all__ = ["Bucket"]
+
+# A chunk has at most this many bytes, or a single gradient. On an accelerator every operation is a kernel, which pays
+# only when it is large; and there the peak of memory comes when backward begins and hardly a gradient is there.
+CHUNK_BYTES = 256 * 1024
+ACCELERATOR_CHUNK_BYTES = 32 * 1024 * 1024
+
+
+class Bucket:
+    """The gradients of the parameters in one :class:`BucketPlan`.
+
+    ``wire`` is the flat tensor that crosses the wire: the whole buffer, or what is left of it without absent slots.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        communicator: Communicator,
+    ) -> None:
+        self.index = plan.index
+        self.plan = plan
+        self.parameters = [parameters[slot.parameter] for slot in plan.slots]
+        self.specs = [specs[slot.parameter] for slot in plan.slots]
+        self.buffer = communicator.allocate(plan.numel, plan.dtype, plan.device)
+        self.payload = self.buffer[: plan.payload]
+        # The same memory with a version counter of its own: what the wire and the engine write is not taken for a late
+        # gradient, and not for the trace of somebody who has touched a mean.
+        self.wire = self._whole = self.buffer.data
+        self.tail = self._whole[plan.payload :]
+        self.flags = self.tail[: len(plan.slots)]
+        self.ballot = self.tail[len(plan.slots) :]
+        self.views = [_view(self.buffer, slot, spec) for slot, spec in zip(plan.slots, self.specs, strict=True)]
+        self._starts = [slot.offset for slot in plan.slots] + [plan.payload]
+        self.chunks = [self._make_chunk(first, end) for first, end in self._cut()]
+        self.absent: frozenset[int] = frozenset()
+        # Of the slots that were empty here in the last window, those for which nobody had a gradient.
+        self.unused: frozenset[int] = frozenset()
+        self.reopen()
+
+    def __repr__(self) -> str:
+        full, settled = sum(chunk.full for chunk in self.chunks), sum(chunk.settled for chunk in self.chunks)
+        return f"Bucket({self.describe()}; {full} of {len(self.chunks)} chunks full, {settled} settled)"
+
+    def describe(self) -> str:
+        """Which bucket this is, in words for errors and logs."""
+        first, last = self.specs[0].name, self.specs[-1].name
+        return f"bucket {self.index}: {first!r} … {last!r}, {self.buffer.nbytes} bytes of {self.plan.dtype}"
+
+    def _cut(self) -> list[tuple[int, int]]:
+        """Where chunks begin and end, in slots. A slot too large for a chunk is one by itself: it waits for nobody."""
+        nbytes = CHUNK_BYTES if self.plan.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+        most = nbytes // self.plan.dtype.itemsize
+        runs: list[tuple[int, int]] = []
+        for slot in range(len(self.plan.slots)):
+            first = runs[-1][0] if runs else slot
+            if runs and self._starts[slot + 1] - self._starts[first] <= most:
+                runs[-1] = (first, slot + 1)
+            else:
+                runs.append((slot, slot + 1))
+        return runs
+
+    def _make_chunk(self, first: int, end: int) -> Chunk:
+        members = [
+            Member(parameter, spec.name, view)
+            for parameter, spec, view in zip(
+                self.parameters[first:end], self.specs[first:end], self.views[first:end], strict=True
+            )
+        ]
+        return Chunk(members, self.buffer[self._starts[first] : self._starts[end]], self.flags[first:end], first)
+
+    def before_gather(self, callback: Callable[[Sequence[torch.nn.Parameter]], None]) -> None:
+        """Have ``callback`` called with the parameters of each chunk before its gradients are gathered."""
+        for chunk in self.chunks:
+            chunk.before_gather = callback
+
+    def place_of(self, slot: int) -> tuple[Chunk, int]:
+        """The chunk that holds ``slot``, and the slot's number there."""
+        chunk = next(chunk for chunk in reversed(self.chunks) if chunk.first <= slot)
+        return chunk, slot - chunk.first
+
+    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where each gradient lies in ``buffer``, which is the payload or like it in another dtype."""
+        if buffer is self.payload:
+            return list(self.views)
+        return [_view(buffer, slot, spec) for slot, spec in zip(self.plan.slots, self.specs, strict=True)]
+
+    def share(self, rank: int) -> torch.Tensor:
+        """The part of the payload that ``rank`` owns, where the layout was planned to be shared out."""
+        return self.payload[rank * self.plan.share : (rank + 1) * self.plan.share]
+
+    def reopen(self) -> None:
+        """Make ready for the next backward."""
+        for chunk in self.chunks:
+            chunk.reopen()
+        self.flags.fill_(1)
+        self.absent = frozenset()
+        self.wire = self._whole
+
+    def gather(self) -> None:
+        """Bring in whatever gradients there are, and let them lie."""
+        for chunk in self.chunks:
+            chunk.gather()
+
+    # -- the wire ----------------------------------------------------------------------------------------------
+
+    def announce_absent(self, slots: frozenset[int]) -> None:
+        """All ranks know that nobody will have gradients for these slots: they are left off the wire.
+
+        The bucket no longer waits for them. A gradient that comes all the same is refused.
+        """
+        self.absent = slots
+        for chunk in self.chunks:
+            inside = range(chunk.first, chunk.first + len(chunk.parameters))
+            chunk.expect_absent(frozenset(slot - chunk.first for slot in slots if slot in inside))
+
+    @property
+    def has_wire(self) -> bool:
+        """False when there is nothing to send: every slot is absent and the ballot rides elsewhere."""
+        return len(self.absent) < len(self.views) or self.plan.ballot > 0
+
+    @property
+    def empty(self) -> list[int]:
+        """Slots without a gradient of this rank."""
+        return [chunk.first + slot for chunk in self.chunks for slot in chunk.empty]
+
+    @torch.no_grad()
+    def compact(self) -> None:
+        """Leave absent slots off the wire."""
+        self.wire = torch.cat([self._whole[start:end] for start, end in self._segments()])
+
+    def _segments(self) -> list[tuple[int, int]]:
+        """Runs of the buffer that are sent, the tail included."""
+        segments: list[tuple[int, int]] = []
+        for slot in range(len(self.plan.slots)):
+            if slot in self.absent:
+                continue
+            start, end = self._starts[slot], self._starts[slot + 1]
+            if segments and segments[-1][1] == start:
+                start = segments.pop()[0]
+            segments.append((start, end))
+        tail = (self.plan.payload, self.plan.numel)
+        if segments and segments[-1][1] == tail[0]:
+            tail = (segments.pop()[0], tail[1])
+        return [*segments, tail]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the reduction: parameters that got no gradient here get the mean, if any rank had one."""
+        if self.wire is not self._whole:
+            offset = 0
+            for start, end in self._segments():
+                self.buffer[start:end].copy_(self.wire[offset : offset + end - start])
+                offset += end - start
+            self.wire = self._whole
+        empty = self.empty
+        self.unused = frozenset(empty)
+        if empty and self.has_wire:
+            # The only place where the host reads what came over the wire, and only on a rank with unused parameters.
+            somebody_has = (self.flags > 0).tolist()
+            self.unused = frozenset(slot for slot in empty if not somebody_has[slot])
+            for slot in empty:
+                if somebody_has[slot]:
+                    self.parameters[slot].grad = self.views[slot]
+
+
+def _view(buffer: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:
+    flat = buffer[slot.offset : slot.offset + slot.numel]
+    if spec.dtype.is_complex:
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    return flat.as_strided(spec.shape, spec.stride)

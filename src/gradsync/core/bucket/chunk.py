@@ -1,0 +1,217 @@
+"""A run of neighbouring slots that is gathered at once, as soon as its gradients are there.
+
+Autograd leaves a gradient in memory of its own. Moving every one of them by itself would cost an operation each;
+moving a whole bucket at once would keep two copies of a large bucket alive. So a bucket is gathered in chunks (a
+quarter of a megabyte on the CPU): many small gradients in one batched operation, large ones one by one.
+
+Gathered gradients are attached: ``parameter.grad`` becomes a view of the bucket, where later micro-batches accumulate
+in place. They are *settled* when they have also been multiplied with their share of the mean, which happens once a
+synchronization, in the same pass where that is possible.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+
+from gradsync.base.errors import LateGradientError, MisuseError
+
+__all__ = ["LATE_REMEDY", "Chunk", "Member", "gradients_of"]
+
+# Above this mean size it is cheaper to scale each gradient while it is copied than to scale the chunk in a further
+# pass; below it the cost of an operation per gradient weighs more than the pass.
+SCALED_COPY_BYTES = 32 * 1024
+
+LATE_REMEDY = (
+    "Reentrant activation checkpointing of a parameter that is used in several places does that. Pass "
+    "schedule='bucketed', or use_reentrant=False to the checkpoint"
+)
+
+
+class Member(NamedTuple):
+    """A parameter of a bucket, with its name and the view of the bucket that its gradient becomes."""
+
+    parameter: torch.nn.Parameter
+    name: str
+    view: torch.Tensor
+
+
+class Chunk:
+    """Gradients of ``members``, whose views fill ``memory``; the first of them has the bucket's slot ``first``.
+
+    ``flags`` tell the other ranks which slots have a gradient here; see :mod:`gradsync.core.bucket.layout`.
+    """
+
+    def __init__(self, members: Sequence[Member], memory: torch.Tensor, flags: torch.Tensor, first: int) -> None:
+        self.parameters = [member.parameter for member in members]
+        self.names = [member.name for member in members]
+        self.views = [member.view for member in members]
+        self.memory = memory
+        self.flags = flags
+        self.first = first
+        self.arrivals_expected = [1] * len(self.parameters)
+        self.before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+        self._waiting = list(self.arrivals_expected)
+        self._scaled_copies = memory.nbytes > SCALED_COPY_BYTES * len(self.parameters)
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Make ready for the next backward."""
+        self._waiting[:] = self.arrivals_expected
+        self._missing = len(self._waiting)
+        self._sighted: list[torch.Tensor | None] = []
+        self._all_outside = False
+        self.full = False
+        self.settled = False
+        self.empty: list[int] = []
+        self.absent: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        state = "settled" if self.settled else "full" if self.full else f"{self._missing} missing"
+        return f"Chunk({self.names[0]!r} … {self.names[-1]!r}: {len(self.names)} gradients, {state})"
+
+    # -- landing -----------------------------------------------------------------------------------------------
+
+    def land(self, slot: int) -> bool:
+        """Count a gradient of the chunk's ``slot``; True when the chunk has become full by it. The hot path."""
+        left = self._waiting[slot] - 1
+        self._waiting[slot] = left
+        if left == 0:
+            self._missing -= 1
+            if not self._missing:
+                self.full = True
+                return True
+        elif left < 0:
+            self._check_surplus(slot, left)
+        return False
+
+    def land_by_sight(self) -> bool:
+        """True when every slot has got a gradient. Says something only if none had one when the backward began."""
+        if self.full:
+            return False
+        gradients = list(map(_grad, self.parameters))
+        complete = not any(map(operator.is_, gradients, repeat(None)))
+        if not complete and any(g is None and slot not in self.absent for slot, g in enumerate(gradients)):
+            return False
+        self._sighted = gradients
+        self._all_outside = complete
+        self.full = True
+        return True
+
+    def expect_absent(self, slots: frozenset[int]) -> None:
+        """Do not wait for these slots: no rank will have gradients for them."""
+        for slot in slots - self.absent:
+            if self._waiting[slot] > 0:
+                self._waiting[slot] = 0
+                self._missing -= 1
+        self.absent = slots
+        self.full = self.full or not self._missing
+
+    def _check_surplus(self, slot: int, left: int) -> None:
+        """A gradient that nobody waited for is fine as long as the chunk is not settled."""
+        if slot in self.absent:
+            self._refuse_absent(slot)
+        if self.settled:
+            raise LateGradientError(
+                f"parameter {self.names[slot]!r} received {self.arrivals_expected[slot] - left} gradients in one "
+                f"backward, but was on its way to the other ranks after {self.arrivals_expected[slot]}, as many as in "
+                f"earlier backwards. {LATE_REMEDY}"
+            )
+
+    def _refuse_absent(self, slot: int) -> None:
+        raise MisuseError(
+            f"parameter {self.names[slot]!r} received a gradient although its layer was announced as dropped on all "
+            "ranks. Run a droppable layer only through its LayerDrop"
+        )
+
+    # -- gathering ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring gradients that lie outside into their slots, and attach the views."""
+        loose, targets = self._take_loose()
+        if loose:
+            _copy(targets, loose)
+
+    @torch.no_grad()
+    def settle(self, scale: float) -> None:
+        """Gather, multiply by ``scale`` and set the flags, unless this was done already."""
+        if self.settled:
+            return
+        self.settled = True
+        loose, targets = self._take_loose()
+        if self.empty:
+            self.flags[self.empty] = 0
+        if scale != 1.0 and self._scaled_copies and len(loose) == len(self.views):
+            _copy_scaled(targets, loose, scale)
+            return
+        if loose:
+            _copy(targets, loose)
+        if scale != 1.0:
+            self.memory.mul_(scale)
+
+    def _take_loose(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """Gradients that lie outside, and the views that take their place. Slots without a gradient are zeroed."""
+        if self.before_gather is not None:
+            self.before_gather(self.parameters)
+        gradients = self._sighted or list(map(_grad, self.parameters))
+        views = self.views
+        # The rule after zero_grad(). What was sighted has come in this backward, so none of it can be a view.
+        all_outside = self._all_outside or not (
+            any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None)))
+        )
+        self._sighted, self.empty, self._all_outside = [], [], False
+        if all_outside:
+            for parameter, view in zip(self.parameters, views, strict=True):
+                parameter.grad = view
+            loose, targets = gradients, views
+        else:
+            loose, targets = self._take_some(gradients)
+        for slot in self.absent.difference(self.empty):
+            self._refuse_absent(slot)
+        return loose, targets
+
+    def _take_some(self, gradients: list[torch.Tensor | None]) -> tuple[list[Any], list[torch.Tensor]]:
+        loose: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for slot, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
+            if gradient is None:
+                self.empty.append(slot)
+            elif gradient is not view:
+                loose.append(gradient)
+                targets.append(view)
+                parameter.grad = view
+        if self.empty:
+            torch._foreach_zero_([self.views[slot] for slot in self.empty])
+        return loose, targets
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:
+    """Their ``.grad``. Thousands of small parameters make the loops over them count, so these run in C."""
+    return map(_grad, parameters)
+
+
+_grad: Callable[[torch.nn.Parameter], torch.Tensor | None] = operator.attrgetter("grad")
+
+
+def _copy(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    try:
+        torch._foreach_copy_(targets, gradients)
+    except (RuntimeError, NotImplementedError):
+        # A sparse gradient among them. Testing every gradient for it would cost more than this rare second try.
+        for target, gradient in zip(targets, gradients, strict=True):
+            target.copy_(_dense(gradient))
+
+
+def _copy_scaled(targets: list[torch.Tensor], gradients: list[torch.Tensor], scale: float) -> None:
+    for target, gradient in zip(targets, gradients, strict=True):
+        if gradient.dtype == target.dtype and gradient.layout == torch.strided:
+            torch.mul(gradient, scale, out=target)
+        else:
+            target.copy_(_dense(gradient)).mul_(scale)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -1,0 +1,117 @@
+"""Gradients of bfloat16 and float16 parameters, accumulated and averaged in a wider type.
+
+bfloat16 has eight bits of mantissa: the 256th micro-batch of equal size adds nothing to a sum of the other 255. With
+``accumulation_dtype=torch.float32`` buckets are float32; during a window ``parameter.grad`` is float32 too, where
+autograd adds to it without rounding, and when the window is finished it holds the mean in the parameter's own dtype,
+for the optimizer. A further backward goes on from the wide mean, unless somebody has written into the narrow one. The
+wire carries float32: add a ``Cast`` reduction to send less.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.core.bucket.bucket import Bucket
+from gradsync.core.bucket.layout import ParameterSpec
+
+__all__ = ["NARROW", "PreciseGradients", "checked_dtype", "exchange", "restore_gradients", "wide_dtype", "widened"]
+
+NARROW = (torch.float16, torch.bfloat16)
+
+
+class PreciseGradients:
+    """Exchanges the dtype of gradients: ``dtype`` while they accumulate, the parameter's own for the optimizer."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.parameters = [parameter for parameter in parameters if parameter.dtype in NARROW]
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep no mean alive: it is in use again, or buckets are about to go."""
+        self._means: dict[int, _Mean] = {}
+
+    def widen(self) -> bool:
+        """A backward begins: what autograd leaves, or adds to, is wide. True if a gradient was exchanged."""
+        exchanged = False
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad_dtype = self.dtype
+            elif gradient.dtype != self.dtype:
+                mean = self._means.get(id(parameter))
+                still_it = mean is not None and mean.narrow is gradient and mean.version == gradient._version
+                exchange(parameter, mean.wide if mean is not None and still_it else gradient.to(self.dtype))
+                exchanged = True
+        self.forget()
+        return exchanged
+
+    def narrow(self, buckets: Sequence[Bucket]) -> bool:
+        """The means are there: hand them to the optimizer. True if a gradient was exchanged."""
+        self.forget()
+        for bucket in buckets:
+            copies: dict[torch.dtype, list[torch.Tensor]] = {}
+            for slot, parameter in enumerate(bucket.parameters):
+                if parameter.dtype not in NARROW or parameter.grad is None:
+                    continue
+                if parameter.dtype not in copies:
+                    copies[parameter.dtype] = bucket.views_of(bucket.payload.to(parameter.dtype))
+                narrow = copies[parameter.dtype][slot]
+                exchange(parameter, narrow)
+                self._means[id(parameter)] = _Mean(narrow, narrow._version, bucket.views[slot])
+        return bool(self._means)
+
+    def restore(self) -> bool:
+        """Gradients have the dtype of their parameters again. True if one was exchanged."""
+        return restore_gradients(self.parameters)
+
+
+def restore_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Give gradients the dtype of their parameters, narrow ones. True if one was exchanged."""
+    exchanged = False
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad_dtype = parameter.dtype
+        elif gradient.dtype != parameter.dtype:
+            exchange(parameter, gradient.to(parameter.dtype))
+            exchanged = True
+    return exchanged
+
+
+class _Mean(NamedTuple):
+    """What the optimizer was handed, and what it was rounded from."""
+
+    narrow: torch.Tensor
+    version: int
+    wide: torch.Tensor
+
+
+def exchange(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Give the parameter this gradient, whatever its dtype."""
+    # torch refuses a gradient, and a change of its dtype, that do not fit what is there.
+    parameter.grad = None
+    parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
+
+
+def checked_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in (torch.float32, torch.float64):
+        raise ConfigurationError(
+            f"accumulation_dtype must be torch.float32, torch.float64 or None (the parameters' own), got {dtype!r}"
+        )
+
+
+def wide_dtype(dtype: torch.dtype, accumulation_dtype: torch.dtype | None) -> torch.dtype:
+    """In what gradients of parameters of this ``dtype`` accumulate, and are averaged."""
+    return dtype if accumulation_dtype is None or dtype not in NARROW else accumulation_dtype
+
+
+def widened(specs: Sequence[ParameterSpec], dtype: torch.dtype | None) -> list[ParameterSpec]:
+    """The specs of the gradients, where narrow ones accumulate in ``dtype``."""
+    if dtype is None:
+        return list(specs)
+    return [dataclasses.replace(spec, dtype=dtype) if spec.dtype in NARROW else spec for spec in specs]

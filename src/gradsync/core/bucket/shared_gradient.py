@@ -1,0 +1,208 @@
+"""Gradients of which every rank has the mean of its own share only: whoever looks at one is told so.
+
+What else lies in the bucket is this rank's part of a sum, or new parameters. No number that is computed from that means
+anything, and no error would tell. So the views that are ``parameter.grad`` become :class:`SharedGradient` for as long.
+It refuses what reads values, does what can be done with shares (scaling, clamping), and asks the other ranks where
+torch's own tools look at all gradients at once: ``clip_grad_norm_`` and ``GradScaler`` work as ever, collectively.
+Autograd and the engine do not ask it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from gradsync.base.errors import MisuseError
+from gradsync.communicator import Communicator
+from gradsync.core.bucket.bucket import Bucket
+from gradsync.core.bucket.without_values import WITHOUT_VALUES
+
+__all__ = ["Circle", "SharedGradient", "is_zeroed", "unshare_views"]
+
+
+class SharedGradient(torch.Tensor):
+    """A view of a bucket that holds the mean of one share of it. ``part`` is what this rank has of it, if anything."""
+
+    # It is to be zero: the memory itself may be another's at the time.
+    zeroed: bool
+    part: torch.Tensor | None
+    # All that are shared out with it.
+    circle: "Circle"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _HARMLESS:
+            # No code in Python runs inside: a signal handler would find the classes of parameters switched off.
+            return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs)
+        gradients = list(_shared_in(args))
+        if func in _ZEROING:
+            return _zero(gradients, args[0])
+        if any(gradient.circle.are_used_up for gradient in gradients):
+            raise MisuseError(
+                f"{getattr(func, '__name__', func)} was called on a gradient after optimizer.step(), which has used "
+                "its memory for new parameters. Look at gradients and clip them before the step"
+            )
+        if func in _BY_ELEMENT and not any(_shared_in(args[1:])):
+            return _on_parts(func, args, kwargs)
+        if func is torch.linalg.vector_norm and kwargs.keys() <= {"dtype"} and len(args) <= 2:
+            return _norms([args[0]], *args[1:], **kwargs)[0]
+        if func is torch._foreach_norm:
+            return _norms(*args, **kwargs)
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            return _unscale(*args, **kwargs)
+        raise MisuseError(
+            f"{getattr(func, '__name__', func)} was called on a gradient that is shared out: each rank has the mean of "
+            "its own share of it only, which is what the sharded optimizer steps on. clip_grad_norm_, clip_grad_value_ "
+            "and GradScaler work, on all parameters at once; for anything else use a plain optimizer"
+        )
+
+
+class Circle:
+    """The gradients of one synchronizer that are shared out together."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        # Something else lies in their memory by now.
+        self.are_used_up = False
+        self._gradients: list[SharedGradient] = []
+        self._norms: dict[float, dict[int, torch.Tensor]] = {}
+
+    def take_in(self, bucket: Bucket) -> None:
+        """From now on the bucket's gradients are the mean of a share only."""
+        rank, share, payload = self.communicator.rank, bucket.plan.share, bucket.wire[: bucket.plan.payload]
+        for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
+            view.__class__ = SharedGradient
+            shared: Any = view
+            shared.zeroed, shared.circle = False, self
+            if "part" not in shared.__dict__:
+                start = max(slot.offset, rank * share)
+                stop = min(slot.offset + slot.numel, (rank + 1) * share)
+                shared.part = payload[start:stop] if start < stop else None
+            self._gradients.append(shared)
+
+    def forget(self) -> None:
+        """Values have changed."""
+        self._norms = {}
+
+    def norm_of(self, gradient: SharedGradient, order: float) -> torch.Tensor:
+        """Of the whole gradient. Collective when it is the first of them all: torch asks for one after the other."""
+        if order not in self._norms:
+            self._norms[order] = self._all_norms(order)
+        return self._norms[order][id(gradient)]
+
+    def _all_norms(self, order: float) -> dict[int, torch.Tensor]:
+        if order != 2.0 and any(gradient.is_complex() for gradient in self._gradients):
+            raise MisuseError(
+                "a sharded optimizer keeps complex gradients as pairs of numbers, whose norm is that of the gradients "
+                f"for norm_type=2 only, got {order:g}"
+            )
+        local = torch.stack([_norm(each.part, order).to(self.communicator.device) for each in self._gradients])
+        powers = local if math.isinf(order) else local**order
+        self.communicator.all_reduce(powers, "max" if math.isinf(order) else "sum").wait()
+        wholes = powers if math.isinf(order) else powers ** (1.0 / order)
+        return {id(each): whole for each, whole in zip(self._gradients, wholes.unbind(), strict=True)}
+
+
+_HARMLESS = WITHOUT_VALUES | {
+    # Nor do these: a version, and where it lies.
+    *(torch.Tensor._version.__get__, torch.Tensor.detach_, torch.Tensor.data_ptr),  # type: ignore[attr-defined]
+}
+_ZEROING = {torch.Tensor.zero_, torch._foreach_zero_, torch.zero_}
+# In place, each element by itself.
+_BY_ELEMENT = {
+    *(torch.Tensor.mul_, torch.Tensor.div_, torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.clamp_max_),
+    *(torch._foreach_mul_, torch._foreach_div_, torch._foreach_clamp_min_, torch._foreach_clamp_max_),
+    torch.Tensor.nan_to_num_,
+}
+
+
+def unshare_views(bucket: Bucket) -> None:
+    """From now on they are ordinary tensors."""
+    for view in bucket.views:
+        view.__class__ = torch.Tensor
+        # The circle holds them: in a ring the memory of a bucket would outlive it until somebody collects garbage.
+        vars(view).pop("circle", None)
+
+
+def is_zeroed(view: torch.Tensor) -> bool:
+    """Whether somebody has zeroed it while it was shared out."""
+    return isinstance(view, SharedGradient) and view.zeroed
+
+
+def _shared_in(values: Iterable[Any]) -> Iterator[SharedGradient]:
+    for value in values:
+        if isinstance(value, SharedGradient):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _shared_in(value)
+
+
+def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
+    for gradient in gradients:
+        gradient.circle.forget()
+        if gradient.circle.are_used_up:
+            # The memory is another's: it is zeroed when it comes back.
+            gradient.zeroed = True
+        else:
+            # Without code in Python inside, as above.
+            torch._C._disabled_torch_function_impl(torch.Tensor.zero_, (), (gradient,), {})
+    return result
+
+
+def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Do it to what this rank has."""
+    first, *others = args
+    for gradient in _shared_in([first]):
+        gradient.circle.forget()
+    if isinstance(first, SharedGradient):
+        if first.part is not None:
+            func(first.part, *others, **kwargs)
+        return first
+    parts = [each.part if isinstance(each, SharedGradient) else each for each in first]
+    # Where there is a number for each gradient, those of the parts that are elsewhere go with them.
+    others = [_of_present(other, parts) if isinstance(other, list | tuple) else other for other in others]
+    present = [part for part in parts if part is not None]
+    if present:
+        func(present, *others, **kwargs)
+    return None
+
+
+def _of_present(numbers: Sequence[Any], parts: Sequence[torch.Tensor | None]) -> list[Any]:
+    return [number for number, part in zip(numbers, parts, strict=True) if part is not None]
+
+
+def _norms(gradients: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """``torch._foreach_norm``: the norm of each gradient, of which each rank may have a part."""
+    norms = []
+    for each in gradients:
+        norm = each.circle.norm_of(each, float(ord)) if isinstance(each, SharedGradient) else _norm(each, float(ord))
+        norms.append(norm.to(each.device, dtype or each.dtype.to_real()))
+    return norms
+
+
+def _norm(part: torch.Tensor | None, order: float) -> torch.Tensor:
+    if part is None or not part.numel():
+        return torch.zeros((), dtype=torch.float64)
+    norm: torch.Tensor = torch.linalg.vector_norm(part, order, dtype=torch.promote_types(part.dtype, torch.float32))
+    return norm.double()
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """That of ``torch.amp.GradScaler``: a number that is not finite on one rank is one on all. Collective."""
+    parts = [each.part if isinstance(each, SharedGradient) else each for each in gradients]
+    present = [part for part in parts if part is not None and part.numel()]
+    if present:
+        torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, inv_scale)
+        # torch does not count it as a change, by which a step knows that updates made early no longer hold.
+        increment_version(present)
+    circles = {id(each.circle): each.circle for each in _shared_in(gradients)}
+    for circle in circles.values():
+        circle.forget()
+        shared = found_inf.to(circle.communicator.device, copy=True)
+        circle.communicator.all_reduce(shared, "max").wait()
+        found_inf.copy_(shared)

@@ -1,0 +1,187 @@
+"""Bucket sizes by trial, in the first windows of a training.
+
+The cost model guesses from a few all-reduces on an idle link; see :mod:`gradsync.core.bucket.cost_model`. It knows
+neither when gradients become ready nor how well a link carries several buckets at once. So the tuner tries: its guess,
+then all gradients in one bucket, in two, four, eight, …, for a few windows each. What counts is the time from the
+start of a synchronizing backward to its end, on the rank that began last: the others have only waited for it. When two
+finer sizes in a row are worse, it stops. The two best are tried once more, since a few windows may have been lucky; the
+tuner takes the better one and is done for the rest of the training.
+
+A trial begins and ends at a window's boundary, after numbers of windows that all ranks know. There they share their
+times and come to the same conclusion.
+
+On a CUDA device the clock is the device's: events on its timeline, which are read where ranks meet. The host runs ahead
+of it, and its own clock would tell nothing.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradsync.communicator import Communicator, Handle
+from gradsync.core.bucket.bucket import Bucket
+from gradsync.core.bucket.layout import BucketCaps
+
+__all__ = ["TUNED_AFTER", "BucketTuner"]
+
+PARTS = (1, 2, 4, 8, 16)
+# Windows of a trial; the first one is not counted, since its memory is new.
+WINDOWS = 4
+# Order is learned before, and has been seen to be stable.
+FIRST_TRIAL_AFTER = 4
+FINALISTS = 2
+# After so many windows the ranks meet: at the end of the trials of the guess, of each of the parts, of the finalists.
+TUNED_AFTER = tuple(FIRST_TRIAL_AFTER + WINDOWS * number for number in range(1, len(PARTS) + FINALISTS + 2))
+SMALLEST_BUCKET = 32 * 1024
+# Less is noise, and not worth another layout.
+WORTH_CHANGING = 0.02
+WORSE_IN_A_ROW = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """Sizes, and how long a window took with them in each of their trials: the least of its windows, since whatever
+    else goes on in the machine only adds to it."""
+
+    caps: BucketCaps
+    times: list[float]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times)
+
+
+def host_seconds(began: float, ended: float) -> float:
+    return ended - began
+
+
+class BucketTuner:
+    """An observer of the engine that proposes bucket sizes. ``clock`` marks a moment; ``seconds`` tells how long it was
+    from one to another."""
+
+    def __init__(
+        self,
+        clock: Callable[[], Any] = time.perf_counter,
+        seconds: Callable[[Any, Any], float] = host_seconds,
+    ) -> None:
+        self._clock, self._seconds = clock, seconds
+        self.rounds = 0
+        # What follows a synchronization may want pieces too, which is not seen here. Not where they only cost.
+        self.fewest, self._total = 1, 0
+        self._trials: list[_Trial] = []
+        # Who is still to be tried again; None as long as there are new sizes to try.
+        self._finalists: list[BucketCaps] | None = None
+        # Of each window of the trial, when it began and when it had ended; None without a backward.
+        self._windows: list[tuple[Any, Any] | None] = []
+        self._began: Any = None
+
+    @property
+    def finished(self) -> bool:
+        return self.rounds == len(TUNED_AFTER)
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def backward_began(self, *, synchronizes: bool) -> None:
+        self._began = self._clock()
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        pass
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        pass
+
+    def backward_ended(self) -> None:
+        pass
+
+    def bucket_finished(self, bucket: Bucket) -> None:
+        pass
+
+    def synchronization_finished(self) -> None:
+        # A rank without a backward in this window has waited for the others, which says nothing.
+        self._windows.append(None if self._began is None else (self._began, self._clock()))
+        self._began = None
+
+    # -- proposing -------------------------------------------------------------------------------------------------
+
+    def due(self, windows: int) -> bool:
+        """Whether ranks meet after this many windows: the same answer on all ranks."""
+        return not self.finished and windows == TUNED_AFTER[self.rounds]
+
+    def propose(
+        self, communicator: Communicator, caps: BucketCaps, sizes: Callable[[BucketCaps], list[int]]
+    ) -> BucketCaps:
+        """End the trial of ``caps``: what to go on with. ``sizes`` tells which buckets caps would make. Collective."""
+        self.rounds += 1
+        self._note(caps, self._shared_times(communicator))
+        self._windows.clear()
+        following = self._following(sizes)
+        if following is None or self.finished:
+            self.rounds = len(TUNED_AFTER)
+            return self._best().caps
+        return following
+
+    def _note(self, caps: BucketCaps, times: list[float]) -> None:
+        for trial in self._trials:
+            if trial.caps == caps:
+                trial.times.append(min(times))
+                return
+        self._trials.append(_Trial(caps=caps, times=[min(times)]))
+
+    def _following(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
+        """What to try next: other sizes, then the finalists once more, then nothing."""
+        if self._finalists is None:
+            other = None if self._grows_worse() else self._next(sizes)
+            if other is not None:
+                return other
+            ranked = sorted(self._fine, key=lambda trial: trial.seconds)
+            self._finalists = [trial.caps for trial in ranked[:FINALISTS]] if len(ranked) > 1 else []
+        return self._finalists.pop() if self._finalists else None
+
+    def _shared_times(self, communicator: Communicator) -> list[float]:
+        """Of each window of the trial the shortest time of any rank."""
+        measured = [float("inf") if window is None else self._seconds(*window) for window in self._windows]
+        times = ([float("inf")] * WINDOWS + measured)[-(WINDOWS - 1) :]
+        message = torch.tensor([-seconds for seconds in times], dtype=torch.float64, device=communicator.device)
+        communicator.all_reduce(message, "max").wait()
+        seconds: list[float] = message.tolist()
+        return [-each for each in seconds]
+
+    @property
+    def _fine(self) -> list[_Trial]:
+        """The trials of as many pieces as are wanted; all, if there is none."""
+        if self.fewest == 1 or not self._trials[0].caps.from_the_end:
+            return self._trials
+        return [trial for trial in self._trials if max(trial.caps.caps) <= self._total // self.fewest] or self._trials
+
+    def _best(self) -> _Trial:
+        best, *others = self._fine
+        for trial in others:
+            if trial.seconds < best.seconds * (1 - WORTH_CHANGING):
+                best = trial
+        return best
+
+    def _grows_worse(self) -> bool:
+        """Whether the last trials of finer and finer buckets, the guess aside, were all worse than an earlier one."""
+        finer = [trial.seconds for trial in self._trials[1:]]
+        return len(finer) > WORSE_IN_A_ROW and min(finer) < min(finer[-WORSE_IN_A_ROW:])
+
+    def _next(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
+        """Finer buckets than in all trials but the guess, if there are any that make other buckets than one tried."""
+        guess = self._trials[0].caps
+        total = self._total = sum(sizes(guess))
+        tried = [sizes(trial.caps) for trial in self._trials]
+        finest = min((max(trial.caps.caps) for trial in self._trials[1:]), default=total + 1)
+        fewest = self.fewest if guess.from_the_end else 1
+        for part in PARTS:
+            cap = total // part
+            if part >= fewest and SMALLEST_BUCKET <= cap < finest:
+                # Where the wire works by itself, what counts at the end is the last bucket.
+                tapers = guess.from_the_end and part > 1
+                candidate = BucketCaps.tapered(cap, least=SMALLEST_BUCKET) if tapers else BucketCaps.uniform(cap)
+                if sizes(candidate) not in tried:
+                    return candidate
+        return None

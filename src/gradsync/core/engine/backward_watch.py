@@ -1,0 +1,238 @@
+"""How the engine learns that a backward runs, when it has ended, and that it has failed.
+
+Autograd calls back at the end of a *graph task*. Reentrant activation checkpointing runs graph tasks inside graph
+tasks, and the inner one ends first, when only part of the gradients is there. So the end is asked for from a hook on
+the outputs of the module, which runs in the outer task; asking from a parameter's hook is the second choice, for
+outputs that cannot be watched, and refuses inside an inner task.
+"""
+
+import dataclasses
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from gradsync.communicator.logs import LOGGER
+from gradsync.core.engine.abstention import Offer
+
+__all__ = [
+    "NO_TASK",
+    "Watcher",
+    "accumulates",
+    "call_at_end",
+    "current_task",
+    "inside_inner_task",
+    "tensors_in",
+    "watch_backward",
+    "watch_failures",
+    "watch_outputs",
+]
+
+NO_TASK = -1
+
+
+def current_task() -> int:
+    """The number of the graph task this thread is running, or :data:`NO_TASK`."""
+    return torch._C._current_graph_task_id()
+
+
+class Watcher(Protocol):
+    """Who is told what becomes of a backward: an engine."""
+
+    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
+        """A backward has come to the output of a forward, which ran inside this graph task, if in any."""
+
+    def backward_ended(self) -> None:
+        """The graph task has nothing left to do."""
+
+    def backward_failed(self, forward_synchronizes: bool) -> None:
+        """It has raised. Whether a forward below, whose output it reached or would have, synchronizes."""
+
+    def output_unreached(self, forward_synchronizes: bool) -> None:
+        """A backward has raised on its way to the output of a forward, and this watcher had not begun in it."""
+
+
+def call_at_end(action: Callable[[], None]) -> None:
+    """Call ``action`` when the running graph task has nothing left to do; not if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def watch_backward(watcher: Watcher) -> None:
+    """Tell ``watcher`` when the running graph task ends, or fails.
+
+    Autograd drops its callbacks without a word when a backward fails. See :func:`watch_failures`.
+    """
+    call_at_end(watcher.backward_ended)
+    call = _running_call()
+    if call is not None:
+        call.begun.append(watcher)
+
+
+# Where a node of the graph keeps whom to tell; torch itself keeps traces there.
+_MARK = "gradsync"
+
+
+def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, offer: Offer) -> None:
+    """Tell ``watcher`` of a backward that comes to the output of a forward, which has just run. One that fails on its
+    way there is told, too, unless the watcher has abstained since."""
+    task, reference = current_task(), weakref.ref(watcher)
+
+    def hook(_: torch.Tensor) -> None:
+        listener = reference()
+        if listener is not None:
+            listener.on_output_gradient(forward_synchronizes, task, offer)
+
+    for tensor in tensors_in(output):
+        node: Any = tensor.grad_fn if tensor.requires_grad else None
+        if node is not None:
+            tensor.register_hook(hook)
+            if task == NO_TASK:
+                # Of several where one module hands on what another has put out.
+                node.metadata.setdefault(_MARK, []).append((reference, forward_synchronizes, offer))
+
+
+class _Call:
+    """A call of ``backward()`` or ``autograd.grad()`` that runs."""
+
+    def __init__(self, *, accumulates: bool) -> None:
+        self.accumulates = accumulates
+        self.begun: list[Watcher] = []
+
+    def tell(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
+        """The call has raised. Who began first is told first, as it would have been told of the end; then those that
+        it would have reached, in the order in which it would have."""
+        marks = _marks_below(roots)
+        synchronizing = [watcher for watcher, forward_synchronizes in marks if forward_synchronizes]
+        untold: list[Callable[[], None]] = [
+            functools.partial(watcher.backward_failed, watcher in synchronizing) for watcher in self.begun
+        ]
+        unreached = dict.fromkeys(watcher for watcher, _ in marks if watcher not in self.begun)
+        untold += [functools.partial(watcher.output_unreached, watcher in synchronizing) for watcher in unreached]
+        for tell in untold:
+            try:
+                tell()
+            except Exception as another:
+                error.add_note(f"gradsync could not tell the other ranks of it: {another}")
+
+
+def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[Watcher, bool]]:
+    """Who is marked in the graph below ``roots``. Autograd runs the youngest nodes first."""
+    found: list[tuple[int, Watcher, bool]] = []
+    nodes = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+    ahead: list[Any] = [node for node in nodes if node is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        for reference, forward_synchronizes, offer in node.metadata.get(_MARK, ()):
+            watcher = reference()
+            if watcher is not None and not offer.withdrawn:
+                found.append((node._sequence_nr(), watcher, forward_synchronizes))
+        following = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= following
+        ahead.extend(following)
+    return [(watcher, synchronizes) for _, watcher, synchronizes in sorted(found, key=lambda mark: -mark[0])]
+
+
+# By the thread that called: the calls it is in, one in another where checkpoints are reentrant.
+_calls: dict[int, list[_Call]] = {}
+
+
+def _running_call() -> _Call | None:
+    """The outermost call of backward that this thread works for, where that can be known.
+
+    On an accelerator hooks run in threads of autograd, which do not say who has called them.
+    """
+    calls = _calls.get(threading.get_ident())
+    if calls:
+        return calls[0]
+    others = list(_calls.values())
+    return others[0][0] if len(others) == 1 and others[0] else None
+
+
+def accumulates() -> bool:
+    """Whether the running backward leaves gradients in parameters: ``autograd.grad`` only returns them."""
+    call = _running_call()
+    return call is None or call.accumulates
+
+
+def watch_failures() -> None:
+    """Have every backward of this process tell when it raises, on the thread that called it.
+
+    Autograd has no hook for that. Its one entry is wrapped, once, when the first engine is made.
+
+    Alternative considered: to notice that autograd drops its callbacks, in their ``__del__``. There errors cannot be
+    raised, and collectives run wherever the last reference happens to go.
+
+    A backward that was called in another way is noticed when the engine is next touched.
+    """
+    inner = getattr(torch.autograd, "_engine_run_backward", None)
+    if inner is None:
+        _say_unwatched()
+        return
+    if hasattr(inner, "_told_to_gradsync"):
+        return
+
+    @functools.wraps(inner)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        call, thread = _Call(accumulates=kwargs.get("accumulate_grad", True)), threading.get_ident()
+        try:
+            if current_task() == NO_TASK:
+                # What an interrupt has left behind.
+                _calls.pop(thread, None)
+            _calls.setdefault(thread, []).append(call)
+            return inner(*args, **kwargs)
+        except BaseException as error:
+            if call.accumulates and _calls.get(thread, [call])[0] is call:
+                call.tell(error, args[0])
+            raise
+        finally:
+            calls = _calls.get(thread, [])
+            if call in calls:
+                calls.remove(call)
+            if not calls:
+                _calls.pop(thread, None)
+
+    run_backward._told_to_gradsync = True  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _say_unwatched() -> None:
+    LOGGER.warning(
+        "torch %s has no torch.autograd._engine_run_backward, by which gradsync notices a backward that raises: the "
+        "other ranks hear of it only when this rank next runs a forward or a step, and wait until then",
+        torch.__version__,
+    )
+
+
+def inside_inner_task() -> bool:
+    """Whether the running backward was started by the backward of a custom function, as reentrant checkpoints do."""
+    frame: FrameType | None = sys._getframe()
+    apply = BackwardCFunction.apply.__code__
+    while frame is not None:
+        if frame.f_code is apply:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a forward's output: tensors, sequences, mappings, dataclasses, and their nestings."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, list | tuple | set | frozenset):
+        for element in output:
+            yield from tensors_in(element)
+    elif isinstance(output, Mapping):
+        for element in output.values():
+            yield from tensors_in(element)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name))

@@ -1,0 +1,41 @@
+"""What a synchronizer is told when it is made."""
+
+from dataclasses import dataclass, field
+
+from gradsync.communicator import Communicator
+from gradsync.core.bucket import BucketCaps
+from gradsync.core.bucket.arrangement import BucketOptions
+from gradsync.core.bucket.tuner import BucketTuner
+from gradsync.core.engine.keeper import ParameterKeeper
+from gradsync.core.engine.observer import Observer, Observers
+from gradsync.core.engine.policy import SyncPolicy
+
+__all__ = ["SynchronizerOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronizerOptions:
+    """``caps`` are those to begin with, which ``tuner`` may change in the first windows. ``droppable`` says that
+    modules announce parameters as absent. ``recorder`` watches beside the policy's observer."""
+
+    communicator: Communicator
+    caps: BucketCaps
+    policy: SyncPolicy = field(default_factory=SyncPolicy)
+    keeper: ParameterKeeper | None = None
+    droppable: bool = False
+    tuner: BucketTuner | None = None
+    recorder: Observer | None = None
+
+    def of_buckets(self) -> BucketOptions:
+        """What buckets are made with."""
+        return BucketOptions(
+            communicator=self.communicator,
+            caps=self.caps,
+            tuner=self.tuner,
+            before_gather=None if self.keeper is None else self.keeper.release,
+        )
+
+    def watchers(self) -> Observers | None:
+        """Who is to be told of what happens, if anybody."""
+        watching = [each for each in (self.policy.observer, self.recorder, self.tuner) if each is not None]
+        return Observers(*watching) if watching else None

@@ -1,0 +1,471 @@
+"""Buckets start in one order, the same on all ranks, and finish in that order.
+
+::
+
+    FILLING ──all chunks full──▶ READY ──its turn, start──▶ REDUCING ──finish──▶ REDUCED
+
+Gradients become ready in any order, and a bucket may be full long before its turn; it then waits. That alone makes
+mismatched collectives impossible. Whoever has nothing left to wait for calls :meth:`Pipeline.flush`.
+"""
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradsync.base.errors import LateGradientError, PeerFailedError
+from gradsync.communicator import Communicator, Handle
+from gradsync.communicator.collective import again
+from gradsync.communicator.logs import log_errors
+from gradsync.core.bucket import Bucket
+from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
+from gradsync.core.bucket.host_copy import HostCopy, reads_at_once
+from gradsync.core.bucket.norm import BucketNorms
+from gradsync.core.bucket.requests import Requests
+from gradsync.core.engine.ballot import (
+    NOT_STEPPED,
+    STEPPED,
+    failed_ranks,
+    mark_ballot,
+    raise_for,
+    raise_for_unheard,
+)
+from gradsync.core.engine.interrupts import CollectiveSection
+from gradsync.core.engine.observer import Observers
+from gradsync.core.engine.step_gate import step_gate
+from gradsync.core.engine.veto import Veto
+from gradsync.core.reduction import Reduction
+
+__all__ = ["BucketState", "Division", "Pipeline"]
+
+LOGGER = logging.getLogger("gradsync")
+
+# The version of a bucket in which nothing was settled yet.
+UNSETTLED = -1
+
+
+class BucketState(enum.Enum):
+    """How far a bucket has come."""
+
+    FILLING = "filling"
+    READY = "ready"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The sum over ranks is divided by ``divisor``; this rank's gradients are multiplied with ``local_scale`` before,
+    which is what its micro-batches weigh. See :mod:`gradsync.core.window.weights`."""
+
+    divisor: float
+    local_scale: float = 1.0
+
+
+class Pipeline:
+    """The buckets of one synchronizer, and how far each has come on its way over the wire."""
+
+    def __init__(self, communicator: Communicator, reduction: Reduction, veto: Veto) -> None:
+        self.communicator = communicator
+        self.veto = veto
+        self.observer: Observers | None = None
+        self.buckets: list[Bucket] = []
+        self.division = Division(divisor=float(communicator.world_size))
+        # What this rank asks for in the ballot of the running synchronization, and whose backward it says has failed.
+        self.requests = Requests()
+        self.failed: list[int] = []
+        self._check = None if veto.holds_back else veto.check
+        # Where there is no bucket, for want of dense gradients, the ballot travels alone.
+        self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
+        self._unread_ballot: HostCopy | None = None
+        # Made of that ballot on the device, once an optimizer is about to step. See :mod:`.step_gate`.
+        self._gate: torch.Tensor | None = None
+        # Whether the reduction has been given buckets of a window of which it does not know how it ended, and what
+        # their means were multiplied with since.
+        self._owes_an_end = False
+        self._correction: float | torch.Tensor = 1.0
+        # What of this rank's part in a synchronization is done as a whole. See [Note: an interrupt].
+        self.section = CollectiveSection()
+        self.reduce_with(reduction)
+        self.lay([])
+
+    def __repr__(self) -> str:
+        states = [self.state_of(bucket).value for bucket in self.buckets]
+        counts = ", ".join(f"{states.count(each.value)} {each.value}" for each in BucketState if each.value in states)
+        return f"Pipeline({counts or 'no'} buckets; {self.reduction!r} over {self.communicator!r})"
+
+    def reduce_with(self, reduction: Reduction) -> None:
+        """Exchange the reduction, between two windows; :meth:`lay` is to follow."""
+        self.hear_end()
+        self.reduction = reduction
+        # Some wires write into a bucket so that its version shows it (Gloo does on GPUs), and hooks of torch's may.
+        # Then versions tell nothing of late gradients, and gradients must be counted.
+        self.wire_is_seen = not (reduction.carries_tail or reduction.scatters)
+
+    def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
+        """Take other buckets."""
+        self.buckets = list(buckets)
+        self.observer = observer
+        self._last = len(self.buckets) - 1
+        self._scales: list[float] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is under way, and nothing has landed."""
+        if self._unread_ballot is None:
+            # Whatever kept the last window from its end.
+            self._tell_end(well=False)
+        self.section.reset()
+        self._overlapping = self._by_sight = False
+        self._failed_rank: int | None = None
+        self._tails_handle: Handle | None = None
+        self.requests = Requests()
+        self.failed = []
+        self._next = 0
+        self._finished = 0
+        self._pending: list[tuple[Bucket, Handle | None]] = []
+        self._overdue: list[tuple[Bucket, Chunk]] = []
+        self._versions = [UNSETTLED] * len(self.buckets)
+        for bucket in self.buckets:
+            bucket.reopen()
+        self._missing = [len(bucket.chunks) for bucket in self.buckets]
+
+    def recount(self) -> None:
+        """Chunks have become full by other ways than :meth:`chunk_full`."""
+        self._missing = [sum(not chunk.full for chunk in bucket.chunks) for bucket in self.buckets]
+
+    def state_of(self, bucket: Bucket) -> BucketState:
+        """How far the bucket has come."""
+        if bucket.index >= self._next:
+            return BucketState.FILLING if self._missing[bucket.index] else BucketState.READY
+        return BucketState.REDUCED if bucket.index < self._finished else BucketState.REDUCING
+
+    def progress(self) -> str:
+        """How far the buckets are, in words. Other threads ask, while a backward runs."""
+        started, finished, buckets = self._next, self._finished, self.buckets
+        if not buckets:
+            return "no buckets"
+        words = f"{started} of {len(buckets)} buckets started, {finished} finished"
+        if finished < started:
+            return f"{words}; the next to finish is {buckets[finished].describe()}"
+        return f"{words}; the next to start is {buckets[started].describe()}" if started < len(buckets) else words
+
+    @property
+    def complete(self) -> bool:
+        """Whether all buckets have been finished, so that no rank waits for another any more."""
+        return self._finished == len(self.buckets) and (bool(self.buckets) or self._tails_handle is not None)
+
+    @property
+    def _tails_apart(self) -> bool:
+        """Whether tails, and with them the ballot, are sent by themselves."""
+        return not self.buckets or not self.reduction.carries_tail
+
+    @property
+    def _ballot(self) -> torch.Tensor:
+        return self.buckets[-1].ballot if self.buckets else self._lone_ballot
+
+    # -- stop 3: during backward ---------------------------------------------------------------------------------
+
+    def divide(self, division: Division) -> None:
+        """What the mean of this synchronization divides by; ranks have agreed on it, or will have."""
+        if division != self.division or not self._scales:
+            self.division = division
+            self._scales = [
+                division.local_scale * self.reduction.landing_scale(bucket, self.communicator, division.divisor)
+                for bucket in self.buckets
+            ]
+
+    def begin(self, *, overlapping: bool, by_sight: bool) -> None:
+        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``by_sight``:
+        gradients are not counted, so that only the version of a bucket can show one that comes too late."""
+        self._overlapping, self._by_sight = overlapping, by_sight
+        while overlapping and self._next < self._last and not self._missing[self._next]:
+            self._start(self.buckets[self._next])
+
+    def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
+        """The chunk's last gradient, by the learned order, is ready, but not all are: it is looked at again later."""
+        self._overdue.append((bucket, chunk))
+        self._look_again()
+
+    def _look_again(self) -> None:
+        for candidate in list(self._overdue):
+            if candidate in self._overdue and candidate[1].land_by_sight():
+                self._overdue.remove(candidate)
+                self.chunk_full(*candidate)
+
+    def chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
+        """All gradients of the chunk are ready: bring them in, and start what is full by it and whose turn has come.
+
+        Not the last bucket, which holds the ballot.
+        """
+        number = bucket.index
+        if self.observer is not None:
+            self.observer.chunk_full(bucket)
+        if self._overlapping:
+            if self._by_sight and self._versions[number] not in (UNSETTLED, bucket.buffer._version):
+                self._refuse_late(bucket)
+            chunk.settle(self._scales[number])
+            self._versions[number] = bucket.buffer._version
+        else:
+            # It may not be the end of it: this rank accumulates, or more gradients of the same parameter may come.
+            chunk.gather()
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            if self.observer is not None:
+                self.observer.bucket_ready(bucket)
+            while self._overlapping and self._next < self._last and not self._missing[self._next]:
+                self._start(self.buckets[self._next])
+        if self._overdue:
+            self._look_again()
+
+    def _start(self, bucket: Bucket) -> None:
+        number = bucket.index
+        if self._by_sight and self._versions[number] not in (UNSETTLED, bucket.buffer._version):
+            self._refuse_late(bucket)
+        for chunk in bucket.chunks:
+            if not chunk.settled:
+                chunk.settle(self._scales[number])
+        handle = None
+        with self.section:
+            self._next = number + 1
+            if self._check is not None:
+                self._check.look(bucket)
+            if bucket.absent:
+                bucket.compact()
+            if bucket.plan.ballot:
+                self._vote()
+            if not bucket.absent or bucket.has_wire:
+                self._owes_an_end, self._correction = True, 1.0
+                handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
+                if LOGGER.isEnabledFor(logging.DEBUG):
+                    LOGGER.debug(
+                        "rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe()
+                    )
+            self._pending.append((bucket, handle))
+        self._versions[number] = bucket.buffer._version
+        if handle is not None and self.observer is not None:
+            self.observer.bucket_started(bucket, handle)
+
+    def _refuse_late(self, bucket: Bucket) -> None:
+        """Somebody has written since gradients were settled: autograd, through the views, which share the version."""
+        raise LateGradientError(
+            f"a parameter of {bucket.describe()} received a further gradient when its gradient was already on its way "
+            f"to the other ranks. {LATE_REMEDY}"
+        )
+
+    # -- stop 5: after backward ----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Backward has ended: start everything that is left, full or not. Slots without a gradient contribute zeros.
+
+        Late gradients are looked for before the ballot goes: see [Note: a failed backward] in
+        :mod:`gradsync.core.engine.failed_backwards`.
+        """
+        while self._next < self._last:
+            self._start(self.buckets[self._next])
+        for bucket, _ in self._pending if self._by_sight and not self.wire_is_seen else ():
+            if self._versions[bucket.index] != bucket.buffer._version:
+                self._refuse_late(bucket)
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
+        if (self.reduction.scatters or not self.buckets) and self._tails_handle is None:
+            self._send_tails()
+
+    def finish(self, *, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None) -> None:
+        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed.
+
+        ``correction`` is what means are multiplied with that were computed before the divisor was known.
+        """
+        if self._tails_apart:
+            self._receive_tails()
+        if correction is not None:
+            self._correction = correction
+        for bucket, handle in self._pending:
+            # The windows in which gradients are counted anyway find out whether the wire shows.
+            self.wire_is_seen |= not self._by_sight and self._versions[bucket.index] != bucket.buffer._version
+            self._wait(bucket, handle)
+            if correction is not None:
+                bucket.payload.mul_(correction)
+            bucket.finish()
+            if norms is not None:
+                norms.note(bucket)
+            self._finished = bucket.index + 1
+            if self.observer is not None:
+                self.observer.bucket_finished(bucket)
+        self._read_ballot()
+
+    def abandon(self) -> None:
+        """Bring a synchronization whose backward failed here to its end, so that no rank is left waiting.
+
+        The other ranks may have started all buckets. This one starts those that are missing, with its vote in the
+        ballot, and everybody learns that the gradients are worthless. If that fails too, the wire itself is gone (or
+        the reduction raises on every rank alike), and there is nobody left to tell.
+        """
+        self._failed_rank = self.communicator.rank
+        # What lies in buckets is worthless anyway, and must not be refused again.
+        self._by_sight = False
+        with log_errors("sending the remaining buckets failed"):
+            # It may have failed before ranks had agreed on what to divide by.
+            self.divide(self.division)
+            self.flush()
+            if self._tails_apart:
+                self._receive_tails()
+        for bucket, handle in self._pending:
+            # One that fails must not keep the others from being waited for: they still write into the buckets.
+            with log_errors(f"waiting for {bucket.describe()} failed"):
+                self._wait(bucket, handle)
+
+    def _wait(self, bucket: Bucket, handle: Handle | None) -> None:
+        if handle is None:
+            return
+        try:
+            handle.wait()
+        except PeerFailedError as error:
+            raise type(error)(f"{error} [{bucket.describe()}]") from error
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            LOGGER.debug("rank %d: finish %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
+
+    def _send_tails(self) -> None:
+        """Send the tails that the reduction does not carry, all in one."""
+        self._vote()
+        tails = self._tails
+        self._sent_tails = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
+        with self.section:
+            self._tails_handle = self.communicator.all_reduce(self._sent_tails)
+
+    def _receive_tails(self) -> None:
+        """What became of them. Those that have not gone yet go, once the reduction has nothing more to send itself.
+
+        A communication hook may start further collectives from the callbacks of its futures. One of the engine's in
+        between would meet another one on the other ranks.
+        """
+        if self._tails_handle is None:
+            for bucket, handle in self._pending:
+                self._wait(bucket, handle)
+            self._send_tails()
+        assert self._tails_handle is not None
+        self._tails_handle.wait()
+        for tail, summed in zip(
+            self._tails, self._sent_tails.split([tail.numel() for tail in self._tails]), strict=True
+        ):
+            tail.copy_(summed)
+
+    @property
+    def _tails(self) -> list[torch.Tensor]:
+        return [bucket.tail for bucket in self.buckets] or [self._lone_ballot]
+
+    @torch.no_grad()
+    def correct(self, correction: float | torch.Tensor) -> None:
+        """Multiply the means with what was learned after they had come."""
+        self._correction = self._correction * correction
+        for bucket in self.buckets:
+            bucket.payload.mul_(correction)
+
+    def require_alive(self) -> None:
+        """Raise the failure of the communicator, if there is one. On an accelerator the host may not have met it yet:
+        the kernels of its collectives were aborted, and have left behind what is no mean."""
+        failure = self.communicator.failure
+        if failure is not None:
+            raise again(failure)
+
+    # -- what ranks say of themselves ----------------------------------------------------------------------------
+
+    def _vote(self) -> None:
+        mark_ballot(self._ballot, self._failed_rank, self.requests)
+        self.veto.mark(self._ballot)
+
+    def _read_ballot(self) -> None:
+        ballot = self._ballot
+        if reads_at_once(ballot.device):
+            votes = ballot.tolist()
+            self.failed = self._raise_for(votes)
+            self.requests = Requests.read(votes)
+        else:
+            self.require_alive()
+            self._unread_ballot, self._gate = HostCopy(ballot), None
+
+    def _raise_for(self, votes: Sequence[float], since: str = "") -> list[int]:
+        """Raise if a rank's backward has failed, unless that is forgiven: then return whose."""
+        failed = failed_ranks(votes)
+        try:
+            if not self.veto.forgives:
+                raise_for(failed, since)
+        except PeerFailedError:
+            self._tell_end(well=False)
+            raise
+        return failed
+
+    def conclude(self, *, well: bool = True) -> None:
+        """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are any good."""
+        if self._unread_ballot is None:
+            self._tell_end(well=well)
+
+    def hear_end(self) -> None:
+        """Have the reduction know how the last window ended: its state is asked for, or another one comes.
+
+        On an accelerator the host waits for that. Whoever has to raise what was heard still will.
+        """
+        if self._unread_ballot is not None and self._owes_an_end:
+            votes = self._unread_ballot.wait()
+            try:
+                self.require_alive()
+                self._raise_for(votes)
+                raise_for_unheard(Requests.read(votes))
+            except PeerFailedError:
+                self._tell_end(well=False)
+            self._tell_end(well=True)
+
+    def _tell_end(self, *, well: bool) -> None:
+        if self._owes_an_end:
+            self._owes_an_end = False
+            self.reduction.ended(well=well, correction=self._correction)
+
+    def await_requests(self) -> None:
+        """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did.
+
+        Those may include ranks that do not wait. Nothing can be done then that all must do together.
+        """
+        if self._unread_ballot is not None:
+            ballot, self._unread_ballot = self._unread_ballot.wait(), None
+            self.require_alive()
+            self.failed = self._raise_for(ballot)
+            self.requests = Requests.read(ballot)
+            try:
+                raise_for_unheard(self.requests)
+            except PeerFailedError:
+                self._tell_end(well=False)
+                raise
+
+    def late_failure(self) -> PeerFailedError | None:
+        """What the last ballot said, if nobody has read it. Called where all ranks come by, before there is another:
+        a rank that raised at a time of its own would be a window behind the others."""
+        if self._unread_ballot is not None:
+            ballot, self._unread_ballot = self._unread_ballot.wait(), None
+            self.require_alive()
+            since = STEPPED if self._gate is None else NOT_STEPPED
+            try:
+                self._raise_for(ballot, since)
+                raise_for_unheard(Requests.read(ballot), since)
+                self._tell_end(well=not Requests.read(ballot).late)
+            except PeerFailedError as error:
+                return error
+        return None
+
+    def gate_step(self, *, gated: bool) -> torch.Tensor | None:
+        """An optimizer is about to step, and nobody may have read the ballot. Where it can be ``gated``, what is 1.0 on
+        the device if the step must change nothing. Else the host waits, and raises as it would without an accelerator.
+        """
+        ballot = self._ballot
+        if self._unread_ballot is None or self.communicator.world_size == 1:
+            return None
+        if ballot.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        if gated:
+            if self._gate is None:
+                self._gate = step_gate(ballot, getattr(self.communicator, "failure_flags", []))
+            return self._gate
+        self.await_requests()
+        self._tell_end(well=not self.requests.late)
+        return None

@@ -1,0 +1,144 @@
+"""How gradients are synchronized: what a user may choose, in one frozen object that wrappers pass through."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.core.bucket.precise import checked_dtype
+from gradsync.core.engine.fingerprints import Fingerprints
+from gradsync.core.engine.observer import Observer
+from gradsync.core.engine.veto import ON_VETO, OnVeto
+from gradsync.core.reduction import Mean, Reduction, reduction_by_name
+
+__all__ = ["BucketSize", "PolicySettings", "Schedule", "SyncPolicy"]
+
+Schedule = Literal["overlapped", "bucketed", "naive"]
+BucketSize = float | Sequence[float] | Literal["auto"] | None
+
+_SCHEDULES = ("overlapped", "bucketed", "naive")
+
+
+class PolicySettings(TypedDict, total=False):
+    """The fields of a :class:`SyncPolicy` as keyword arguments of a wrapper."""
+
+    reduction: Reduction | str | None
+    schedule: Schedule
+    observer: Observer | None
+    accumulation_dtype: torch.dtype | None
+    on_veto: OnVeto | None
+    fingerprints: Fingerprints | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncPolicy:
+    """What a user chooses, once for all wrappers.
+
+    reduction
+        what ranks send; :class:`~gradsync.core.reduction.Mean` by default. It may be given by name, as ``"int8"``.
+    schedule
+        ``"overlapped"`` (buckets start during backward), ``"bucketed"`` (after it), ``"naive"`` (one collective per
+        parameter, after it).
+    bucket_cap_mb
+        a size in MiB, sizes for the first buckets, or ``"auto"``: computed from the measured speed of the group.
+    observer
+        is told of every stop of a gradient's walk; see :class:`~gradsync.Timeline`.
+    accumulation_dtype
+        in what gradients of bfloat16 and float16 parameters add up, and are averaged: ``torch.float32`` loses nothing.
+    on_veto
+        what all ranks do when the gradients of one are not finite, its backward fails, or it abstains: ``"raise"``,
+        ``"skip-window"`` or ``"drop-rank"``; see docs/failures.md. By default nobody looks at gradients, a backward
+        that failed raises on all ranks, and a window is skipped from which a rank abstains.
+    fingerprints
+        whether and how often replicas compare their parameters: ``Fingerprints(every=100)``.
+    """
+
+    reduction: Reduction = field(default_factory=Mean)
+    schedule: Schedule = "overlapped"
+    bucket_cap_mb: BucketSize = "auto"
+    observer: Observer | None = None
+    accumulation_dtype: torch.dtype | None = None
+    on_veto: OnVeto | None = None
+    fingerprints: Fingerprints | None = None
+
+    def __post_init__(self) -> None:
+        checked_dtype(self.accumulation_dtype)
+        if self.schedule not in _SCHEDULES:
+            raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
+        if self.on_veto not in (None, *ON_VETO):
+            raise ConfigurationError(f"on_veto must be one of {', '.join(ON_VETO)}, or None, got {self.on_veto!r}")
+        if not isinstance(self.fingerprints, Fingerprints | None):
+            raise ConfigurationError(f"fingerprints must be Fingerprints(every=…) or None, got {self.fingerprints!r}")
+        if isinstance(self.reduction, str):
+            object.__setattr__(self, "reduction", reduction_by_name(self.reduction))
+        if not isinstance(self.reduction, Reduction):
+            raise ConfigurationError(
+                f"reduction must be a Reduction such as gradsync.core.reduction.Mean(), got {self.reduction!r}"
+            )
+        if self.sizes == ():
+            raise ConfigurationError(
+                f"bucket_cap_mb must hold at least one size in MiB, got {self.bucket_cap_mb!r}. Leave it out to have "
+                "it chosen by the measured speed of the group"
+            )
+        for size in self.sizes or ():
+            if not isinstance(size, int | float) or not math.isfinite(size) or size <= 0:
+                raise ConfigurationError(
+                    f"a bucket size must be a positive number of MiB, got {size!r}. Leave bucket_cap_mb out to have "
+                    "it chosen by the measured speed of the group"
+                )
+
+    @classmethod
+    def chosen(
+        cls,
+        policy: "SyncPolicy | None",
+        settings: PolicySettings,
+        *,
+        wrapper: str,
+        bucket_cap_mb: BucketSize = None,
+        default: Reduction | None = None,
+    ) -> "SyncPolicy":
+        """The policy that was passed, or the one that keyword arguments of a wrapper make; not both.
+
+        ``wrapper`` is what the user called, and ``default`` its reduction where none is given.
+        """
+        unknown = [name for name in settings if name not in PolicySettings.__annotations__]
+        if unknown:
+            # As Python says it of a function with these arguments and no others.
+            known = [*PolicySettings.__annotations__, "policy", "bucket_cap_mb"]
+            close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+            hint = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{wrapper}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+        if policy is not None and settings:
+            raise ConfigurationError(f"pass policy or {' and '.join(settings)}, not both")
+        if policy is None:
+            given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+            policy = cls(**({"reduction": default} if default is not None else {}) | given)
+        if bucket_cap_mb is None or bucket_cap_mb == "auto":
+            return policy
+        if policy.sizes is not None:
+            raise ConfigurationError("pass bucket_cap_mb as an argument or in the policy, not both")
+        return dataclasses.replace(policy, bucket_cap_mb=bucket_cap_mb)
+
+    @property
+    def sizes(self) -> tuple[float, ...] | None:
+        """The sizes that were chosen, in MiB."""
+        chosen: Any = self.bucket_cap_mb
+        if chosen is None or chosen == "auto":
+            return None
+        return tuple(chosen) if isinstance(chosen, list | tuple) else (chosen,)
+
+    def described(self) -> list[tuple[str, Any]]:
+        """What ranks must have in common."""
+        return [
+            ("setting bucket_cap_mb", "auto" if self.sizes is None else list(self.sizes)),
+            ("setting schedule", self.schedule),
+            ("setting reduction", repr(self.reduction)),
+            ("setting accumulation_dtype", str(self.accumulation_dtype)),
+            ("setting on_veto", str(self.on_veto)),
+            ("setting fingerprints", str(self.fingerprints)),
+        ]

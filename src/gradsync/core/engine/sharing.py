@@ -1,0 +1,138 @@
+"""Buckets that are shared out: between two backwards each rank has the mean of its own share of them only.
+
+An optimizer of shares lives in the buckets' memory meanwhile: it reads the gradients of its share, and has the new
+parameters gathered into the bucket. When gradients are to land there again it must have left::
+
+    backward ──▶ means of shares ──▶ step: new shares ──▶ gathered into the bucket ──▶ parameters ──▶ backward
+                 └───────────────────────── hand_out ── take_back ─────────────────────────────────┘
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from gradsync.base.errors import MisuseError
+from gradsync.communicator import Communicator
+from gradsync.core.bucket import Bucket
+from gradsync.core.bucket.shared_gradient import Circle, is_zeroed, unshare_views
+from gradsync.core.reduction import Reduction
+
+__all__ = ["Sharing", "Tenant"]
+
+
+class Tenant(Protocol):
+    """Who lives in the buckets between two backwards."""
+
+    # Or only would, if there were other ranks.
+    lives_in_buckets: bool
+
+    @property
+    def whole(self) -> Reduction:
+        """What would be put on the wire without it."""
+
+    def received(self) -> None:
+        """The means of its share are there. Whoever changes them from now on is the user."""
+
+    def leave(self) -> None:
+        """They are wanted for gradients: finish what is under way in them."""
+
+    def move_out(self) -> None:
+        """Buckets are about to go: hold nothing of them. Called after :meth:`leave`."""
+
+    def moved(self, buckets: Sequence[Bucket]) -> None:
+        """Buckets were laid out anew. All ranks are here, and may meet."""
+
+
+class Sharing:
+    """Who has the buckets of one engine at the moment."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.tenant: Tenant | None = None
+        self._is_out = False
+        self._circle = Circle(communicator)
+        # The gradients are gone: something else has been put into their memory.
+        self._are_used_up = False
+
+    def hand_out(self, buckets: Sequence[Bucket]) -> None:
+        """Every rank has the means of its share now."""
+        self._is_out, self._are_used_up = True, False
+        self._circle = Circle(self._communicator)
+        for bucket in buckets:
+            self._circle.take_in(bucket)
+        if self.tenant is not None:
+            self.tenant.received()
+
+    def use_up(self, buckets: Sequence[Bucket]) -> None:
+        """The tenant takes the memory of the gradients, for the step that is about to read them."""
+        if self._are_used_up:
+            # A second step: on zeros, if somebody has zeroed them, and else on nothing that is a gradient.
+            zeroed = [view for bucket in buckets for view in bucket.views if is_zeroed(view)]
+            self.take_back(buckets)
+            self.hand_out(buckets)
+            for view in zeroed:
+                view.zeroed = True  # type: ignore[attr-defined]
+        self._is_out = self._are_used_up = self._circle.are_used_up = True
+
+    def require_means(self) -> None:
+        """Refuse to clip what is no gradient any more."""
+        if self._are_used_up:
+            raise MisuseError(
+                "gradients were to be clipped after optimizer.step(), which has used their memory for new parameters. "
+                "Clip before the step"
+            )
+
+    @property
+    def has_tenant(self) -> bool:
+        """Whether an optimizer lives on shares, of which all ranks must take care in every step."""
+        return self.tenant is not None and self.tenant.lives_in_buckets
+
+    def require_tenant_served(self, *, scatters: bool) -> None:
+        """Refuse another reduction where an optimizer lives on shares."""
+        if self.has_tenant and not scatters:
+            raise MisuseError(
+                "a sharded optimizer has the buckets of this model, and needs its share of their means. Choose what is "
+                "put on the wire before you make the optimizer"
+            )
+
+    @torch.no_grad()
+    def take_back(self, buckets: Sequence[Bucket], *, worthless: bool = False) -> None:
+        """Gradients are about to land, or buckets to go. May be called any number of times.
+
+        ``worthless``: the gradients of a window that failed, of which nothing is expected.
+        """
+        if self.tenant is not None:
+            self.tenant.leave()
+        if not self._is_out:
+            return
+        kept = [any(map(_is_kept, bucket.parameters, bucket.views)) for bucket in buckets]
+        if self._are_used_up and any(kept) and not worthless:
+            raise MisuseError(
+                "gradients of the window before were not zeroed. The sharded optimizer has used their memory for new "
+                "parameters, so nothing can be added to them, and no step can use them again. Call zero_grad() after "
+                "optimizer.step()"
+            )
+        self._is_out = self._are_used_up = False
+        self._circle = Circle(self._communicator)
+        for bucket, has_means in zip(buckets, kept, strict=True):
+            zeroed = [view for view in bucket.views if is_zeroed(view)]
+            unshare_views(bucket)
+            if zeroed:
+                # Not before: the memory was another's.
+                torch._foreach_zero_(zeroed)
+            if has_means:
+                self._make_addend(bucket)
+
+    def _make_addend(self, bucket: Bucket) -> None:
+        """Turn shares of a mean into something whose mean over ranks is that: more gradients may be added to it."""
+        rank, share = self._communicator.rank, bucket.plan.share
+        payload = bucket.wire[: bucket.plan.payload]
+        payload[: rank * share].zero_()
+        payload[(rank + 1) * share :].zero_()
+        payload[rank * share : (rank + 1) * share].mul_(self._communicator.world_size)
+
+
+def _is_kept(parameter: torch.nn.Parameter, view: torch.Tensor) -> bool:
+    """Whether its gradient is still there: neither gone nor zeroed."""
+    return parameter.grad is view and not is_zeroed(view)

@@ -1,0 +1,195 @@
+"""A window is synchronized: this rank takes its turn, meets the others, exchanges buckets with them, and leaves.
+
+All ranks come by here, also those whose backward has failed. Errors are raised to whoever has called, and who sees to
+it that the others are not left waiting is in :mod:`gradsync.core.engine.failed_backwards`.
+
+[Note: the first window] Nothing is started before the first synchronized backward has ended: until then it is not
+known in which order gradients come, nor how often a parameter's hook fires (more than once where reentrant
+checkpointing runs through a shared parameter). From the second window on buckets overlap.
+"""
+
+from gradsync.communicator.logs import log_errors
+from gradsync.core.engine.abstention import Abstention
+from gradsync.core.engine.fingerprints import Comparison
+from gradsync.core.engine.forwards import Forwards
+from gradsync.core.engine.gradient_store import GradientStore
+from gradsync.core.engine.meeting import Meeting, Present
+from gradsync.core.engine.options import SynchronizerOptions
+from gradsync.core.engine.phase import Phase
+from gradsync.core.engine.running_backward import RunningBackward
+from gradsync.core.engine.turns import Turns
+from gradsync.core.window import WindowState
+from gradsync.health.watch import make_meter
+
+__all__ = ["Synchronization"]
+
+INTERRUPTED = (
+    "it was interrupted in the middle of its collectives, and cannot tell which of them the other ranks wait for. Save "
+    "what you need, and start the ranks again"
+)
+
+
+class Synchronization:
+    """This rank's part in the synchronization of one engine's window, over and over."""
+
+    def __init__(
+        self,
+        store: GradientStore,
+        running: RunningBackward,
+        forwards: Forwards,
+        abstention: Abstention,
+        options: SynchronizerOptions,
+    ) -> None:
+        self._store, self._running, self._forwards, self._abstention = store, running, forwards, abstention
+        self._overlaps = options.policy.schedule == "overlapped"
+        self._droppable = options.droppable
+        self._turns = Turns(self, options.communicator)
+        self._meeting = Meeting(store.arrangement, store.pipeline, store.window.weights, store.sparse)
+        prints = options.policy.fingerprints
+        if prints is not None:
+            specs = store.arrangement.specs
+            self._meeting.comparison = Comparison(prints, specs, options.communicator, options.keeper)
+        # Those that went well.
+        self.count = 0
+        # Whether no rank waits for this one in the running synchronization any more, however it ends here.
+        self.exchanged = False
+        self.pace = make_meter(store.arrangement.specs[0].device)
+        # Whether backwards have come that no output told of: then gradients are counted, always.
+        self._unwatched = False
+
+    def divide_by(self, ranks: int) -> None:
+        """Take the mean over so many ranks, where windows are not weighted."""
+        self._meeting.divisor = float(ranks)
+
+    def count_always(self) -> None:
+        """A backward has come that no output told of, so looking at chunks is not enough."""
+        self._unwatched = True
+
+    # -- it begins -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Gradients are to go to all ranks: meet them, if it is this engine's turn. Collective then."""
+        store = self._store
+        self.exchanged = False
+        self._running.phases.enter(Phase.SYNCHRONIZING)
+        store.take_back()
+        leads = self._turns.take_lead()
+        if leads:
+            self._meet()
+        counting = self._must_count()
+        if counting != store.hooks.counting:
+            store.hooks.register(store.arrangement.places, counting=counting)
+        store.hooks.stay_last()
+        # See [Note: the first window], and :mod:`gradsync.core.engine.turns`.
+        order = store.arrangement.order
+        overlapping = leads and order.learned and order.observed and self._overlaps
+        store.pipeline.begin(overlapping=overlapping and not store.pipeline.veto.holds_back, by_sight=not counting)
+
+    def _meet(self) -> None:
+        absent = self._forwards.absent if self._droppable else None
+        present = Present(contributes=self._contributes, arrivals=self._store.hooks.arrivals, absent=absent)
+        with self._store.pipeline.section:
+            self._meeting.before_buckets(present, self._store.build)
+
+    @property
+    def _contributes(self) -> bool:
+        return self._running.computes or self._store.window.state is WindowState.UNSYNCHRONIZED
+
+    def _must_count(self) -> bool:
+        """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
+        arrangement = self._store.arrangement
+        return (
+            arrangement.order.observing
+            or self._unwatched
+            or self._store.pipeline.wire_is_seen
+            or arrangement.repeats
+            or arrangement.has_gradients()
+        )
+
+    # -- it goes well ----------------------------------------------------------------------------------------------
+
+    def exchange(self) -> bool:
+        """Send what is left and wait for all of it: whether there are means. Collective."""
+        store = self._store
+        if not self._turns.leads:
+            self._turns.take_lead()
+            self._meet()
+        if store.window.is_vetoed:
+            store.pipeline.veto.stand()
+        self.pace.work_ended()
+        by_closure = store.window.is_stepped_by_closure
+        has_means = self._meeting.exchange(contributes=self._contributes, norms=store.norms, at_once=by_closure)
+        self.exchanged = True
+        self.count += 1
+        return has_means
+
+    def finish(self, *, has_means: bool) -> None:
+        """All ranks have exchanged everything: hand out what has come of it. Raises what the window before has left."""
+        store, window, veto = self._store, self._store.window, self._store.pipeline.veto
+        self.pace.window_ended(worked=self._contributes)
+        if has_means:
+            store.arrangement.window_finished(store.hooks.arrivals)
+        # Before the means are handed out: reopening a bucket must not look like a change to what watches it.
+        self._clear()
+        abstained = veto.abstains
+        veto.forget()
+        (window.synchronized if has_means else window.vetoed)(store.buckets)
+        store.hand_out()
+        if window.is_vetoed and window.is_stepped_by_closure:
+            store.arrangement.drop_gradients()
+            window.close()
+            window.step_was_skipped = True
+        if abstained:
+            self.abstained()
+        if store.observer is not None:
+            store.observer.synchronization_finished()
+        self._running.end(Phase.IDLE)
+        self._meeting.raise_late()
+
+    def abstained(self) -> None:
+        """All ranks have heard that this one abstains, or would."""
+        self._abstention.told(self._store.buckets, self._store.arrangement.outside())
+
+    # -- it does not -----------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Bring it to its end with the others, who hear that this rank failed; or have heard that another did."""
+        pipeline = self._store.pipeline
+        if pipeline.section.cut_short and pipeline.communicator.world_size > 1:
+            # See [Note: an interrupt].
+            pipeline.communicator.abort(INTERRUPTED)
+        if self.exchanged or pipeline.complete:
+            return
+        if not self._store.arrangement.order.running:
+            # It was another model's turn. The other ranks meet for this one next.
+            with log_errors("agreeing on the buckets failed"):
+                self._turns.take_lead()
+                self._meet()
+        pipeline.abandon()
+        self.exchanged = True
+
+    # -- the ways out ----------------------------------------------------------------------------------------------
+
+    def leave(self, phase: Phase) -> None:
+        """The one way out of a window, whatever has become of it."""
+        self._clear()
+        self._running.end(phase)
+
+    def leave_backward(self, phase: Phase) -> None:
+        """The one way out of a backward inside a window."""
+        self._clear_backward()
+        self._running.end(phase)
+
+    def _clear(self) -> None:
+        """What was noted for one synchronization is not for the next."""
+        self._store.arrangement.window_ended()
+        self._forwards.close_window()
+        self._store.sparse.clear()
+        self._clear_backward()
+
+    def _clear_backward(self) -> None:
+        """A turn that was taken is given up."""
+        self._turns.give_up()
+        self._forwards.close_backward()
+        self._store.pipeline.reset()
+        self._running.stop()

@@ -1,0 +1,447 @@
+"""Between backwards: what has accumulated is synchronized, and no optimizer steps on anything else.
+
+[Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
+other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
+about to step.
+
+[Note: a step by closure] ``optimizer.step(closure)`` has its backwards inside the step. What precedes the step cannot
+see to their gradients: if one of these windows is vetoed, its gradients go at once. Micro-batches may have accumulated
+before, under ``no_sync()``; the closure's backward then ends their window, and what is asked of any other step is asked
+after each call of the closure.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.base.errors import MisuseError, PeerFailedError
+from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
+from gradsync.core.engine.backward import BackwardEngine
+from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
+from gradsync.core.engine.blocks import Block, Blocks
+from gradsync.core.engine.compiling import has_compiled
+from gradsync.core.engine.debts import Debts
+from gradsync.core.engine.options import SynchronizerOptions
+from gradsync.core.engine.ownership import own, owner_of, release
+from gradsync.core.engine.phase import Phase
+from gradsync.core.engine.step_guard import guard_steps, unguard_steps
+from gradsync.core.reduction import Reduction
+from gradsync.core.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
+from gradsync.health.watch import PaceMeter, Whereabouts, tell_error
+
+__all__ = ["Synchronizer", "synchronizer_of"]
+
+CAPTURED = (
+    "a CUDA graph is being captured around a synchronized step, whose replays would skip what ranks agree on in Python "
+    "in each window. Capture the module before it is wrapped, by torch.cuda.make_graphed_callables(module, (sample,)); "
+    "its forwards and backwards are then replayed, and its gradients are averaged as always"
+)
+
+
+def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
+    """The synchronizer that averages the parameter's gradient, if there is one."""
+    owner: Synchronizer | None = owner_of(parameter)
+    return owner
+
+
+class Synchronizer:
+    """Averages the gradients of ``parameters`` over the ranks of a communicator, once a window."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        options: SynchronizerOptions,
+    ) -> None:
+        for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
+            owner.hand_over(parameters)  # type: ignore[union-attr]
+        self._refusal: str | None = None
+        # The one that has run the last forward.
+        self.thread: int | None = None
+        self.engine = BackwardEngine(parameters, specs, options)
+        self.parameters = self.engine.parameters
+        self.specs = list(specs)
+        self.options = options
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.blocks = Blocks(self.engine)
+        self.debts = Debts(self.engine)
+        own(self, self.parameters)
+        guard_steps(self)
+
+    def __repr__(self) -> str:
+        phase = self.engine.phase
+        return f"Synchronizer({phase.name.lower()}: {phase.value}; {self.window!r}; {self.engine.pipeline!r})"
+
+    def describe(self) -> str:
+        """Where everything stands, in lines: for a person who looks at a training that hangs."""
+        engine = self.engine
+        lines = [
+            f"{engine.phase.name.lower()}: {engine.phase.value}",
+            repr(self.window),
+            f"{self.synchronizations} windows synchronized, order {'' if engine.arrangement.order.learned else 'not '}"
+            f"learned, gradients {'counted' if engine.counting else 'seen'}, caps {list(self.caps.caps)} bytes",
+            repr(engine.pipeline),
+        ]
+        lines += [f"  {engine.pipeline.state_of(bucket).value:9} {bucket!r}" for bucket in self.buckets]
+        return "\n".join(lines)
+
+    def whereabouts(self) -> Whereabouts:
+        """In a few words, for those who look on from other threads, and other ranks."""
+        engine, busy = self.engine, self.engine.phases.busy
+        return Whereabouts(
+            windows=self.synchronizations,
+            phase=engine.phase.name.lower(),
+            progress=engine.pipeline.progress() if engine.phase is Phase.SYNCHRONIZING else engine.phase.value,
+            busy=busy,
+        )
+
+    @property
+    def pace(self) -> PaceMeter:
+        return self.engine.synchronization.pace
+
+    # -- what wrappers read and set --------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> Window:
+        return self.engine.window
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they start."""
+        return self.engine.buckets
+
+    @property
+    def layout(self) -> BucketLayout:
+        """The plan of the buckets."""
+        return self.engine.arrangement.layout
+
+    @property
+    def caps(self) -> BucketCaps:
+        """How large buckets may be, as far as it is known by now."""
+        return self.engine.arrangement.caps
+
+    @property
+    def reduction(self) -> Reduction:
+        """What is put on the wire."""
+        return self.engine.pipeline.reduction
+
+    @property
+    def synchronizations(self) -> int:
+        """How many windows have been synchronized."""
+        return self.engine.synchronization.count
+
+    @property
+    def ends(self) -> int:
+        """How many synchronizations have come to an end, well or not."""
+        return self.engine.synchronization.count + self.engine.failed_backwards.count
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backwards synchronize."""
+        return self.engine.switches.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self.engine.switches.enabled = value
+
+    def switched(
+        self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Set switches for a while; see :class:`~gradsync.core.engine.phase.Switches`."""
+        return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
+
+    def reduce_with(self, reduction: Reduction) -> None:
+        """Exchange the reduction, between two windows. All ranks must do so alike."""
+        self.engine.store.reduce_with(reduction)
+
+    def rescaled(self, factor: float | torch.Tensor) -> None:
+        """Between two windows: the scale of the loss has changed, and gradients are ``factor`` times as large."""
+        if type(self.reduction).rescaled is not Reduction.rescaled:
+            # What it keeps of the last window belongs to the old scale.
+            self.engine.pipeline.hear_end()
+            self.reduction.rescaled(factor)
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def refuse(self, reason: str) -> None:
+        """Raise MisuseError with ``reason`` in every forward to come."""
+        self._refusal = reason
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
+        """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
+        if self._refusal is not None:
+            raise MisuseError(self._refusal)
+        self.debts.settle()
+        if self.engine.observer is not None and not torch.is_grad_enabled():
+            self.engine.observer.evaluation_began()
+        tenant = self.engine.sharing.tenant
+        if tenant is not None and (compiler or has_compiled(module)):
+            # The compiler compiles anew for parameters of another class, which those are that are still awaited.
+            tenant.leave()
+
+    def begin_forward(self) -> None:
+        """A forward with gradients on is about to run."""
+        engine = self.engine
+        if self.specs[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MisuseError(CAPTURED)
+        self.debts.settle()
+        if engine.phases.busy and current_task() == NO_TASK:
+            engine.failed_backwards.recover()
+        engine.pipeline.require_alive()
+        self.thread = threading.get_ident()
+        if engine.observer is not None:
+            engine.observer.forward_began()
+        engine.forwards.begin()
+        engine.begin_another()
+        engine.store.expect_backward()
+
+    def end_forward(self, output: Any) -> None:
+        """The forward has run: watch its output for the backward to come."""
+        engine = self.engine
+        synchronizes, offer = self.enabled, engine.abstention.offer
+        engine.forwards.end(synchronizes=synchronizes)
+        if synchronizes:
+            self.window.forward_ran(engine.arrangement.has_gradients)
+        watch_outputs(output, engine, synchronizes, offer)
+        if engine.observer is not None:
+            engine.observer.forward_ended()
+
+    def raised(self, error: BaseException, place: str) -> None:
+        """This rank has raised outside of a backward, and the others do not hear of it there."""
+        tell_error(self.engine.communicator, error, place)
+
+    def expect_backward(self) -> None:
+        """A backward is about to run: refuse it where this rank has abstained instead."""
+        if self.engine.abstention.stands:
+            self.engine.abstention.refuse_backward()
+
+    @property
+    def owes_backward(self) -> bool:
+        """Whether the other ranks wait for a backward of this one, or will."""
+        return self.enabled and not self.engine.abstention.stands
+
+    def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
+        """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
+        self.engine.forwards.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
+
+    # -- blocks of accumulate() --------------------------------------------------------------------------------------
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a micro-batch of accumulate() is running."""
+        return self.window.weights.in_block
+
+    def enter_block(self, block: Block) -> None:
+        if self.blocks.is_owed:
+            # A loop over accumulate() was left, and somebody keeps its iterator.
+            self.debts.fail_later()
+        self.debts.settle()
+        self.blocks.enter(block)
+
+    def leave_block(self, block: Block) -> None:
+        self.blocks.leave(block)
+
+    def finish_last(self) -> None:
+        """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
+        self.blocks.finish(self.take_part)
+
+    def take_part(self) -> None:
+        """Finish a window in whose last micro-batch this rank had no backward."""
+        self.debts.stand_in_for_forward()
+        self.synchronize()
+
+    # -- without a backward ------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
+        self._require_attached("synchronize")
+        self.debts.settle()
+        if self.engine.phases.busy:
+            self.engine.failed_backwards.recover()
+        self.engine.failed_backwards.require_whole()
+        self.engine.synchronize()
+
+    def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
+        """Give up this rank's part of the window, and have all ranks agree on what becomes of it.
+
+        Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
+        ``miss_forward`` takes part in a forward of the others where this rank has run none, and says whether it had to.
+        """
+        engine = self.engine
+        has_run = engine.forwards.awaits_backward
+        self._require_attached("abstain")
+        # That is what it says to those who wait.
+        self.debts.has_other_word()
+        if engine.phases.busy:
+            engine.failed_backwards.recover()
+        engine.abstention.refuse_another()
+        told = (
+            engine.failed_backwards.has_told
+            and not engine.abstention.answers_failure
+            and not engine.forwards.any_in_window
+        )
+        if self._is_over() and not engine.forwards.any_in_window:
+            raise MisuseError(
+                "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
+                "place of that backward; to give a mean up, zero the gradients of all ranks"
+            )
+        self.clear()
+        engine.failed_backwards.require_whole()
+        if told:
+            # Its backward has failed, and the others have heard of that.
+            self.window.is_vetoed = engine.veto.forgives
+            engine.synchronization.abstained()
+            return
+        has_run = engine.forwards.any_in_block if self.in_block else has_run
+        if miss_forward is not None and not has_run and miss_forward():
+            engine.forwards.missed()
+        engine.forwards.give_up_backward()
+        engine.store.expect_backward()
+        engine.veto.abstain(reason)
+        if self.enabled and (not self.in_block or self.blocks.is_finished):
+            self.take_part()
+
+    def _is_over(self) -> bool:
+        """Whether a backward of this rank has brought the window to its end, and nothing shows that another began."""
+        has_usable_means = self.window.has_means and (
+            # Of shares no rank can tell alone.
+            self.reduction.scatters or has_nonzero_gradients(self.parameters)
+        )
+        return has_usable_means or self.window.stays_vetoed or self.blocks.is_finished
+
+    def _require_attached(self, what: str) -> None:
+        if current_task() != NO_TASK:
+            raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
+        if self.engine.phase is Phase.DETACHED:
+            raise MisuseError(
+                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
+                "has taken them. Use that one, or wrap the model again"
+            )
+
+    def shadow(self) -> None:
+        """Take part in the synchronization of ranks that still have data, contributing nothing."""
+        self.clear()
+        self.engine.forwards.announce_all_absent(len(self.parameters))
+        self.synchronize()
+        # The means stay for now: an optimizer that shares its work out may step on them here, too.
+        self.window.close()
+
+    def clear(self) -> None:
+        """Drop all gradients, and what the window knows of them."""
+        self.engine.arrangement.drop_gradients()
+        self.engine.abstention.end()
+        self.window.discard()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this synchronizer averages the parameter's gradient."""
+        index = self._index.get(id(parameter))
+        return index is not None and index not in self.engine.arrangement.taken
+
+    def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
+        """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure].
+
+        Returns what :meth:`.Pipeline.gate_step` does.
+        """
+        engine = self.engine
+        self.debts.settle()
+        if engine.phases.busy and current_task() != NO_TASK:
+            raise MisuseError(
+                "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
+            )
+        if engine.phases.busy:
+            engine.failed_backwards.recover()
+        engine.failed_backwards.require_whole()
+        self.finish_last()
+        gate = None
+        if not engine.switches.steps_locally:
+            engine.pipeline.require_alive()
+            gate = self._gate_step(gated=gated) if not by_closure else None
+        unfinished = not self.window.has_means and not engine.switches.steps_locally
+        if unfinished and not by_closure:
+            self._before_unsynchronized_step()
+        engine.store.expect_step()
+        # Of several optimizers each steps: the veto that the first has found is that of the others, too.
+        is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
+        self.window.step_was_skipped = self.window.is_vetoed or (is_another and self.window.step_was_skipped)
+        self.window.is_stepped_by_closure = by_closure
+        if self.window.is_vetoed:
+            self.clear()
+        engine.abstention.end()
+        if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
+            self.window.close()
+        if engine.observer is not None:
+            engine.observer.step_began()
+        return gate
+
+    def after_closure(self) -> None:
+        """The closure of a step has run: see that its gradients are means. See [Note: a step by closure]."""
+        if not self.window.has_means and not self.engine.switches.steps_locally:
+            self._before_unsynchronized_step()
+
+    def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
+        pipeline = self.engine.pipeline
+        try:
+            gate = pipeline.gate_step(gated=gated)
+        except PeerFailedError:
+            # As if it had been heard of in backward.
+            self.clear()
+            raise
+        if pipeline.requests.late:
+            self.window.is_vetoed = True
+        return gate
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has used the gradients."""
+        if self.engine.observer is not None:
+            self.engine.observer.step_ended(optimizer)
+
+    def _before_unsynchronized_step(self) -> None:
+        self.window.refuse_step(self.parameters)
+        is_open = self.window.state is WindowState.OPEN or self.engine.veto.is_noted
+        if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.homeless()):
+            # [Note: a rank without gradients], or a backward of which no hook told.
+            if not is_open:
+                self.engine.synchronization.count_always()
+            self.synchronize()
+
+    # -- saving; what has accumulated is in :mod:`gradsync.core.engine.saved_window` ------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What makes sums come out bit for bit as they would have: the layout of the buckets. The same on all ranks."""
+        return self.engine.arrangement.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lay out the buckets as they were. All ranks must load the same, between two windows."""
+        if len(state["trainable"]) != len(self.parameters):
+            raise MisuseError(
+                f"the saved engine has {len(state['trainable'])} parameters and this one {len(self.parameters)}: it "
+                "belongs to another model"
+            )
+        self.engine.arrangement.load_state_dict(state)
+        self.engine.store.build()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
+        if self.engine.sharing.tenant is not None:
+            self.engine.sharing.tenant.leave()
+        self.engine.detach()
+        unguard_steps(self)
+        release(self, self.parameters)
+
+    def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""
+        arrangement = self.engine.arrangement
+        arrangement.take_out(self._index[id(p)] for p in parameters if id(p) in self._index)
+        if len(arrangement.taken) == len(self.parameters):
+            self.detach()
+        else:
+            self.engine.store.build()

@@ -1,0 +1,177 @@
+"""A rank may veto the window: its gradients are not finite, it abstains, or its backward failed.
+
+::
+
+    backward        every rank looks at its own gradients, bucket by bucket       core/bucket/finite.py
+    the ballot      says that there is a veto; all ranks read the same            core/bucket/requests.py
+    afterwards      all exchange who it was, and why                              Veto.hear
+
+and do the same about it, as ``on_veto`` says:
+
+raise        :class:`~gradsync.VetoError` on all ranks, also on the one that has vetoed.
+skip-window  backward ends as ever, and the next step of an optimizer changes nothing.
+drop-rank    the mean is over the other ranks. If all have vetoed, the window is skipped.
+
+[Note: a failed backward is never dropped] Its error reaches the user's code on that rank alone, which zeroes gradients
+and may not step. If the others stepped, replicas would differ from there on. So the window is skipped.
+
+[Note: what is left of a skipped window] A hook cannot cancel a step, but an optimizer leaves parameters without a
+gradient alone, with their state. So the gradients go right before the step, and not sooner: what stands between
+backward and step finds gradients, all zeros; or all NaN, if some rank's were not finite. A ``GradScaler`` needs that:
+by what it finds it counts a step as good or lowers its scale, and it raises if it finds nothing.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gradsync.base.errors import VetoError
+from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import gather_bytes
+from gradsync.communicator.naming import listed, rank_name
+from gradsync.core.bucket import Bucket
+from gradsync.core.bucket.finite import FiniteCheck
+from gradsync.core.bucket.requests import Requests
+
+__all__ = ["ON_VETO", "OnVeto", "Verdict", "Veto", "spoil"]
+
+LOGGER = logging.getLogger("gradsync")
+
+OnVeto = Literal["raise", "skip-window", "drop-rank"]
+ON_VETO = ("raise", "skip-window", "drop-rank")
+
+# How a rank's reason begins on the wire.
+ABSTAINS, NOT_FINITE, STILL = b"a", b"n", b"s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What all ranks have agreed on: how many are left out of the mean, or, if it is none, that the window is skipped.
+    ``finite``: so were all gradients."""
+
+    dropped: int = 0
+    finite: bool = True
+
+    @property
+    def skips(self) -> bool:
+        return self.dropped == 0
+
+
+class Veto:
+    """This rank's vetoes, and what it has heard of the others'."""
+
+    def __init__(self, on_veto: OnVeto | None, communicator: Communicator) -> None:
+        self._on_veto = on_veto
+        self._communicator = communicator
+        self._abstention: str | None = None
+        self._stands = False
+        # Only who asks for it pays for it.
+        self.check = None if on_veto is None else FiniteCheck()
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether no bucket may start before all were looked at: of a rank that is dropped none may have gone."""
+        return self._on_veto == "drop-rank"
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether all ranks wait for the ballot, on an accelerator too, so that they hear of a veto before the step."""
+        return self._on_veto is not None
+
+    @property
+    def forgives(self) -> bool:
+        """Whether a backward that failed on another rank is no error here: the window is skipped."""
+        return self._on_veto in ("skip-window", "drop-rank")
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether this rank vetoes, whatever its gradients are."""
+        return self._abstention is not None or self._stands
+
+    @property
+    def abstains(self) -> bool:
+        """Whether this rank has nothing for the window."""
+        return self._abstention is not None
+
+    def abstain(self, reason: str) -> None:
+        """This rank has nothing for the window."""
+        self._abstention = reason
+
+    def stand(self) -> None:
+        """The window was vetoed in an earlier synchronization, and its gradients are still there."""
+        self._stands = True
+
+    def forget(self) -> None:
+        """The synchronization is over."""
+        self._abstention, self._stands = None, False
+        if self.check is not None:
+            self.check.forget()
+
+    def mark(self, ballot: torch.Tensor) -> None:
+        """Vote, if gradients were found that are not finite."""
+        if self.check is not None:
+            self.check.mark(ballot[ballot.numel() + Requests.VETO])
+
+    @property
+    def reason(self) -> bytes:
+        """Why this rank vetoes; empty if it does not."""
+        if self._abstention is not None:
+            return ABSTAINS + self._abstention.encode()
+        if self._stands:
+            return STILL
+        first = None if self.check is None else self.check.first
+        return b"" if first is None else NOT_FINITE + first.encode()
+
+    # -- what all ranks say ----------------------------------------------------------------------------------------
+
+    def hear(self) -> Verdict:
+        """The ballot says that there is a veto: whose it is, why, and what follows. Collective.
+
+        Raises :class:`VetoError` on all ranks where that is what follows.
+        """
+        reasons = gather_bytes(self._communicator, self.reason)
+        vetoes = {rank: reason for rank, reason in enumerate(reasons) if reason}
+        told = listed([self._told(rank, reason) for rank, reason in vetoes.items() if reason != STILL] or [""])
+        if self._on_veto == "raise":
+            raise VetoError(
+                f"{told}, so these gradients are not the mean over all ranks. Call zero_grad() before the next backward"
+            )
+        finite = not any(reason.startswith(NOT_FINITE) for reason in reasons)
+        drops = self._on_veto == "drop-rank" and len(vetoes) < len(reasons) and STILL not in vetoes.values()
+        if drops:
+            self._warn(f"{told}: the mean of this window is over the other ranks")
+            return Verdict(dropped=len(vetoes))
+        if told:
+            self._warn(f"{told}: this window is skipped on all ranks, and no optimizer steps on it")
+        return Verdict(finite=finite)
+
+    def forgive(self, failed: Sequence[int]) -> Verdict:
+        """The ballot says that the backwards of these ranks failed. They are not here."""
+        names = listed([rank_name(self._communicator.group, rank) for rank in failed])
+        present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
+        self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)
+        return Verdict()
+
+    def _told(self, rank: int, reason: bytes) -> str:
+        name, text = rank_name(self._communicator.group, rank), reason[1:].decode()
+        if reason.startswith(NOT_FINITE):
+            return f"the gradient of parameter {text!r} on {name} is not finite"
+        return f"{name} abstains ({text})" if text else f"{name} abstains"
+
+    def _warn(self, text: str, by: int = 0) -> None:
+        if self._communicator.rank == by:
+            LOGGER.warning(text)
+
+
+@torch.no_grad()
+def spoil(buckets: Sequence[Bucket], outside: Sequence[torch.nn.Parameter], *, finite: bool) -> None:
+    """Leave nothing of a window's gradients that could be used. See [Note: what is left of a skipped window]."""
+    value = 0.0 if finite else float("nan")
+    # Not the padding between gradients, which nobody would clear.
+    gradients = [view for bucket in buckets for view in bucket.views]
+    gradients += [parameter.grad for parameter in outside if parameter.grad is not None]
+    for gradient in gradients:
+        (gradient._values() if gradient.is_sparse else gradient).fill_(value)

@@ -1,0 +1,239 @@
+"""How numbers look on the wire in fewer bytes: a coding turns rows of float32 into rows of bytes, and back.
+
+All but bfloat16 work by *blocks*: so many neighbouring numbers share one scale, which is laid down before them as a
+float32. A block that holds NaN or Inf has a scale that is not finite, so that all of it comes out as not finite: what
+went wrong stays visible. The same bytes decode to the same bits on every rank.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from gradsync.core.reduction import fused
+
+__all__ = ["Blocks", "Coding", "Noise", "Rounded", "Signs"]
+
+SCALE_BYTES = torch.float32.itemsize
+# Numbers that share the scale of a float16, which has to keep the largest in range and nothing else.
+WIDE_BLOCK = 1024
+# How many of them a core works on at a time.
+CACHED = 256 * 1024
+
+
+class Coding(Protocol):
+    """Rows of ``multiple`` numbers, or of several times as many, to bytes and back."""
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a row is a multiple of."""
+
+    def nbytes(self, numel: int) -> int:
+        """How long a row of ``numel`` numbers becomes."""
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        """Put the rows of ``values``, float32, into those of ``coded``, uint8."""
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
+        """The other way round; or ``add`` so many times what comes out to what is there."""
+
+
+class Rounded:
+    """Numbers of another floating-point type. float16 gets scales that are powers of two: they only move exponents."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        # Where exponents are those of float32 nothing needs to be scaled.
+        self.scales = torch.finfo(dtype).max < torch.finfo(torch.float32).max / 2
+        self.multiple = WIDE_BLOCK if self.scales else 4
+
+    def nbytes(self, numel: int) -> int:
+        scales = numel // self.multiple * SCALE_BYTES if self.scales else 0
+        return scales + numel * self.dtype.itemsize
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        if not self.scales:
+            coded.view(self.dtype).copy_(values)
+            return
+        for piece in _pieces(values, coded, self.multiple):
+            self._encode(*piece)
+
+    def _encode(self, values: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
+        blocks = values.unflatten(-1, (-1, self.multiple))
+        largest = _largest(blocks)
+        # The largest lands between a half and one, far from where float16 overflows and from where it loses digits.
+        exponents = torch.frexp(largest)[1].clamp_(-125, 126)
+        scales.copy_(torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), largest))
+        numbers.view(self.dtype).unflatten(-1, (-1, self.multiple)).copy_(blocks / scales.unsqueeze(-1))
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
+        if not self.scales:
+            _put(coded.view(self.dtype), values, add)
+            return
+        for values_here, scales, numbers in _pieces(values, coded, self.multiple):
+            blocks = values_here.unflatten(-1, (-1, self.multiple))
+            rounded = numbers.view(self.dtype).unflatten(-1, (-1, self.multiple))
+            if add is None:
+                blocks.copy_(rounded).mul_(scales.unsqueeze(-1))
+            else:
+                # Scales are powers of two, so that products are exact and only the sum is rounded.
+                blocks.addcmul_(rounded.float(), scales.unsqueeze(-1), value=add)
+
+
+class Blocks:
+    """Whole numbers of 8 or 4 bits, times the scale of their block.
+
+    Rounding is to the nearest, or with ``noise`` up or down at random, so that the expected value is the number.
+    """
+
+    def __init__(self, bits: int, block: int, noise: "Noise | None" = None) -> None:
+        self.bits, self.multiple = bits, block
+        self._levels = 2 ** (bits - 1) - 1
+        self._noise = noise
+
+    def nbytes(self, numel: int) -> int:
+        return numel // self.multiple * SCALE_BYTES + numel * self.bits // 8
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        for piece in _pieces(values, coded, self.multiple):
+            self._encode(*piece)
+
+    def _encode(self, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor) -> None:
+        if self._noise is None and fused.available(values, self.multiple):
+            rows = [torch.atleast_2d(each) for each in (values, scales, packed)]
+            fused.encode_blocks(rows[0], rows[1], rows[2], self.bits)
+            return
+        blocks = values.unflatten(-1, (-1, self.multiple))
+        scales.copy_(_largest(blocks))
+        # A block of zeros has no scale, and needs none. One so small that its scale has no inverse counts as zeros.
+        factors = (self._levels / scales).unsqueeze(-1)
+        numbers = blocks * factors.masked_fill_(factors.isinf(), 0.0)
+        if self._noise is None:
+            # The largest of a block is off by some of its last bits: what it rounds to is the highest level.
+            numbers.round_()
+        else:
+            numbers.add_(self._noise.like(numbers)).floor_().clamp_(-self._levels, self._levels)
+        # Not by a number: a GPU would multiply with its inverse, and round otherwise.
+        scales.div_(torch.full_like(scales, self._levels))
+        if self.bits == 8:
+            packed.view(torch.int8).copy_(numbers.flatten(-2))
+            return
+        # The first half of a block lies in the lower bits, the second in the upper ones, both from 1 to 15.
+        lower, upper = numbers.to(torch.int8).add_(8).view(torch.uint8).chunk(2, dim=-1)
+        torch.add(lower, upper, alpha=16, out=packed.unflatten(-1, (-1, self.multiple // 2)))
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
+        _decode_pieces(self._decode, _pieces(values, coded, self.multiple), add)
+
+    def _decode(self, scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor) -> None:
+        if fused.available(values, self.multiple):
+            rows = [torch.atleast_2d(each) for each in (scales, packed, values)]
+            fused.decode_blocks(rows[0], rows[1], rows[2], self.bits)
+            return
+        blocks = values.unflatten(-1, (-1, self.multiple))
+        if self.bits == 8:
+            blocks.copy_(packed.view(torch.int8).unflatten(-1, (-1, self.multiple)))
+        else:
+            halves = packed.unflatten(-1, (-1, self.multiple // 2))
+            lower, upper = blocks.chunk(2, dim=-1)
+            lower.copy_((halves & 15).view(torch.int8).sub_(8))
+            upper.copy_((halves >> 4).view(torch.int8).sub_(8))
+        blocks.mul_(scales.unsqueeze(-1))
+
+
+class Noise:
+    """Random numbers of its own, the same for the same ``key``: nobody's dropout changes because gradients are
+    compressed, and a run that goes on elsewhere goes on alike."""
+
+    def __init__(self, *key: int) -> None:
+        self._seed = zlib.crc32(repr(key).encode())
+        self._generator: torch.Generator | None = None
+
+    def like(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As many, from 0 to 1, in the same place."""
+        if self._generator is None:
+            self._generator = torch.Generator(numbers.device).manual_seed(self._seed)
+        return torch.rand(numbers.shape, generator=self._generator, device=numbers.device)
+
+
+class Signs:
+    """One bit a number: whether it is negative. All of a block come out as large as they are on average."""
+
+    def __init__(self, block: int) -> None:
+        self.multiple = block
+
+    def nbytes(self, numel: int) -> int:
+        return numel // self.multiple * SCALE_BYTES + numel // 8
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        torch.linalg.vector_norm(values.unflatten(-1, (-1, self.multiple)), 1, dim=-1, out=scales)
+        scales.div_(self.multiple)
+        # Eight parts of a row, one a bit: neighbours in a part are neighbours in memory.
+        packed.zero_()
+        for bit, part in enumerate(torch.signbit(values).chunk(8, dim=-1)):
+            packed.add_(part.to(torch.uint8), alpha=1 << bit)
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
+        scales, packed = _split(coded, values.shape[-1] // self.multiple)
+        _decode_pieces(self._decode, [(values, scales, packed)], add)
+
+    def _decode(self, scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor) -> None:
+        for bit, part in enumerate(values.chunk(8, dim=-1)):
+            part.copy_(packed & (1 << bit)).clamp_(max=1.0).mul_(-2.0).add_(1.0)
+        values.unflatten(-1, (-1, self.multiple)).mul_(scales.unsqueeze(-1))
+
+
+def _pieces(
+    values: torch.Tensor, coded: torch.Tensor, multiple: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Values, their scales, and what they are packed in: on a CPU so few at a time that they stay in its cache with
+    all that is computed of them. Memory for more would be new every time, which costs more than what is done in it."""
+    if not values.numel():
+        return
+    scales, packed = _split(coded, values.shape[-1] // multiple)
+    if not values.is_cpu:
+        yield values, scales, packed
+        return
+    blocks, most = scales.shape[-1], max(1, CACHED // multiple)
+    width = packed.shape[-1] // blocks
+    for row in range(values.shape[0]) if values.dim() > 1 else [...]:
+        for first in range(0, blocks, most):
+            end = min(blocks, first + most)
+            yield (
+                values[row][first * multiple : end * multiple],
+                scales[row][first:end],
+                packed[row][first * width : end * width],
+            )
+
+
+def _decode_pieces(
+    decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    add: float | None,
+) -> None:
+    for values, scales, packed in pieces:
+        if add is None:
+            decode(scales, packed, values)
+        else:
+            part = torch.empty_like(values)
+            decode(scales, packed, part)
+            values.add_(part, alpha=add)
+
+
+def _put(numbers: torch.Tensor, values: torch.Tensor, add: float | None) -> None:
+    if add is None:
+        values.copy_(numbers)
+    else:
+        values.add_(numbers, alpha=add)
+
+
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each; NaN where there is one. Several times as fast on a CPU as the norm that it is."""
+    return torch.maximum(blocks.amax(-1).abs_(), blocks.amin(-1).abs_())
+
+
+def _split(coded: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of each row, and what comes after them."""
+    return coded[..., : blocks * SCALE_BYTES].view(torch.float32), coded[..., blocks * SCALE_BYTES :]

@@ -1,0 +1,222 @@
+"""What a compressed gradient has lost is added to the next one, so that nothing is lost for good."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradsync.base.errors import ConfigurationError, MisuseError
+from gradsync.communicator import Communicator, Handle
+from gradsync.core.bucket import Bucket, BucketLayout
+from gradsync.core.bucket.layout import ParameterSpec
+from gradsync.core.reduction.base import Reduction
+from gradsync.core.reduction.compressing import Compressing, sends_nothing, wide_values
+
+__all__ = ["ErrorFeedback"]
+
+
+@dataclass(kw_only=True)
+class _Sent:
+    """A bucket of the running window: what this rank has lost, the slots for which it has no gradient, and whether
+    the mean is finite, once it is there."""
+
+    bucket: Bucket
+    lost: torch.Tensor
+    empty: frozenset[int]
+    finite: torch.Tensor | None = None
+
+    def held_back(
+        self, before: Mapping[str, torch.Tensor], correction: float | torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """By name, what is to be added next time.
+
+        The mean was multiplied with ``correction``, and so was what it had of the residuals, which needed none.
+        """
+        is_right = isinstance(correction, float) and correction == 1.0
+        if not is_right:
+            self.lost.mul_(correction)
+        held = {}
+        for slot, (spec, part) in enumerate(zip(self.bucket.specs, self.bucket.views_of(self.lost), strict=True)):
+            held[spec.name] = part
+            if slot in self.bucket.unused:
+                # Nobody has a gradient: what has come out was thrown away.
+                part.zero_()
+            if spec.name in before and (slot in self.empty or not is_right):
+                kept = before[spec.name].to(part.device)
+                # What was held back before has not gone, or not all of it.
+                part.add_(kept if slot in self.empty else kept * (1.0 - correction))
+        return held
+
+
+class ErrorFeedback(Reduction):
+    """``inner``, with a memory: after any number of windows, what was applied and what ranks still hold back add up to
+    the sum of all means.
+
+    What is held back belongs to parameters, so it survives other buckets, and to this rank: a checkpoint holds one for
+    each. On another number of ranks it begins anew. A window that fails, or whose mean is not finite so that nobody
+    takes a step with it, leaves it as it was.
+    """
+
+    carries_tail = False
+
+    def __init__(self, inner: Compressing) -> None:
+        if not isinstance(inner, Compressing):
+            raise ConfigurationError(
+                "ErrorFeedback makes up for what a compression loses, as Quantize, Sign, LowRank or TopK do; got "
+                f"{inner!r}"
+            )
+        self.inner = inner
+        self._residuals: dict[str, torch.Tensor] = {}
+        self._sent: list[_Sent] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._owners = _Owners()
+        self._memory = _Memory()
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.inner!r})"
+
+    @property
+    def keeps_layout(self) -> bool:
+        return self.inner.keeps_layout
+
+    def unit(self, ranks: int) -> int:
+        return self.inner.unit(ranks)
+
+    def examine(self, specs: Sequence[ParameterSpec]) -> None:
+        self.inner.examine(specs)
+        self._shapes = {spec.name: spec.shape for spec in specs}
+
+    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return self.inner.landing_scale(bucket, communicator, divisor)
+
+    @torch.no_grad()
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        if sends_nothing(bucket, communicator):
+            return self.inner.start(bucket, communicator, divisor)
+        self._owners.check(bucket)
+        values, put_back = wide_values(bucket)
+        # Where nobody has a gradient the mean is thrown away, and whoever has none here cannot know.
+        empty = frozenset(bucket.empty)
+        self._add_residuals(bucket, values, empty)
+        sent = _Sent(bucket=bucket, lost=self._memory.take(bucket, values), empty=empty)
+        self._sent.append(sent)
+
+        def look() -> None:
+            # Now: whoever clips or unscales the mean later may make something else of it.
+            sent.finite = _all_finite(values)
+            if put_back is not None:
+                put_back()
+
+        return self.inner.send(values, bucket, communicator, sent.lost).then(look)
+
+    def _add_residuals(self, bucket: Bucket, values: torch.Tensor, empty: frozenset[int]) -> None:
+        whole = self._memory.held(bucket)
+        if whole is not None and whole.shape == values.shape and not empty:
+            values.add_(whole)
+            return
+        held = [
+            (view, self._residuals[name]) for name, view in _present(bucket, values, empty) if name in self._residuals
+        ]
+        if held:
+            torch._foreach_add_([view for view, _ in held], [residual.to(view.device) for view, residual in held])
+
+    @torch.no_grad()
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+        sent, self._sent = self._sent, []
+        keeps = well and all(each.finite is not None and bool(each.finite) for each in sent)
+        for each in sent:
+            if keeps:
+                self._residuals |= each.held_back(self._residuals, correction)
+            self._memory.give(each.bucket, each.lost, kept=keeps)
+        self.inner.ended(well=well, correction=correction)
+
+    @torch.no_grad()
+    def rescaled(self, factor: float | torch.Tensor) -> None:
+        for residual in self._residuals.values():
+            residual.mul_(factor)
+        self.inner.rescaled(factor)
+
+    def rebuilt(self, layout: BucketLayout) -> None:
+        self._memory = _Memory()
+        self.inner.rebuilt(layout)
+
+    def state_dict(self) -> dict[str, Any]:
+        residuals = {name: residual.clone() for name, residual in self._residuals.items()}
+        return {"residuals": residuals, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        residuals = dict(state.get("residuals", {}))
+        for name, residual in residuals.items():
+            expected = self._shapes.get(name, residual.shape)
+            if tuple(residual.shape) != tuple(expected):
+                raise ConfigurationError(
+                    f"the saved state holds back a gradient of shape {tuple(residual.shape)} for {name!r}, whose shape "
+                    f"is {tuple(expected)} here. Load the state of this model, or do without it"
+                )
+        self._residuals, self._sent, self._memory = residuals, [], _Memory()
+        self.inner.load_state_dict(state.get("inner", {}))
+
+
+class _Memory:
+    """What was held back of a bucket goes when what is held back next has come, and its memory is used again by the one
+    after that: on a CPU, to get new memory takes longer than most of what is computed in it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, torch.Tensor] = {}
+        self._spare: dict[int, torch.Tensor] = {}
+
+    def take(self, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
+        spare = self._spare.pop(bucket.index, None)
+        # Between gradients there is nothing, and nobody writes there.
+        return torch.zeros_like(like) if spare is None or spare.shape != like.shape else spare
+
+    def held(self, bucket: Bucket) -> torch.Tensor | None:
+        """What is held back of this bucket, if it all lies in one piece of memory, as the bucket does."""
+        return self._held.get(bucket.index)
+
+    def give(self, bucket: Bucket, memory: torch.Tensor, *, kept: bool) -> None:
+        """What was held back of this bucket before lay in one piece of memory, which is free if this is ``kept``."""
+        if not memory.is_cpu:
+            return
+        free: torch.Tensor | None = memory
+        if kept:
+            free, self._held[bucket.index] = self._held.get(bucket.index), memory
+        if free is not None:
+            self._spare[bucket.index] = free
+
+
+class _Owners:
+    """Whose gradients are held back. Another model may take over, but not two by turns: names are all that tells their
+    parameters apart here, and one would get what was held back of the other."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, weakref.ref[torch.nn.Parameter]] = {}
+        self._before: dict[str, weakref.ref[torch.nn.Parameter]] = {}
+
+    def check(self, bucket: Bucket) -> None:
+        for spec, parameter in zip(bucket.specs, bucket.parameters, strict=True):
+            now, before = self._now.get(spec.name), self._before.get(spec.name)
+            if now is not None and now() is parameter:
+                continue
+            if before is not None and before() is parameter:
+                raise MisuseError(
+                    f"two models take turns with one ErrorFeedback, which cannot tell the parameters {spec.name!r} of "
+                    "one and the other apart. Give each model an object of its own"
+                )
+            if now is not None:
+                self._before[spec.name] = now
+            self._now[spec.name] = weakref.ref(parameter)
+
+
+def _all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Many times as fast on a CPU as to look at each: the extremes show it."""
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
+def _present(bucket: Bucket, values: torch.Tensor, empty: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The gradients that this rank has, by name."""
+    for slot, (spec, view) in enumerate(zip(bucket.specs, bucket.views_of(values), strict=True)):
+        if slot not in empty:
+            yield spec.name, view

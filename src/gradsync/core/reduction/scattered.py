@@ -1,0 +1,84 @@
+"""The mean, each rank's share of it: one reduce-scatter a bucket, which is half of an all-reduce.
+
+The other half is an all-gather. It carries gradients in an all-reduce; where an optimizer updates every rank's share,
+it carries new parameters, later.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from gradsync.communicator import Communicator, Finishing, Handle, ReduceOp
+from gradsync.core.bucket import Bucket
+from gradsync.core.reduction.base import Reduction
+from gradsync.core.reduction.cast import Cast
+from gradsync.core.reduction.mean import Mean, divides_on_the_wire
+
+__all__ = ["Follower", "ScatteredMean"]
+
+
+class Follower(Protocol):
+    """Who makes something of shares as soon as they have their means."""
+
+    def window_began(self) -> None:
+        """Ranks have met before the first bucket, and may meet further."""
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        """The reduce-scatter of the bucket was started: stages of its may follow, the same on all ranks."""
+
+    def window_ended(self, *, well: bool) -> None:
+        """Unless ``well``, means are not, or not quite, what came off the wire."""
+
+
+class ScatteredMean(Reduction):
+    """The sum over the ranks divided by the divisor, in this rank's share of the bucket.
+
+    Gradients cross the wire, and are summed, in ``dtype``; by default in their own. They take ``wire``, over the same
+    ranks, if there is one for this. A ``follower`` is told of what happens.
+    """
+
+    carries_tail = False
+    scatters = True
+
+    def __init__(
+        self, dtype: torch.dtype | None = None, wire: Communicator | None = None, follower: Follower | None = None
+    ) -> None:
+        self.dtype = dtype
+        self._wire, self._follower = wire, follower
+
+    def __repr__(self) -> str:
+        return "ScatteredMean()" if self.dtype is None else f"ScatteredMean({self.dtype})"
+
+    @property
+    def whole(self) -> Reduction:
+        """The same, but of everything on every rank: what a wrapper without this optimizer takes."""
+        return Mean() if self.dtype is None else Cast(self.dtype)
+
+    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
+
+    def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
+        if self._follower is not None:
+            self._follower.window_began()
+        return False
+
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+        if self._follower is not None:
+            self._follower.window_ended(well=well and isinstance(correction, float) and correction == 1.0)
+
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        handle = self._start(bucket, communicator, divisor)
+        if self._follower is not None:
+            self._follower.bucket_started(bucket, handle)
+        return handle
+
+    def _start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        wire = communicator if self._wire is None else self._wire
+        payload = bucket.wire[: bucket.plan.payload]
+        own = slice(communicator.rank * bucket.plan.share, (communicator.rank + 1) * bucket.plan.share)
+        if self.dtype is None or self.dtype == payload.dtype:
+            return wire.reduce_scatter(payload[own], payload, op)
+        cast = payload.to(self.dtype)
+        return Finishing(wire.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))

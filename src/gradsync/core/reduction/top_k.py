@@ -1,0 +1,82 @@
+"""The largest gradients, by magnitude, and nothing of the others."""
+
+import math
+
+import torch
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.communicator import Communicator, Handle
+from gradsync.core.bucket import Bucket
+from gradsync.core.reduction.compressing import Compressing
+
+__all__ = ["TopK"]
+
+# A place is told as a byte, counted from the beginning of its block; how many there are in a block is a byte, too.
+BLOCK = 255
+VALUE_BYTES = torch.float32.itemsize
+
+
+class TopK(Compressing):
+    """Sends ``fraction`` of a bucket's gradients, the largest, as float32, with their places.
+
+    Bytes grow with the number of ranks, whose largest lie in other places. By itself it does not converge: wrap it in
+    :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback`.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        if not 0.0 < fraction <= 1.0:
+            raise ConfigurationError(f"TopK sends a fraction of the gradients, above 0 and at most 1, got {fraction!r}")
+        self.fraction = float(fraction)
+
+    def __repr__(self) -> str:
+        return f"TopK({self.fraction!r})"
+
+    def send(
+        self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
+    ) -> Handle:
+        message = _Message(values.numel(), math.ceil(values.numel() * self.fraction))
+        own = message.pack(values)
+        if lost is not None:
+            lost.copy_(values)
+            lost[message.unpack(own)[0]] = 0.0
+        everybodys = own.new_empty(communicator.world_size, own.numel())
+
+        def add() -> None:
+            values.zero_()
+            # In the order of ranks: the same bits everywhere.
+            for one in everybodys:
+                places, chosen = message.unpack(one)
+                values[places] += chosen
+
+        return communicator.all_gather(everybodys.view(-1), own).then(add)
+
+
+class _Message:
+    """``count`` of ``numel`` numbers as bytes: values, how many lie in each block, where in their blocks they lie."""
+
+    def __init__(self, numel: int, count: int) -> None:
+        self._count, self._blocks = count, -(-numel // BLOCK)
+        # A multiple of four, so that those of all ranks can lie one behind the other.
+        self._sizes = (count * VALUE_BYTES, self._blocks, count, -(self._blocks + count) % VALUE_BYTES)
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        # NaN counts as the largest of all, and is sent.
+        places = values.abs().topk(self._count, sorted=False).indices.sort().values
+        per_block = torch.bincount(places // BLOCK, minlength=self._blocks)
+        packed = values.new_zeros(sum(self._sizes), dtype=torch.uint8)
+        chosen, counts, offsets = self._parts(packed)
+        chosen.copy_(values[places])
+        counts.copy_(per_block)
+        offsets.copy_(places % BLOCK)
+        return packed
+
+    def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places, and the numbers there."""
+        chosen, counts, offsets = self._parts(packed)
+        starts = torch.arange(0, self._blocks * BLOCK, BLOCK, device=packed.device)
+        places = starts.repeat_interleave(counts.long())
+        return places + offsets, chosen
+
+    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        chosen, counts, offsets, _ = packed.split(self._sizes)
+        return chosen.view(torch.float32), counts, offsets

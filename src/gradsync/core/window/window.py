@@ -1,0 +1,216 @@
+"""A window: what lies between two optimizer steps. Which of its backwards counts, and what would make its mean wrong.
+
+A window is *counted* when its micro-batches are framed by ``accumulate()`` or run through ``backward(loss, weight=…)``:
+its gradient is then the weighted mean over all micro-batches of all ranks, see :mod:`gradsync.core.window.weights`.
+Otherwise it is as in torch's DDP: gradients add up, and the sum is averaged over the ranks.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradsync.base.errors import MisuseError
+from gradsync.communicator import Communicator
+from gradsync.core.bucket.bucket import Bucket
+from gradsync.core.bucket.chunk import gradients_of
+from gradsync.core.window.weights import Weights
+from gradsync.core.window.witness import Witness, has_nonzero_gradients
+
+__all__ = ["Window", "WindowState"]
+
+
+class WindowState(enum.Enum):
+    """What has happened since the last optimizer step."""
+
+    CLOSED = "nothing"
+    OPEN = "a forward, no gradient yet"
+    UNSYNCHRONIZED = "gradients of this rank alone"
+    SYNCHRONIZED = "means"
+
+
+class Window:
+    """The window of one synchronizer, over and over."""
+
+    def __init__(self, communicator: Communicator, outside: Callable[[], Sequence[torch.nn.Parameter]] = tuple) -> None:
+        self._state = WindowState.CLOSED
+        # Parameters whose gradients have no place in a bucket.
+        self._outside = outside
+        self.weights = Weights(communicator)
+        self._witness = Witness()
+        self._means = Witness()
+        # Ranks have agreed that no step is to use what is there; and the last step has used nothing, for that.
+        self.is_vetoed = self.step_was_skipped = False
+        # Backwards run inside the step of an optimizer.
+        self.is_stepped_by_closure = False
+
+    def __repr__(self) -> str:
+        return f"Window({self._state.name.lower()}: {self._state.value}; {self.weights!r})"
+
+    @property
+    def state(self) -> WindowState:
+        """What has happened since the last optimizer step."""
+        return self._state
+
+    def forward_ran(self, has_gradients: Callable[[], bool]) -> None:
+        """A forward has run whose backward will synchronize."""
+        # Zeroed gradients close a window too: a scaler may have skipped its step.
+        if self._state is WindowState.CLOSED or (self._state is WindowState.SYNCHRONIZED and not has_gradients()):
+            self._state = WindowState.OPEN
+            self.is_vetoed = False
+
+    def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
+        """A backward begins, and has been counted. ``late``: it has left its first gradient already."""
+        self._look_whether_zeroed()
+        if self.weights.counting:
+            self._require_untouched(continues=self.weights.backwards > 1, late=late)
+            if self.weights.synchronized:
+                self._add_to_mean(buckets, late=late)
+
+    def backward_ended(self, buckets: Sequence[Bucket], *, arrived: bool) -> None:
+        """A backward of this rank alone has ended."""
+        if arrived:
+            self._state = WindowState.UNSYNCHRONIZED
+        else:
+            self.weights.take_back_plain()
+        if self.weights.counting:
+            self._witness.note(buckets, self._outside())
+
+    def begin_synchronization(self) -> None:
+        """What has accumulated is to be averaged, without a further backward."""
+        self._look_whether_zeroed()
+        if self._state is WindowState.UNSYNCHRONIZED and self.weights.counting:
+            self._require_untouched(continues=True, late=False)
+
+    def _look_whether_zeroed(self) -> None:
+        """A veto is one of what is there: where gradients were zeroed, another window begins."""
+        self.is_vetoed = self.stays_vetoed
+
+    def vetoed(self, buckets: Sequence[Bucket]) -> None:
+        """Ranks have agreed to skip the window. Nothing of what was counted in it is for the next one."""
+        self._state = WindowState.SYNCHRONIZED
+        self._means.note(buckets, self._outside())
+        self._witness.forget()
+        self.weights.reset()
+        self.is_vetoed = True
+
+    def synchronized(self, buckets: Sequence[Bucket]) -> None:
+        """The gradients are means now."""
+        self._state = WindowState.SYNCHRONIZED
+        self._means.note(buckets, self._outside())
+        self.weights.learn()
+        if self.weights.counting:
+            self._witness.note(buckets, self._outside())
+            if not self.weights.in_block:
+                # A window that nobody has framed ends with its synchronization.
+                self.weights.reset()
+
+    def means_left_buckets(self) -> None:
+        """The engine has put the means elsewhere, so that their absence from the buckets says nothing."""
+        self._means.forget()
+
+    def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
+        """Go on in a window that was saved, whose gradients lie in the buckets again."""
+        if accumulated:
+            self._state = WindowState.UNSYNCHRONIZED
+            self._witness.note(buckets, self._outside())
+
+    def close(self) -> None:
+        """The optimizer steps."""
+        self._state = WindowState.CLOSED
+        self.is_vetoed = False
+        self.weights.reset()
+
+    def discard(self) -> None:
+        """Forget the window, whatever has happened in it."""
+        self.close()
+        self._witness.forget()
+        self._means.forget()
+
+    def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise if an optimizer would step on gradients of this rank alone."""
+        if self._state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
+            raise MisuseError(
+                "optimizer.step() was called on gradients that only this rank has: every backward since the last "
+                "step ran under no_sync() or in accumulate(last=False). Step after the window's last backward, which "
+                "runs outside no_sync() or in accumulate(last=True), or call synchronize() first; for steps that are "
+                "meant to be local, wrap them in local_steps()"
+            )
+
+    @property
+    def may_zero(self) -> bool:
+        """Whether zeroing would lose nothing that the window still needs."""
+        if self._state is WindowState.UNSYNCHRONIZED:
+            return False
+        return not self.weights.counting or self.weights.synchronized
+
+    @property
+    def has_means(self) -> bool:
+        """Whether gradients are those that were synchronized last: not zeroed since, and perhaps computed anew."""
+        return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
+
+    @property
+    def stays_vetoed(self) -> bool:
+        """Whether what ranks have agreed to skip is still there."""
+        return self.is_vetoed and self._means.is_unchanged
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing has come since the last step."""
+        return self._state is WindowState.CLOSED
+
+    @property
+    def finished(self) -> bool:
+        """Whether gradients, if there are any, are the means of the whole window."""
+        return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
+
+    def changed_by_engine(self) -> None:
+        """The engine itself has scaled the means: that is no trace of anybody else."""
+        if self._witness.has_changed:
+            self._witness.renew()
+
+    def exchange(
+        self, exchange: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        """The engine puts other gradients of ``parameters`` in the place of theirs. Nor is that."""
+        unchanged = self._witness.is_unchanged
+        if exchange() and unchanged:
+            self._witness.note(buckets, [*self._outside(), *parameters])
+
+    def _require_untouched(self, *, continues: bool, late: bool) -> None:
+        """The gradients are as the window's last backward left them; or gone, where the window only begins."""
+        witness = self._witness
+        if continues:
+            lost = witness.has_lost_bucket if late else witness.has_lost
+            if lost or (witness.has_changed and not late):
+                what = "zeroed" if lost else "changed (zeroed in place, clipped or unscaled)"
+                raise MisuseError(
+                    f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
+                    "clip after the window's last backward; to give a window up, call discard()"
+                )
+        elif self._state is WindowState.UNSYNCHRONIZED:
+            raise MisuseError(
+                "a window begins with gradients that were accumulated before it, by backwards without weight outside "
+                "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"
+            )
+        elif witness.is_unchanged:
+            raise MisuseError(
+                "a window begins, but the means of the window before are still there and would be added to it. Call "
+                "zero_grad() between two windows"
+            )
+
+    @torch.no_grad()
+    def _add_to_mean(self, buckets: Sequence[Bucket], *, late: bool) -> None:
+        """A further backward in the last micro-batch: what was divided is multiplied again."""
+        factor = self.weights.undo()
+        if factor is not None and late:
+            raise MisuseError(
+                "a second backward in the last micro-batch of a window began at a parameter, not at an output of the "
+                "model, and was noticed too late. Run it as model.backward(loss), or add the losses up"
+            )
+        if factor is not None:
+            for bucket in buckets:
+                bucket.payload.mul_(factor)
+            for gradient in gradients_of(self._outside()):
+                if gradient is not None:
+                    (gradient._values() if gradient.is_sparse else gradient).mul_(factor)

@@ -1,0 +1,27 @@
+"""Ranks that come and go: who takes part is torchft's to say, and each time it changes the ranks meet anew.
+
+::
+
+    settings      Elastic: how many ranks, how long to wait for one
+    membership    asks the lighthouse who takes part
+    lighthouse    torchft's server of that, on one of the machines
+    meeting       a generation: those who take part, with a process group of their own
+"""
+
+from gradsync.health.elastic.lighthouse import Lighthouse, require_torchft
+from gradsync.health.elastic.meeting import Generation, meet
+from gradsync.health.elastic.membership import LighthouseMembership, Member, Membership, Standing
+from gradsync.health.elastic.settings import LIGHTHOUSE, Elastic
+
+__all__ = [
+    "LIGHTHOUSE",
+    "Elastic",
+    "Generation",
+    "Lighthouse",
+    "LighthouseMembership",
+    "Member",
+    "Membership",
+    "Standing",
+    "meet",
+    "require_torchft",
+]

@@ -1,0 +1,18 @@
+"""Beside the wire: ranks tell each other where they stand, so that one that is lost, stuck or gone has a name."""
+
+from gradsync.health.watch.device_pace import make_meter
+from gradsync.health.watch.pace import PaceMeter
+from gradsync.health.watch.set_up import leave_watch, look_at, say_goodbye, set_watch, straggling, tell_error
+from gradsync.health.watch.standing import Whereabouts
+
+__all__ = [
+    "PaceMeter",
+    "Whereabouts",
+    "leave_watch",
+    "look_at",
+    "make_meter",
+    "say_goodbye",
+    "set_watch",
+    "straggling",
+    "tell_error",
+]

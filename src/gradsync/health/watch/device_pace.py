@@ -1,0 +1,252 @@
+"""The same of a rank whose host only queues work, for a CUDA device: marks on the device's own timeline tell.
+
+::
+
+    began   waiting             work ended      ended
+      │ own ├───────┤ own work      │  waiting    │    what the stream that computes has to do, and has to wait for
+    ──┴─────┴───────┴───────────────┴─────────────┴──▶
+
+What a device waits for its host (slow data, a slow process) lies between the same marks, and is the rank's own. So is
+what a forward waits for parameters of a sharded optimizer: all ranks wait for these alike.
+
+The training's thread reads, at the end of a window, the marks that the device has passed by then. It never waits for
+one, and nobody else touches them: a thread of its own would have device 0 before it, and make a context there; and
+whatever it asks of CUDA would break a graph that the training captures meanwhile.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from gradsync.communicator.device_clock import DeviceClock
+from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
+
+__all__ = ["DevicePaceMeter", "Neighbours", "UnknownPaceMeter", "is_marked", "make_meter"]
+
+LOGGER = logging.getLogger("gradsync")
+
+# To mark a window costs the host some hundredths of a millisecond. Of shorter ones one in two, four, eight is marked,
+# which are the same on all ranks. Not each eighth: what a rank does once in eight windows, as writing a log, would be
+# in all that are marked, or in none. Steps of the golden section round a circle keep to no rhythm.
+SHORTEST_SECONDS = 0.02
+MOST_APART = 32
+ROUND = 1 << 32
+GOLDEN_STEP = 0x9E3779B1
+# Forwards that no backward follows have waits, too, and their window may never end.
+MOST_WAITS = 64
+
+
+class Marks(Protocol):
+    """Called, it gives a mark that is queued now: something that can be asked for the time until another one."""
+
+    def __call__(self) -> Any: ...
+
+    def reuse(self, mark: Any) -> None:
+        """Nobody asks for this one any more."""
+
+
+class Marked(NamedTuple):
+    """A window that was not read yet. Where nothing is known of its work, there is no mark of its end."""
+
+    number: int
+    began: Any
+    work_ended: Any
+    ended: Any
+    waits: list[tuple[Any, Any]]
+
+    @property
+    def marks(self) -> tuple[Any, ...]:
+        return self.began, self.work_ended, self.ended, *(mark for wait in self.waits for mark in wait)
+
+
+class Neighbours:
+    """The meters of one device that are asked. Where several models are trained, what one of them waits for others is
+    no work of another one, in whose window it lies."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: list[weakref.ref[DevicePaceMeter]] = []
+
+    def add(self, meter: "DevicePaceMeter") -> None:
+        with self._lock:
+            # Another list: training may be going through this one.
+            self._asked = [*(each for each in self._asked if each() is not None), weakref.ref(meter)]
+
+    def of(self, meter: "DevicePaceMeter") -> "Iterator[DevicePaceMeter]":
+        return (other for each in self._asked if (other := each()) is not None and other is not meter)
+
+
+class DevicePaceMeter(PaceMeter):
+    """With ``marks`` of the device, which other models may use, too: their meters are its ``neighbours``."""
+
+    def __init__(self, marks: Marks, neighbours: Neighbours | None = None) -> None:
+        super().__init__()
+        self._marks = marks
+        self._neighbours = Neighbours() if neighbours is None else neighbours
+        # Of the window that goes on, if it is marked.
+        self._began: Any = None
+        self._work_ended: Any = None
+        self._waits: list[tuple[Any, Any]] = []
+        # In how many waits it is, one in the other, and where the first of them began.
+        self._depth = 0
+        self._stopped: Any = None
+        self._unread: deque[Marked] = deque()
+        self._last_read = 0
+        self._ended_at = 0.0
+        # By the watch. Where there is none, nothing is marked.
+        self._is_asked = False
+        self._has_failed = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._stop()
+        self._stop_neighbours()
+        try:
+            yield
+        finally:
+            self._go_on()
+            self._let_neighbours_go_on()
+
+    def work_ended(self) -> None:
+        self._unless_failed(self._end_work)
+        self._stop_neighbours()
+
+    def window_ended(self, *, worked: bool = True) -> None:
+        now = time.perf_counter()
+        if self._ended_at:
+            self.seconds = now - self._ended_at
+        self._ended_at = now
+        self.count += 1
+        self._unless_failed(self._end_window, worked)
+        self._let_neighbours_go_on()
+
+    def _stop_neighbours(self) -> None:
+        for other in self._neighbours.of(self):
+            other._stop()
+
+    def _let_neighbours_go_on(self) -> None:
+        for other in self._neighbours.of(self):
+            other._go_on()
+
+    def _stop(self) -> None:
+        self._unless_failed(self._begin_wait)
+
+    def _go_on(self) -> None:
+        self._unless_failed(self._end_wait)
+
+    def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Who is slow is good to know. A device that cannot be asked ends this part alone: if it is lost, training
+        hears so from whatever it asks next."""
+        if self._has_failed:
+            return
+        try:
+            action(*arguments)
+        except Exception as error:
+            self._has_failed = True
+            self._began, self._work_ended, self._stopped = None, None, None
+            self._waits, self._unread = [], deque()
+            LOGGER.warning("slow ranks are not looked for any more, as this device could not be asked: %s", error)
+
+    def _begin_wait(self) -> None:
+        self._depth += 1
+        if self._began is None or self._depth > 1:
+            return
+        if len(self._waits) < MOST_WAITS:
+            self._stopped = self._marks()
+        else:
+            # Those that are not known would be its work.
+            self._began, self._waits = None, []
+
+    def _end_wait(self) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._stopped is not None and not self._depth:
+            self._waits.append((self._stopped, self._marks()))
+            self._stopped = None
+
+    def _end_work(self) -> None:
+        if self._began is not None:
+            self._work_ended = self._marks()
+
+    def _end_window(self, worked: bool) -> None:
+        began, marks_next = self._began, self._is_asked and is_marked(self.count + 1, self._apart)
+        ended = self._marks() if began is not None or marks_next else None
+        if began is not None:
+            # Nor is anything known of one that ends while it waits.
+            work_ended = self._work_ended if worked and self._stopped is None else None
+            self._unread.append(Marked(self.count, began, work_ended, ended, self._waits))
+        self._began, self._work_ended, self._waits = ended if marks_next else None, None, []
+        self._depth, self._stopped = 0, None
+        while self._unread and self._unread[0].ended.query():
+            self._read(self._unread.popleft())
+
+    @property
+    def _apart(self) -> int:
+        """A power of two: ranks whose windows differ a little mark at least one of two alike."""
+        apart = 1
+        while apart < MOST_APART and apart * self.seconds < SHORTEST_SECONDS:
+            apart *= 2
+        return apart
+
+    def _read(self, window: Marked) -> None:
+        # Those between were not marked. Told of are windows in a row, and nothing is known of these.
+        first = max(self._last_read + 1, window.number - MOST_WINDOWS) if self._last_read else window.number
+        self._windows.extend((number, 0.0, 0.0) for number in range(first, window.number))
+        self._windows.append((window.number, *_times(window)))
+        self._last_read = window.number
+        for mark in window.marks:
+            # Where the next one is marked, too, it begins with the end of this one.
+            if mark is not None and mark is not (self._unread[0].began if self._unread else self._began):
+                self._marks.reuse(mark)
+
+    def since(self, number: int, *, model: int = 0) -> Pace:
+        if not self._is_asked:
+            self._is_asked = True
+            self._neighbours.add(self)
+        return super().since(number, model=model)
+
+
+def is_marked(number: int, apart: int) -> bool:
+    """Whether the window of that number is, of one in ``apart``. Those of one in four are among those of one in two."""
+    return number * GOLDEN_STEP % ROUND * apart < ROUND
+
+
+def _times(window: Marked) -> tuple[float, float]:
+    """Own work and waiting, in seconds."""
+    if window.work_ended is None:
+        return 0.0, 0.0
+    before = sum(_seconds(*wait) for wait in window.waits)
+    own = _seconds(window.began, window.work_ended) - before
+    waited = before + _seconds(window.work_ended, window.ended)
+    return (own, waited) if own > 0 and waited >= 0 else (0.0, 0.0)
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+# By device. All models of a process are there: whatever group one of them waits for, no other works meanwhile.
+_neighbours: defaultdict[torch.device, Neighbours] = defaultdict(Neighbours)
+
+
+class UnknownPaceMeter(PaceMeter):
+    """Of a device whose times nobody asks for: the host's would be told in their place."""
+
+    def since(self, number: int, *, model: int = 0) -> Pace:
+        return NO_PACE
+
+
+def make_meter(device: torch.device) -> PaceMeter:
+    """Of a model whose gradients are computed there."""
+    match device.type:
+        case "cuda":
+            return DevicePaceMeter(DeviceClock(device), _neighbours[device])
+        case "cpu":
+            return PaceMeter()
+    return UnknownPaceMeter()

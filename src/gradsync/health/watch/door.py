@@ -1,0 +1,182 @@
+"""Where the hub lets the other ranks in, while a watch is set up; it is shut when all have come.
+
+Ranks of the hub's own host come by a Unix socket without a name in the file system, and must be of the same user. Only
+where there are other hosts it listens at addresses, too: at those by which the process group may reach this host, never
+at all there are.
+"""
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from gradsync.communicator.host_door import Caller
+from gradsync.health.watch.protocol import SECRET_BYTES, Doorkeeper, Line, ProtocolError, join
+
+__all__ = ["Door", "Invitation", "enter", "own_addresses"]
+
+Invitation = dict[str, Any]
+
+# Who has not shown who it is by then is let go, as is the first of too many.
+STRANGER_SECONDS = 2.0
+MOST_STRANGERS = 64
+BACKLOG = 128
+AT_A_TIME = 32
+JOIN_SECONDS = 5.0
+RETRY_SECONDS = 0.05
+NAME_BYTES = 16
+# The interfaces that users choose for their group.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_DISCARD_PORT = 9
+
+
+class Door:
+    """The hub's listening sockets, and who stands before them."""
+
+    def __init__(self, missing: set[int], *, others_elsewhere: bool) -> None:
+        self.missing = missing
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._name = b"\0gradsync-watch-" + secrets.token_hex(NAME_BYTES).encode()
+        self.listeners: list[socket.socket] = []
+        self.strangers: dict[Doorkeeper, float] = {}
+        try:
+            self._listen(socket.AF_UNIX, self._name)
+            if others_elsewhere:
+                self._listen_at_addresses()
+        except BaseException:
+            self.close()
+            raise
+
+    def invitation(self) -> Invitation:
+        """What the other ranks must know, and nobody else."""
+        addresses = [each.getsockname()[:2] for each in self.listeners if each.family != socket.AF_UNIX]
+        return {"secret": self._secret.hex(), "name": self._name.hex(), "addresses": addresses}
+
+    def welcome(self, listener: socket.socket) -> Iterator[Doorkeeper]:
+        """Those who have connected, and are not of another user: a few at a time, as others want to be heard, too."""
+        for _ in range(AT_A_TIME):
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            if listener.family == socket.AF_UNIX and Caller.of(connection).is_stranger:
+                connection.close()
+                continue
+            _send_at_once(connection)
+            keeper = Doorkeeper(Line(connection), self._secret, self.missing)
+            self.strangers[keeper] = time.monotonic() + STRANGER_SECONDS
+            yield keeper
+
+    def overdue(self, now: float) -> list[Doorkeeper]:
+        """Who has stood there too long, or before too many others."""
+        late = [keeper for keeper, until in self.strangers.items() if until <= now]
+        return late or list(self.strangers)[: max(0, len(self.strangers) - MOST_STRANGERS)]
+
+    def send_away(self, keeper: Doorkeeper) -> None:
+        if self.strangers.pop(keeper, None) is not None:
+            keeper.line.close()
+
+    def close(self) -> None:
+        for keeper in list(self.strangers):
+            self.send_away(keeper)
+        for listener in self.listeners:
+            listener.close()
+        self.listeners = []
+
+    def _listen(self, family: int, address: Any) -> None:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        self.listeners.append(listener)
+
+    def _listen_at_addresses(self) -> None:
+        before = len(self.listeners)
+        for family, address in own_addresses():
+            # One of them may be none that can be bound here.
+            with contextlib.suppress(OSError):
+                self._listen(family, (address, 0))
+        if len(self.listeners) == before:
+            raise OSError("no address of this host is known by which other hosts reach it; set GLOO_SOCKET_IFNAME")
+
+
+def own_addresses() -> list[tuple[int, str]]:
+    """Those by which the group may reach this host: of the interface that was chosen for it; else of the host's name,
+    and of the way to the master. Other hosts cannot use a loopback, unless they are hosts by name only."""
+    chosen = list(dict.fromkeys(_of_interfaces()))
+    found = chosen or list(dict.fromkeys([*_of_the_name(), *_of_the_way_to_the_master()]))
+    return [each for each in found if not ipaddress.ip_address(each[1]).is_loopback] or found
+
+
+def _of_interfaces() -> Iterator[tuple[int, str]]:
+    names = [name for variable in INTERFACE_VARIABLES for name in os.environ.get(variable, "").split(",")]
+    for name in filter(None, names):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.lstrip("=^").encode()[:15]))
+            yield socket.AF_INET, socket.inet_ntoa(answer[20:24])
+
+
+def _of_the_name() -> Iterator[tuple[int, str]]:
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            # One that is good on a single link needs the name of the link as well.
+            if not ipaddress.ip_address(address[0]).is_link_local:
+                yield family, str(address[0])
+
+
+def _of_the_way_to_the_master() -> Iterator[tuple[int, str]]:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        # Nothing is sent: the kernel only says which way it would take.
+        asked.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), _DISCARD_PORT))
+        yield socket.AF_INET, str(asked.getsockname()[0])
+
+
+def enter(invitation: Invitation, member: int, *, is_here: bool) -> Line:
+    """A line to the hub, from another rank: by the Unix socket if it ``is_here``, on this host, too."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    secret, told = bytes.fromhex(invitation["secret"]), OSError("the hub has no address")
+    while True:
+        for family, address in _ways(invitation, is_here=is_here):
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.settimeout(JOIN_SECONDS / 2)
+            try:
+                connection.connect(address)
+                _send_at_once(connection)
+                if family == socket.AF_UNIX and Caller.of(connection).is_stranger:
+                    raise PermissionError("another user listens there")
+                return join(connection, member, secret, JOIN_SECONDS / 2)
+            except (OSError, ProtocolError) as error:
+                connection.close()
+                told = error if isinstance(error, OSError) else ConnectionError(str(error))
+            except BaseException:
+                connection.close()
+                raise
+        if time.monotonic() > deadline:
+            raise told
+        time.sleep(RETRY_SECONDS)
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    """News of a rank must not wait for more to say."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _ways(invitation: Invitation, *, is_here: bool) -> list[tuple[int, Any]]:
+    if is_here:
+        return [(socket.AF_UNIX, bytes.fromhex(invitation["name"]))]
+    return [
+        (socket.AF_INET6 if ":" in address else socket.AF_INET, (address, port))
+        for address, port in invitation["addresses"]
+    ]

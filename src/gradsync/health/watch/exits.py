@@ -1,0 +1,104 @@
+"""SystemExit in words: which call of ``sys.exit`` ended a process, with which status, and in which line of the script.
+
+Python tells nobody of a SystemExit: no hook is called for it, and nothing of it is left when ``atexit`` handlers run.
+So the calls of ``sys.exit`` are noted as they are made. Whether one was caught again is not known, and not claimed.
+"""
+
+import functools
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+__all__ = [
+    "ENDED",
+    "EXITED",
+    "exit_call",
+    "exit_status",
+    "exit_words",
+    "forget_exit",
+    "note_exit",
+    "note_exits",
+    "noted_exit",
+]
+
+ENDED, EXITED = "has ended its script", "called sys.exit("
+MOST_LETTERS = 100
+# Of libraries: who ended the process is the line of the script that called them.
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+OURS = str(Path(__file__).resolve().parents[2])
+LIBRARIES = tuple(os.path.join(folder, "") for folder in (OURS, sysconfig.get_path("stdlib")))
+
+_noted: list[str] = []
+
+
+def exit_status(error: SystemExit) -> int:
+    """What Python makes of the argument of ``sys.exit``: text is printed, and stands for 1."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    return 1
+
+
+def exit_words(error: SystemExit) -> str:
+    """That a rank has ended, for the others and the launcher. By what it did, if it failed."""
+    call = exit_call(error)
+    return f"called {call}" if exit_status(error) else f"{ENDED} by {call}"
+
+
+def exit_call(error: SystemExit) -> str:
+    """``sys.exit(3) in line 12 of train.py``."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return _call_in_words(error.code, reversed(frames))
+
+
+def note_exits() -> None:
+    """Note the calls of ``sys.exit`` in the main thread from now on: in another one they end that thread alone."""
+    before = sys.exit
+
+    @functools.wraps(before)
+    def noting_exit(*args: object) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            note_exit(_call_in_words(args[0] if args else None, _callers(sys._getframe(1))))
+        before(*args)  # type: ignore[arg-type]
+
+    sys.exit = noting_exit
+
+
+def note_exit(call: str) -> None:
+    _noted[:] = [call]
+
+
+def noted_exit() -> str:
+    """The last call of ``sys.exit``: it may have been caught."""
+    return _noted[0] if _noted else ""
+
+
+def forget_exit() -> None:
+    """In a forked child."""
+    _noted.clear()
+
+
+def _callers(frame: FrameType | None) -> Iterable[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _call_in_words(code: object, frames: Iterable[tuple[str, int]]) -> str:
+    """``frames``: innermost first."""
+    said = "" if code is None else repr(code)
+    said = said if len(said) <= MOST_LETTERS else f"{said[:MOST_LETTERS]}…"
+    known = list(frames)
+    file, line = next((each for each in known if not _is_library(each[0])), known[0] if known else ("", 0))
+    return f"sys.exit({said})" + (f" in line {line} of {file}" if file else "")
+
+
+def _is_library(file: str) -> bool:
+    path = os.path.abspath(file)
+    # <frozen runpy> and the like have no file.
+    return file.startswith("<") or path.startswith(LIBRARIES) or not PACKAGE_FOLDERS.isdisjoint(path.split(os.sep))

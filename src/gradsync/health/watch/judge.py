@@ -1,0 +1,289 @@
+"""From what was heard of ranks, and when, to what is thought of them. Pure logic, with the time as an argument.
+
+===========  ========================================================================  ==============================
+gone         its connection closed, and it had not said goodbye: killed, ``os._exit``  an error, for who waits for it
+left         it said goodbye: its script has ended, or raised                          an error, for who waits for it
+silent       nothing was heard of it: stopped, cut off, or it holds the interpreter    a warning
+behind       it lives, and others wait for it in a collective it has not come to       a warning
+at odds      it waits in another collective than the others                            a warning
+===========  ========================================================================  ==============================
+
+The last three are never errors here: the wire's own timeout ends them, and the watch only says who it was. A rank that
+compiles for three minutes is slow, not dead.
+
+A rank that has raised, outside of backward, tells so at once. Its script may catch the error and go on, as after an
+out-of-memory error, so that is a warning, too, to those who wait for it. It is forgotten when the rank goes on.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gradsync.health.watch.standing import MOST_LETTERS, Standing, Wait
+from gradsync.health.watch.waiting import at_odds, holds_up, longest, roots
+
+__all__ = ["SLOW_SECONDS", "Ending", "Judge", "RaisedError", "Suspicion"]
+
+# When a rank is warned about, for the first time; later each time after twice as long.
+SLOW_SECONDS = 5.0
+# Whoever waits less than that may as well be computing: its silence, or that of others, harms nobody yet.
+WAITING_SECONDS = 1.0
+
+Kind = Literal["silent", "behind", "at odds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank ended, in ``words``; ``at`` is the time of day. Its last standing is that of its goodbye, if it said
+    it, and else the last that was heard of it, ``age`` seconds before."""
+
+    member: int
+    left: bool
+    words: str
+    at: float
+    standing: Standing
+    age: float = 0.0
+
+    def strands(self, wait: Wait) -> bool:
+        """Whether ``wait`` has no end by it. Of a rank that was killed nobody knows how far it had come."""
+        return not self.left or holds_up(self.standing, wait)
+
+    def as_data(self) -> dict[str, Any]:
+        return {**vars(self), "standing": self.standing.as_data()}
+
+    @classmethod
+    def read(cls, data: Any, size: int) -> "Ending | None":
+        """What :meth:`as_data` has made, of one of ``size`` ranks."""
+        try:
+            read = cls(
+                member=int(data["member"]),
+                left=bool(data["left"]),
+                words=str(data["words"])[:MOST_LETTERS],
+                at=float(data["at"]),
+                standing=Standing.read(data["standing"]),
+                age=float(data["age"]),
+            )
+            return read if 0 <= read.member < size else None
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaisedError:
+    """That a rank has raised, in ``words``, and where it stood then; ``at`` is the time of day. ``is_told``: a warning
+    has said so."""
+
+    words: str
+    at: float
+    standing: Standing
+    is_told: bool = False
+
+    def is_past(self, standing: Standing) -> bool:
+        """Whether the rank has gone on since, by where it stands now."""
+        return any(now > then for now, then in zip(standing.started, self.standing.started, strict=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """That a rank holds ``waiters`` up, for so many ``seconds``, in ``what``. ``raised`` is an error that it has told
+    of since it last went on."""
+
+    member: int
+    kind: Kind
+    seconds: float
+    waiters: tuple[int, ...]
+    what: str
+    standing: Standing
+    raised: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        return {**vars(self), "standing": self.standing.as_data()}
+
+    @classmethod
+    def read(cls, data: Any, size: int) -> "Suspicion | None":
+        """What :meth:`as_data` has made, of one of ``size`` ranks."""
+        try:
+            kind: Kind = data["kind"]
+            read = cls(
+                member=int(data["member"]),
+                kind=kind if kind in ("silent", "behind", "at odds") else "behind",
+                seconds=float(data["seconds"]),
+                waiters=tuple(int(each) for each in data["waiters"]),
+                what=str(data["what"]),
+                standing=Standing.read(data["standing"]),
+                raised=str(data.get("raised", ""))[:MOST_LETTERS],
+            )
+            return read if all(0 <= each < size for each in (read.member, *read.waiters)) else None
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            return None
+
+
+class Judge:
+    """What this rank, ``me``, thinks of those it has ``heard``: all others on the hub, which alone ``sees_all`` and can
+    tell who is behind whom; the hub elsewhere."""
+
+    def __init__(self, me: int, heard: Collection[int], now: float, *, sees_all: bool = True) -> None:
+        self.me = me
+        self._sees_all = sees_all
+        self.endings: dict[int, Ending] = {}
+        self.errors: dict[int, RaisedError] = {}
+        self._last = dict.fromkeys(heard, now)
+        self._standings: dict[int, tuple[Standing, float]] = {}
+        self._next_warning: dict[int, float] = {}
+
+    def hear(self, member: int, standing: Standing, now: float) -> None:
+        if member != self.me:
+            self._last[member] = now
+        self._standings[member] = standing, now
+        if member in self.errors and self.errors[member].is_past(standing):
+            del self.errors[member]
+
+    def wake(self, now: float) -> None:
+        """This rank itself was stopped: that it heard of nobody meanwhile says nothing of them."""
+        self._last = dict.fromkeys(self._last, now)
+
+    def end(self, ending: Ending) -> bool:
+        """Whether that is news."""
+        if ending.member in self.endings:
+            return False
+        self.endings[ending.member] = ending
+        self._last.pop(ending.member, None)
+        self.errors.pop(ending.member, None)
+        return True
+
+    def hear_error(self, member: int, error: RaisedError) -> None:
+        """A rank has raised, and may go on or not."""
+        if member not in self.endings:
+            self.errors[member] = error
+
+    @property
+    def has_untold_errors(self) -> bool:
+        return any(not error.is_told for error in self.errors.values())
+
+    def errors_to_tell(self, now: float) -> list[tuple[int, RaisedError, Wait]]:
+        """Errors of ranks that somebody waits for, and in what; each is told once."""
+        found = []
+        for member, error in self.errors.items():
+            waits = [
+                wait
+                for rank, standing in self._now(now).items()
+                for wait in standing.waits
+                if rank != member and holds_up(error.standing, wait)
+            ]
+            if waits and not error.is_told:
+                self.errors[member] = replace(error, is_told=True)
+                found.append((member, error, waits[0]))
+        return found
+
+    def forget(self, member: int) -> None:
+        """It has no watch any more, and nothing will be heard of it; that says nothing of its training."""
+        self._last.pop(member, None)
+        self._standings.pop(member, None)
+
+    def standing_of(self, member: int, now: float) -> tuple[Standing, float]:
+        """The last that was heard of a rank, and how many seconds ago."""
+        standing, at = self._standings.get(member, (NOWHERE, now))
+        return standing, now - at
+
+    def silence_of(self, member: int, now: float) -> float:
+        """For how many seconds nothing was heard of it."""
+        return now - self._last.get(member, now)
+
+    def suspicions(self, now: float) -> list[Suspicion]:
+        """Who holds others up, or may."""
+        standings = self._now(now)
+        waiting = [rank for rank, each in standings.items() if _waits(each, WAITING_SECONDS)]
+        if not waiting:
+            return []
+        found = {each.member: each for each in self._silent(standings, waiting, now)}
+        heard = {rank: each for rank, each in standings.items() if rank not in found}
+        # Of one that is silent it is not known whether it waits.
+        if not found and self._sees_all:
+            for each in (*self._behind(heard), *self._at_odds(heard)):
+                found.setdefault(each.member, each)
+        told = {member: error.words for member, error in self.errors.items()}
+        named = (replace(each, raised=told.get(each.member, "")) for each in found.values())
+        return sorted(named, key=lambda each: each.member)
+
+    def due(self, now: float) -> list[Suspicion]:
+        """Those that are to be warned about now: after 5 s, 10 s, 20 s and so on. What has passed leaves no trace."""
+        suspicions = self.suspicions(now)
+        suspected = {each.member for each in suspicions}
+        self._next_warning = {rank: at for rank, at in self._next_warning.items() if rank in suspected}
+        due = []
+        for each in suspicions:
+            limit = self._next_warning.get(each.member, SLOW_SECONDS)
+            if each.seconds >= limit:
+                due.append(each)
+                while limit <= each.seconds:
+                    limit *= 2
+                self._next_warning[each.member] = limit
+        return due
+
+    def _now(self, now: float) -> dict[int, Standing]:
+        """The standings of those who live, with what has passed since they were told."""
+        return {
+            rank: _aged(standing, now - at)
+            for rank, (standing, at) in self._standings.items()
+            if rank not in self.endings
+        }
+
+    def _silent(self, standings: dict[int, Standing], waiting: list[int], now: float) -> list[Suspicion]:
+        found = []
+        for rank, last in self._last.items():
+            waiters = tuple(each for each in waiting if each != rank)
+            if now - last >= SLOW_SECONDS and waiters:
+                wait = longest(standings[waiters[0]])
+                found.append(
+                    Suspicion(
+                        member=rank,
+                        kind="silent",
+                        seconds=now - last,
+                        waiters=waiters,
+                        what="" if wait is None else wait.what,
+                        standing=self.standing_of(rank, now)[0],
+                    )
+                )
+        return found
+
+    def _behind(self, standings: dict[int, Standing]) -> list[Suspicion]:
+        found = []
+        for rank, waiters in roots(standings, SLOW_SECONDS).items():
+            wait = max(waiters.values(), key=lambda each: each.seconds)
+            found.append(
+                Suspicion(
+                    member=rank,
+                    kind="behind",
+                    seconds=wait.seconds,
+                    waiters=tuple(sorted(waiters)),
+                    what=wait.what,
+                    standing=standings[rank],
+                )
+            )
+        return found
+
+    def _at_odds(self, standings: dict[int, Standing]) -> list[Suspicion]:
+        return [
+            Suspicion(
+                member=rank,
+                kind="at odds",
+                seconds=min(its.seconds, theirs.seconds),
+                waiters=(other,),
+                what=theirs.what,
+                standing=standings[rank],
+            )
+            for rank, (other, its, theirs) in at_odds(standings, SLOW_SECONDS).items()
+        ]
+
+
+NOWHERE = Standing(windows=0, phase="", progress="", seconds=0.0)
+
+
+def _waits(standing: Standing, seconds: float) -> bool:
+    wait = longest(standing)
+    return wait is not None and wait.seconds >= seconds
+
+
+def _aged(standing: Standing, seconds: float) -> Standing:
+    waits = tuple(replace(wait, seconds=wait.seconds + seconds) for wait in standing.waits)
+    return replace(standing, waits=waits, seconds=standing.seconds + seconds)

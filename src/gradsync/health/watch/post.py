@@ -1,0 +1,484 @@
+r"""A rank's part of the watch: one thread, which says where this rank stands and hears where the others do.
+
+::
+
+            rank 0, the hub                 every second: a beat on each line, both ways
+           /       |       \                a line that closes: that rank is gone, and the hub tells all
+       rank 1   rank 2   rank 3             the hub's line closes: rank 0 is gone, and each sees it for itself
+
+That a rank has ended harms nobody who does not need it: a wire is lost only when somebody has waited there for a while,
+for what cannot come any more. It then raises the story of that rank.
+
+On a device no handle of ours waits, and what torch does at the timeout of the group names nobody and leaves the host in
+the device. There the watch itself ends the wait, a moment before: the wire is lost, and its kernels are aborted.
+"""
+
+import contextlib
+import logging
+import math
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from gradsync.communicator import Wire
+from gradsync.communicator.first_cause import BEFORE
+from gradsync.health.watch.door import Door
+from gradsync.health.watch.guards import Guards
+from gradsync.health.watch.judge import SLOW_SECONDS, Ending, Judge, RaisedError, Suspicion
+from gradsync.health.watch.pacing import Pacing, Ways
+from gradsync.health.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
+from gradsync.health.watch.standing import MOST_LETTERS, Model, Sampler, Standing
+from gradsync.health.watch.words import Member, ended, raised_error, sort_key, suspected
+
+__all__ = ["Plan", "Post"]
+
+LOGGER = logging.getLogger("gradsync")
+
+BEAT_SECONDS = 1.0
+# Where there are more ranks the hub hears and says as much in a second, within limits: nobody is silent for long.
+MOST_BEATS = 256
+LONGEST_BEAT_SECONDS = 2.0
+# Once a rank has ended: how often it is looked whether somebody waits for it.
+LOOK_SECONDS = 0.1
+# How long a failure of the wire waits for what the watch has to say of it.
+PATIENCE_SECONDS = 0.5
+# This thread was not run for so long: the whole process was stopped.
+STOPPED_SECONDS = 3.0
+FAREWELL_SECONDS = 1.0
+# How long before the timeout of the group a wait on a device is ended, at most, and as a part of it: torch, which looks
+# each tenth of a second, must not come first.
+EARLIER_SECONDS, EARLIER_SHARE = 1.0, 0.1
+# What a process that was stopped itself has left, once it goes on, to end what it was in.
+RESUMED_SECONDS = 0.5
+MOST_SUSPECTS = 4
+MOST_ERRORS = 8
+
+GONE = "has ended without a word, killed or by os._exit(),"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The ranks of a group, by their numbers in it; which one this is, and which are on this machine."""
+
+    members: tuple[Member, ...]
+    me: int
+    here: tuple[bool, ...]
+    timeout: float
+    shows_stacks: bool = False
+
+    @property
+    def beat_seconds(self) -> float:
+        return min(LONGEST_BEAT_SECONDS, max(BEAT_SECONDS, len(self.members) / MOST_BEATS))
+
+    @property
+    def device_timeout(self) -> float:
+        """After how many seconds a collective on a device is given up."""
+        return self.timeout - min(EARLIER_SECONDS, EARLIER_SHARE * self.timeout)
+
+
+class Post:
+    """One rank's end of the watch over ``group``. The hub gets a ``door``, another rank a ``line`` to the hub."""
+
+    def __init__(self, plan: Plan, group: Any, *, door: Door | None = None, line: Line | None = None) -> None:
+        self.plan = plan
+        # What the other ranks must know to come in.
+        self.invitation = None if door is None else door.invitation()
+        self._guards = Guards(group, plan.device_timeout)
+        self.sampler = Sampler(self._guards, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
+        self.on_dump: Callable[[], None] | None = None
+        # What is said of slow ranks and of the wire, for reports.
+        self.on_words: Callable[[str], None] | None = None
+        self._group = weakref.ref(group)
+        # Not all are: then nobody can tell when they are destroyed.
+        self._is_registered = group in dist.distributed_c10d._world.pg_map
+        self._door, self._lines = door, {} if line is None else {HUB: line}
+        heard = [HUB] if door is None else [number for number in range(len(plan.members)) if number != plan.me]
+        self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
+        self._noticed: dict[int, float] = {}
+        self._told: list[Suspicion] = []
+        sampler = self.sampler
+        ways = Ways(tell=self._tell, say=self._say, meter=lambda: sampler.meter, models=lambda: len(sampler.models))
+        self._pacing = Pacing(plan.members, plan.me, ways)
+        # Held while what is known changes; whoever waits for news waits here.
+        self._news = threading.Condition()
+        self._selector = selectors.PollSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._farewell = ""
+        self._is_closed = False
+        self._asks_for_dump = False
+        # What this rank has raised, for its thread to tell.
+        self._raised: deque[str] = deque(maxlen=MOST_ERRORS)
+        # When something on a device has lasted too long.
+        self._deadline = math.inf
+        self._thread = threading.Thread(target=self._run, name="gradsync watch", daemon=True)
+
+    # -- from other threads -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._woken.setblocking(False)
+        self._listen_to(self._woken, self._hear_waker)
+        for listener in self._door.listeners if self._door is not None else ():
+            self._listen_to(listener, partial(self._open_door, listener))
+        for number, line in self._lines.items():
+            self._listen_to(line, partial(self._hear, number, line))
+        self._thread.start()
+
+    def look_at(self, model: Model) -> None:
+        self.sampler.add(model)
+
+    def guard(self, wire: object) -> None:
+        """See to it that nobody waits on ``wire`` for a rank that has ended. All ranks guard the same, in one order:
+        they know wires by their numbers."""
+        if not isinstance(wire, Wire):
+            return
+        if wire.device.type != "cpu":
+            # Those that it has its collectives from know what the device has finished.
+            for part in getattr(wire, "communicators", ()):
+                self.guard(part)
+        self._guards.add(wire, self.testify)
+
+    def testify(self, story: str) -> str:
+        """The story of a failure, with what is known of the ranks that may have caused it."""
+        patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
+        with self._news:
+            self._news.wait_for(lambda: bool(self._judge.endings or self._suspects()), patience)
+            words = self._words()
+            if any(not ending.left for ending in self._judge.endings.values()):
+                # What another rank has said of the same end is no news.
+                story = story.partition(BEFORE)[0]
+        own = self.sampler.look(time.monotonic()).windows + 1
+        return f"{words}. {self._name} is in window {own}: {story}" if words else story
+
+    def ask_for_dumps(self) -> None:
+        """Have every rank write where it stands."""
+        self._asks_for_dump = True
+        self._wake()
+
+    def tell_error(self, words: str) -> None:
+        """This rank has raised, in these words, and may go on or not. The others are told now, and not when it ends."""
+        self._raised.append(words)
+        self._wake()
+
+    def describe(self) -> dict[str, Any]:
+        """What this rank has heard of the others, for a dump."""
+        now = time.monotonic()
+        with self._news:
+            known = {number: self._judge.standing_of(number, now) for number in range(len(self.plan.members))}
+            words = self._words()
+        others = {
+            str(self.plan.members[number].rank): {"heard_seconds_ago": round(age, 1), **standing.as_data()}
+            for number, (standing, age) in known.items()
+            if number != self.plan.me and standing.phase
+        }
+        return {"known": words, "others": others}
+
+    def leave(self, words: str) -> None:
+        """Say goodbye, and have no thread at work afterwards."""
+        self._farewell = words
+        self._wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(FAREWELL_SECONDS)
+        elif not self._is_closed:
+            # It never began.
+            self._close()
+
+    def forsake(self) -> None:
+        """In a forked child: close its copies of the sockets. The parent's stay as they are."""
+        for each in (self._waker, self._woken):
+            each.close()
+        for line in self._lines.values():
+            line.close()
+        if self._door is not None:
+            self._door.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            # A watch that fails must not take the training along.
+            LOGGER.exception("the watch over the other ranks has failed, and training goes on without it")
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
+        next_beat = last = time.monotonic()
+        while not self._farewell:
+            due = min(next_beat, self._pacing.next, self._deadline)
+            looks = self._judge.endings or self._judge.has_untold_errors
+            limit = LOOK_SECONDS if looks else max(0.0, due - last)
+            ready = self._selector.select(limit)
+            now = time.monotonic()
+            was_stopped, last = now - last > self.plan.beat_seconds + STOPPED_SECONDS, now
+            for key, _ in ready:
+                key.data(now)
+            if was_stopped:
+                self._judge.wake(now)
+            if self._door is not None:
+                self._tend_door(self._door, now)
+            if now >= min(next_beat, self._pacing.next):
+                self._pacing.tick(now)
+            if was_stopped:
+                self._deadline = now + RESUMED_SECONDS
+            elif now >= min(next_beat, self._deadline):
+                self._end_overdue(now)
+            if now >= next_beat:
+                next_beat = now + self.plan.beat_seconds
+                self._beat(now, quietly=was_stopped)
+            if self._judge.has_untold_errors:
+                self._warn_of_errors(now)
+            if self._judge.endings:
+                self._lose_stranded(now)
+
+    def _listen_to(self, source: Any, hear: Callable[[float], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, hear)
+
+    def _hear_waker(self, now: float) -> None:
+        with contextlib.suppress(OSError):
+            self._woken.recv(64)
+        if self._asks_for_dump:
+            self._asks_for_dump = False
+            self._take(self.plan.me, {"dump": True}, now)
+        while self._raised:
+            # To the hub, which hears whether this rank goes on; the hub's own to all, who hear that of the hub.
+            message = {"error": self._raised.popleft(), "stood": self.sampler.look(now).as_data()}
+            for line in self._lines.values():
+                line.send(message)
+
+    # -- while ranks come in ------------------------------------------------------------------------------------------
+
+    def _open_door(self, listener: socket.socket, now: float) -> None:
+        for keeper in self._door.welcome(listener) if self._door is not None else ():
+            self._listen_to(keeper.line, partial(self._ask, keeper))
+
+    def _ask(self, keeper: Doorkeeper, now: float) -> None:
+        assert self._door is not None
+        try:
+            number = keeper.hear()
+        except ProtocolError:
+            self._send_away(keeper)
+            return
+        if number is not None:
+            self._door.strangers.pop(keeper)
+            self._lines[number] = keeper.line
+            self._selector.modify(keeper.line, selectors.EVENT_READ, partial(self._hear, number, keeper.line))
+
+    def _tend_door(self, door: Door, now: float) -> None:
+        for keeper in door.overdue(now):
+            self._send_away(keeper)
+        if not door.missing:
+            for keeper in list(door.strangers):
+                self._send_away(keeper)
+            for listener in door.listeners:
+                self._selector.unregister(listener)
+            door.close()
+            self._door = None
+
+    def _send_away(self, keeper: Doorkeeper) -> None:
+        assert self._door is not None
+        self._selector.unregister(keeper.line)
+        self._door.send_away(keeper)
+
+    # -- hearing ------------------------------------------------------------------------------------------------------
+
+    def _hear(self, number: int, line: Line, now: float) -> None:
+        for message in line.receive():
+            self._take(number, message, now)
+        if line.end:
+            self._selector.unregister(line)
+            line.close()
+            self._lines.pop(number, None)
+            # Where the way was broken for long, it is a way that comes back which resets the line, and no end.
+            was_heard = self.plan.here[number] or self._judge.silence_of(number, now) < SLOW_SECONDS
+            if line.end == "closed" or (line.end == "reset" and was_heard):
+                standing, age = self._judge.standing_of(number, now)
+                self._note(
+                    Ending(member=number, left=False, words=GONE, at=time.time(), standing=standing, age=age), now
+                )
+
+    def _take(self, number: int, message: dict[str, Any], now: float) -> None:
+        if "beat" in message:
+            standing = Standing.read(message["beat"])
+            with self._news:
+                self._judge.hear(number, standing, now)
+                suspects = message.get("suspects")
+                if number == HUB and isinstance(suspects, list):
+                    told = [Suspicion.read(each, len(self.plan.members)) for each in suspects]
+                    self._told = [each for each in told if each is not None]
+        elif "bye" in message:
+            standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
+            self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
+        elif "off" in message:
+            self._pacing.forget(number)
+            with self._news:
+                self._judge.forget(number)
+            self._lines[number].end = "off"
+        elif "ended" in message and number == HUB:
+            ending = Ending.read(message["ended"], len(self.plan.members))
+            if ending is not None:
+                self._note(ending, now)
+        elif "error" in message:
+            standing, words = Standing.read(message.get("stood")), str(message["error"])[:MOST_LETTERS]
+            with self._news:
+                self._judge.hear_error(number, RaisedError(words=words, at=time.time(), standing=standing))
+        elif "dump" in message:
+            # From whichever rank was asked to the hub, and from there to all others.
+            for other, line in self._lines.items():
+                if other != number and (self._is_hub or number == self.plan.me):
+                    line.send(message)
+            # Whoever was asked here has written already.
+            if self.on_dump is not None and number != self.plan.me:
+                self.on_dump()
+        else:
+            self._pacing.take(number, message, now)
+
+    def _note(self, ending: Ending, now: float) -> None:
+        with self._news:
+            is_new = self._judge.end(ending)
+            self._noticed.setdefault(ending.member, now)
+            self._news.notify_all()
+        self._guards.refuse_new(ending, ended(self.plan.members, ending))
+        if is_new and self._is_hub:
+            for line in self._lines.values():
+                line.send({"ended": ending.as_data()})
+
+    # -- speaking -----------------------------------------------------------------------------------------------------
+
+    def _beat(self, now: float, *, quietly: bool) -> None:
+        group = self._group()
+        if group is None or (self._is_registered and group not in dist.distributed_c10d._world.pg_map):
+            self._farewell = "has destroyed its process group"
+            return
+        standing = self.sampler.look(now)
+        message: dict[str, Any] = {"beat": standing.as_data()}
+        with self._news:
+            self._judge.hear(self.plan.me, standing, now)
+            due = [] if quietly else self._judge.due(now)
+            if self._is_hub:
+                suspects = self._judge.suspicions(now)[:MOST_SUSPECTS]
+                message["suspects"] = [each.as_data() for each in suspects]
+        frame = pack(message)
+        for line in self._lines.values():
+            line.flush()
+            line.send_frame(frame, unless_busy=True)
+        if self._speaks:
+            for each in due:
+                LOGGER.warning(
+                    "%s. It is an error only after %g s, the timeout of the group",
+                    suspected(self.plan.members, each, is_here=self.plan.here[each.member]),
+                    self.plan.timeout,
+                )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether warnings are this rank's to give: when the hub is silent, the first of the others says so."""
+        return self._is_hub or self.plan.me == HUB + 1
+
+    def _warn_of_errors(self, now: float) -> None:
+        """Of ranks that have raised, as soon as somebody waits for them."""
+        standing = self.sampler.look(now)
+        with self._news:
+            self._judge.hear(self.plan.me, standing, now)
+            found = self._judge.errors_to_tell(now)
+        for member, error, wait in found if self._speaks else ():
+            LOGGER.warning(
+                "%s. It is an error when that process ends, or after %g s, the timeout of the group",
+                raised_error(self.plan.members, member, error, wait),
+                self.plan.timeout,
+            )
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        frame = pack(message)
+        for line in self._lines.values():
+            line.send_frame(frame, unless_busy=True)
+
+    def _say(self, words: str) -> None:
+        # Who waits for one that has ended is not slow.
+        if not self._judge.endings:
+            LOGGER.warning("%s", words)
+            if self.on_words is not None:
+                self.on_words(words)
+
+    def _lose_stranded(self, now: float) -> None:
+        """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""
+        endings = sorted(self._judge.endings.values(), key=sort_key)
+        noticed = [(ending, self._noticed[ending.member]) for ending in endings]
+        for number, ending in self._guards.stranded(noticed, now):
+            story = f"{ended(self.plan.members, ending)}. {self._own_wait(number, now)}"
+            self._guards.lose(number, story.rstrip(". "))
+
+    def _end_overdue(self, now: float) -> None:
+        """End what a device has been at for as long as the group allows."""
+        for overdue in self._guards.overdue(now):
+            with self._news:
+                words = self._words()
+            window = self.sampler.look(now).windows + 1
+            cause = words or "no rank is known to be stopped or behind: a device hangs, or ranks run other collectives"
+            self._guards.lose(
+                overdue.wire,
+                f"{cause}. {self._name} waited {overdue.seconds:.0f} s in window {window}, in {overdue.what}; the "
+                f"timeout of the group is {self.plan.timeout:g} s",
+            )
+        self._deadline = self._guards.deadline()
+
+    def _own_wait(self, number: int, now: float) -> str:
+        waits = [wait for wait in self.sampler.look(now).waits if wait.wire == number]
+        window = self.sampler.look(now).windows + 1
+        return f"{self._name} waited for it in window {window}, in {waits[-1].what}" if waits else ""
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.plan.members[self.plan.me].rank}"
+
+    @property
+    def _is_hub(self) -> bool:
+        return self.plan.me == HUB
+
+    def _suspects(self) -> list[Suspicion]:
+        return [*self._judge.suspicions(time.monotonic()), *self._told]
+
+    def _words(self) -> str:
+        """Of those who have ended, the first cause first; else of those who hold others up."""
+        endings = sorted(self._judge.endings.values(), key=sort_key)
+        if endings:
+            return ended(self.plan.members, endings[0])
+        suspects = {each.member: each for each in self._suspects() if each.member != self.plan.me}
+        return ". ".join(
+            suspected(self.plan.members, each, is_here=self.plan.here[each.member]) for each in suspects.values()
+        )
+
+    def _close(self) -> None:
+        """The thread ends: say goodbye to those who still listen, and close everything."""
+        self._is_closed = True
+        message: dict[str, Any] = {"off": True}
+        if self._farewell:
+            message = {"bye": self._farewell, "beat_at_end": self.sampler.look(time.monotonic()).as_data()}
+        for line in self._lines.values():
+            line.send(message)
+            with contextlib.suppress(OSError):
+                line.connection.shutdown(socket.SHUT_WR)
+        for line in self._lines.values():
+            # Closed with something unread, a connection is reset, and what was said last may be lost with it.
+            line.receive()
+            line.close()
+        if self._door is not None:
+            self._door.close()
+        self._selector.close()
+        self._waker.close()
+        self._woken.close()

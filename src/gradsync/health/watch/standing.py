@@ -1,0 +1,205 @@
+"""Where a rank stands, as it says of itself once a second: what its engine does, and which collective it waits for.
+
+Nothing of it is written down on the path of backward: a thread of the watch looks at what engines and wires keep for
+themselves, without a lock. What it sees may be a moment old, or half of one moment and half of the next.
+"""
+
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gradsync.communicator.collective import Fate
+from gradsync.health.watch.pace import PaceMeter
+
+__all__ = ["MOST_LETTERS", "Model", "Sampler", "Standing", "Wait", "Whereabouts", "stack_of"]
+
+# What is said of one rank stays short, whatever it is named after.
+MOST_LETTERS = 300
+MOST_WAITS = 8
+MOST_WIRES = 64
+MOST_FRAMES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """What an engine does: ``windows`` it has synchronized, the name of its phase, and how far its buckets are."""
+
+    windows: int
+    phase: str
+    progress: str
+    busy: bool
+
+
+class Model(Protocol):
+    """A synchronizer, as it is seen here."""
+
+    def whereabouts(self) -> Whereabouts:
+        """May be called on any thread, at any time."""
+
+    def describe(self) -> str:
+        """The same at length, in lines."""
+
+    @property
+    def pace(self) -> PaceMeter:
+        """What has measured its windows."""
+
+
+class Wires(Protocol):
+    """The wires of a group, as they are seen here."""
+
+    # By their numbers.
+    fates: list[Fate]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A collective that a rank waits for: the ``place``-th that it has started on the watch's wire of that number."""
+
+    wire: int
+    place: int
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """``seconds`` is how long it has been the same; ``started`` is the number of collectives, by wire."""
+
+    windows: int
+    phase: str
+    progress: str
+    seconds: float
+    started: tuple[int, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    stack: tuple[str, ...] = ()
+
+    def as_data(self) -> dict[str, Any]:
+        return {**vars(self), "waits": [vars(wait) for wait in self.waits]}
+
+    @classmethod
+    def read(cls, data: Any) -> "Standing":
+        """What :meth:`as_data` has made. Whatever else it may be becomes something that does no harm."""
+        fields = data if isinstance(data, dict) else {}
+        waits = [each for each in _listed(fields.get("waits")) if isinstance(each, dict)]
+        return cls(
+            windows=_whole(fields.get("windows")),
+            phase=_text(fields.get("phase")),
+            progress=_text(fields.get("progress")),
+            seconds=_number(fields.get("seconds")),
+            started=tuple(_whole(each) for each in _listed(fields.get("started"))[:MOST_WIRES]),
+            waits=tuple(
+                Wait(
+                    wire=_whole(each.get("wire")),
+                    place=_whole(each.get("place")),
+                    what=_text(each.get("what")),
+                    seconds=_number(each.get("seconds")),
+                )
+                for each in waits[:MOST_WAITS]
+            ),
+            stack=tuple(_text(each) for each in _listed(fields.get("stack"))[:MOST_FRAMES]),
+        )
+
+
+class Sampler:
+    """Looks at the models and ``wires`` of one group on this rank."""
+
+    def __init__(self, wires: Wires, *, shows_stack_after: float | None = None) -> None:
+        self._wires = wires
+        # By the order in which they came, which is the same on all ranks.
+        self._models: list[tuple[int, weakref.ref[Model]]] = []
+        self._added = 0
+        self._shows_stack_after = shows_stack_after
+        self._seen: tuple[object, ...] = ()
+        self._last = Whereabouts(windows=0, phase="idle", progress="no model is wrapped", busy=False)
+        self._since = time.monotonic()
+
+    def add(self, model: Model) -> None:
+        if all(each() is not model for _, each in self._models):
+            alive = [(number, each) for number, each in self._models if each() is not None]
+            self._models = [*alive, (self._added, weakref.ref(model))]
+            self._added += 1
+
+    @property
+    def models(self) -> list[Model]:
+        return [model for _, each in self._models if (model := each()) is not None]
+
+    @property
+    def meter(self) -> tuple[int, PaceMeter] | None:
+        """That of the first model, with its number. Always the first that is left: ranks look at different moments, and
+        would compare two models else."""
+        return next(((number, model.pace) for number, each in self._models if (model := each()) is not None), None)
+
+    def look(self, now: float) -> Standing:
+        model = self._current()
+        started = tuple(fate.started for fate in self._wires.fates)
+        waits = self._waits(now)
+        # Whoever moves on by a collective has moved on, too.
+        seen = (model, started, *((wait.wire, wait.place) for wait in waits))
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        seconds = now - self._since
+        limit = self._shows_stack_after
+        return Standing(
+            windows=model.windows,
+            phase=model.phase,
+            progress=model.progress[:MOST_LETTERS],
+            seconds=round(seconds, 1),
+            started=started,
+            waits=waits,
+            stack=tuple(stack_of()[-MOST_FRAMES:]) if limit is not None and seconds >= limit else (),
+        )
+
+    def _current(self) -> Whereabouts:
+        """That of the model which is at work, or else has come furthest."""
+        seen = []
+        for model in self.models:
+            try:
+                seen.append(model.whereabouts())
+            except Exception:  # it is changed at this very moment; the next look comes in a second
+                continue
+        # A script that ends has let go of its models before it says goodbye.
+        self._last = max(seen, key=lambda each: (each.busy, each.windows), default=self._last)
+        return self._last
+
+    def _waits(self, now: float) -> tuple[Wait, ...]:
+        waits = []
+        for number, fate in enumerate(self._wires.fates):
+            for collective, since in fate.waits.copy().items():
+                waits.append(_wait(number, collective.place, collective.describe(), now - since))
+            oldest = None if fate.outstanding is None else fate.outstanding.oldest()
+            if oldest is not None:
+                waits.append(_wait(number, oldest[0].place, oldest[0].describe(), now - oldest[1]))
+        return tuple(waits[:MOST_WAITS])
+
+
+def _wait(wire: int, place: int, what: str, seconds: float) -> Wait:
+    return Wait(wire=wire, place=place, what=what[:MOST_LETTERS], seconds=round(max(0.0, seconds), 1))
+
+
+def stack_of(thread: int | None = None) -> list[str]:
+    """The Python stack of a thread, by default the main one, a line a frame, the innermost last."""
+    number = threading.main_thread().ident if thread is None else thread
+    frame = sys._current_frames().get(number or 0)
+    frames: Sequence[traceback.FrameSummary] = traceback.extract_stack(frame) if frame is not None else []
+    return [f"{each.filename}:{each.lineno} {each.name}"[-MOST_LETTERS:] for each in frames]
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int else 0
+
+
+def _number(value: Any) -> float:
+    return float(value) if type(value) in (int, float) and abs(value) < 1e12 else 0.0
+
+
+def _text(value: Any) -> str:
+    return value[:MOST_LETTERS] if isinstance(value, str) else ""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

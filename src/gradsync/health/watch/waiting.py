@@ -1,0 +1,58 @@
+"""Who waits for whom, from what ranks say of themselves. Pure logic: the watch asks it, and so does ``explain``.
+
+All ranks start the same collectives in the same order on a wire. So a rank that waits in the 12th waits for every rank
+that has started fewer than 12. A rank that has started it and waits there, too, is not the one.
+"""
+
+from collections.abc import Mapping
+
+from gradsync.health.watch.standing import Standing, Wait
+
+__all__ = ["at_odds", "holds_up", "longest", "roots"]
+
+
+def holds_up(standing: Standing, wait: Wait) -> bool:
+    """Whether a rank that stands there has yet to come to what another one waits for."""
+    return wait.wire >= len(standing.started) or standing.started[wait.wire] < wait.place
+
+
+def longest(standing: Standing) -> Wait | None:
+    """What a rank has waited for the longest."""
+    return max(standing.waits, key=lambda wait: wait.seconds, default=None)
+
+
+def roots(standings: Mapping[int, Standing], patience: float = 0.0) -> dict[int, dict[int, Wait]]:
+    """Those who hold others up: for each of them who waits for it, in what.
+
+    ``patience`` is how many seconds a wait must last to count. A rank that waits itself is held up by somebody else,
+    and named only if there is nobody to name but such: each of them is in something that the others are not.
+    """
+    waiting = {
+        rank: wait
+        for rank, standing in standings.items()
+        if (wait := longest(standing)) is not None and wait.seconds >= patience
+    }
+    found: dict[int, dict[int, Wait]] = {}
+    for waiter, wait in waiting.items():
+        for rank, standing in standings.items():
+            if rank != waiter and holds_up(standing, wait):
+                found.setdefault(rank, {})[waiter] = wait
+    free = {rank: waiters for rank, waiters in found.items() if not standings[rank].waits}
+    return free or found
+
+
+def at_odds(standings: Mapping[int, Standing], patience: float = 0.0) -> dict[int, tuple[int, Wait, Wait]]:
+    """Ranks that wait in another collective than the lowest one does in the same place: whose, its own, and theirs."""
+    first: dict[tuple[int, int], tuple[int, Wait]] = {}
+    found = {}
+    for rank in sorted(standings):
+        for wait in standings[rank].waits:
+            other, its = first.setdefault((wait.wire, wait.place), (rank, wait))
+            if _kind(its) != _kind(wait) and min(its.seconds, wait.seconds) >= patience:
+                found[rank] = (other, wait, its)
+    return found
+
+
+def _kind(wait: Wait) -> str:
+    """What it is, without its number: communicators over one wire count for themselves."""
+    return wait.what.partition("(")[2] or wait.what

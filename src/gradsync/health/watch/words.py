@@ -1,0 +1,197 @@
+"""What is said of a rank: who it is, since when, where it was, and what to do."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradsync.communicator.checks import missing_step
+from gradsync.communicator.naming import listed
+from gradsync.health.watch.exits import ENDED, EXITED, exit_words, noted_exit
+from gradsync.health.watch.judge import Ending, RaisedError, Suspicion
+from gradsync.health.watch.slow_links import SlowLink
+from gradsync.health.watch.slow_wire import WireVerdict
+from gradsync.health.watch.standing import MOST_LETTERS, Standing, Wait
+from gradsync.health.watch.stragglers import Verdict
+
+__all__ = [
+    "RAISED",
+    "Member",
+    "described",
+    "ended",
+    "farewell",
+    "raised_error",
+    "slow_link",
+    "slow_wire",
+    "sort_key",
+    "straggling",
+    "suspected",
+    "where",
+]
+
+MOST_NAMED = 4
+RAISED = "raised"
+# Consequences of another rank's end, not causes.
+CONSEQUENCES = ("WireLostError", "PeerFailedError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A rank of the group: its number in the world, its host, and its process there."""
+
+    rank: int
+    host: str
+    process: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> "Member":
+        return cls(rank=int(data["rank"]), host=str(data["host"]), process=int(data["process"]))
+
+
+def where(standing: Standing) -> str:
+    """Where a rank stands, in a clause: ``in window 8, synchronizing: 2 of 5 buckets started, …``."""
+    if not standing.phase:
+        return "somewhere before its first window"
+    words = f"in window {standing.windows + 1}, {standing.phase}"
+    if standing.progress:
+        words += f" ({standing.progress})"
+    if standing.waits:
+        words += f", waiting in {standing.waits[-1].what}"
+    return words
+
+
+def ended(members: Sequence[Member], ending: Ending) -> str:
+    """Of a rank that is gone, or has left."""
+    member, at = members[ending.member], time.strftime("%H:%M:%S", time.localtime(ending.at))
+    if ending.left and ending.words.startswith(RAISED):
+        return f"{member} {ending.words} [at {at}, {where(ending.standing)}]. Its own output tells where"
+    if ending.left and ending.words.startswith(EXITED):
+        return (
+            f"{member} {ending.words} [at {at}, {where(ending.standing)}], while others still need it. Its own output "
+            "may tell why"
+        )
+    if ending.left:
+        return (
+            f"{member} {ending.words} at {at}, {where(ending.standing)}, while others still need it. It left the loop "
+            "before them: see that all ranks run as many batches, or use accumulate() or join()"
+        )
+    return (
+        f"{member} {ending.words} at {at}; {ending.age:.1f} s before it was {where(ending.standing)}. "
+        "Its own output may tell why, or the kernel's log (dmesg), if it ran out of memory. Start all ranks again, "
+        "from the last checkpoint"
+    )
+
+
+def sort_key(ending: Ending) -> tuple[int, float]:
+    """Causes before consequences: who was killed, who raised an error of its own or called ``sys.exit(1)``, who only
+    lost others, who left."""
+    if not ending.left:
+        return (0, ending.at)
+    if not ending.words.startswith((RAISED, EXITED)):
+        return (3, ending.at)
+    return (2 if any(each in ending.words for each in CONSEQUENCES) else 1, ending.at)
+
+
+def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool) -> str:
+    """Of a rank that holds others up. ``is_here``: its process is one of this machine."""
+    member = members[suspicion.member]
+    waiters = [f"rank {members[each].rank}" for each in suspicion.waiters]
+    if len(waiters) > MOST_NAMED:
+        waiters = [*waiters[: MOST_NAMED - 1], f"{len(waiters) - MOST_NAMED + 1} more"]
+    verb = "waits" if len(suspicion.waiters) == 1 else "wait"
+    waiting = f"{listed(waiters)} {verb} in {suspicion.what}" if waiters else "nobody waits for it yet"
+    stand, seconds = where(suspicion.standing), f"{suspicion.seconds:.0f} s"
+    hint = _missing_step(member, waiters, suspicion)
+    if suspicion.raised:
+        stand += f". It {suspicion.raised}, and has not gone on since"
+    if suspicion.kind == "silent":
+        state = _state(member.process) if is_here else ""
+        cause = state or "It is stopped, its link is cut, or it holds the interpreter's lock"
+        return f"{member} has not been heard of for {seconds}; {waiting}. {cause}. When last heard of, it was {stand}"
+    if suspicion.kind == "at odds":
+        return (
+            f"{member} has waited for {seconds} in another collective than the others: {waiting}, and it is {stand}. "
+            + (hint or "All ranks must run the same collectives in the same order")
+        )
+    stack = f". Its stack: {' < '.join(reversed(suspicion.standing.stack))}" if suspicion.standing.stack else ""
+    return f"{member} keeps others waiting for {seconds}: {waiting}, and it is {stand}{stack}" + (hint and f". {hint}")
+
+
+def _missing_step(member: Member, waiters: list[str], suspicion: Suspicion) -> str:
+    own = suspicion.standing.waits[-1].what if suspicion.standing.waits else ""
+    # Only of one and the same collective, by its number: who waits in another one may just be late.
+    if not waiters or own.partition(" (")[0] != suspicion.what.partition(" (")[0]:
+        return ""
+    return missing_step({listed(waiters): suspicion.what, f"rank {member.rank}": own})
+
+
+def straggling(members: Sequence[Member], verdict: Verdict) -> str:
+    """Of a rank that all others wait for, in every window."""
+    each = verdict.straggler
+    member, own, others = members[each.member], f"{each.own * 1e3:.4g}", f"{each.others * 1e3:.4g}"
+    if verdict.is_over:
+        return f"{member} computes no longer than the others any more ({own} ms a window)"
+    whom = "the other rank" if len(members) == 2 else "the median of the others"
+    who = "which waits" if len(members) == 2 else "who all wait"
+    return (
+        f"{member} computes {each.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and update "
+        f"included), {who} for it. It waits {each.wire * 1e3:.3g} ms for the wire itself"
+    )
+
+
+def raised_error(members: Sequence[Member], member: int, error: RaisedError, wait: Wait) -> str:
+    """Of a rank that has raised and may go on, while others wait for it."""
+    at = time.strftime("%H:%M:%S", time.localtime(error.at))
+    return f"{members[member]} {error.words} [at {at}, {where(error.standing)}], and others wait for it in {wait.what}"
+
+
+def slow_wire(verdict: WireVerdict) -> str:
+    """Of the wire, where no rank is to blame."""
+    now, before = f"{verdict.now * 1e3:.3g}", f"{verdict.before * 1e3:.3g}"
+    if verdict.is_over:
+        return f"the wire is no slower than before any more ({now} ms a window)"
+    return (
+        f"the wire has become slow: it takes {now} ms a window, where it took {before} before. All ranks wait for it, "
+        "and none is to blame"
+    )
+
+
+def slow_link(found: SlowLink) -> str:
+    """Of the link that all wait for."""
+    link = f"from {found.source} to {found.target}" if found.target else f"of {found.source}"
+    rate, others = (f"{each * 8 / 1e6:.4g}" for each in (found.rate, found.others))
+    return f"the wire is as slow as the link {link}: it carries {rate} Mbit/s where others carry {others} and more"
+
+
+def _state(process: int) -> str:
+    """What the kernel says of a process of this machine that does not answer."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+    return {
+        "T": "Its process is stopped (SIGSTOP, or Ctrl-Z); kill -CONT lets it go on",
+        "t": "Its process is held by a debugger",
+        "D": "Its process waits for a disk or a device",
+    }.get(state, "")
+
+
+def farewell(error: BaseException | None = None) -> str:
+    """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
+    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None:
+        return described(error)
+    return f"{ENDED}, after {call}," if (call := noted_exit()) else ENDED
+
+
+def described(error: BaseException, place: str = "") -> str:
+    """That a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows all of it."""
+    if isinstance(error, SystemExit):
+        return exit_words(error)[:MOST_LETTERS]
+    said = " ".join(f"{RAISED} {type(error).__name__}: {error}".split()).rstrip(": ")[:MOST_LETTERS]
+    return f"{said} in {place}" if place else said

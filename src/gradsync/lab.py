@@ -1,0 +1,43 @@
+"""Hosts with shaped links on one machine: see :mod:`gradsync.tools.lab`."""
+
+from gradsync.tools.lab import (
+    Counters,
+    EmulatedModel,
+    Host,
+    Lab,
+    LabError,
+    LabPlan,
+    Layer,
+    Link,
+    Profile,
+    Rate,
+    SharedGpu,
+    SharedGpuPlan,
+    bert_base,
+    fork_gpu_ranks,
+    fork_ranks,
+    read_counters,
+    resnet50,
+    transformer,
+)
+
+__all__ = [
+    "Counters",
+    "EmulatedModel",
+    "Host",
+    "Lab",
+    "LabError",
+    "LabPlan",
+    "Layer",
+    "Link",
+    "Profile",
+    "Rate",
+    "SharedGpu",
+    "SharedGpuPlan",
+    "bert_base",
+    "fork_gpu_ranks",
+    "fork_ranks",
+    "read_counters",
+    "resnet50",
+    "transformer",
+]

@@ -1,0 +1,120 @@
+"""Pictures and templates as pages that need nothing but themselves: no network, no font, no file beside them.
+
+A picture is put into a page as SVG. Its colours become names that the page defines for light and dark, its letters take
+the page's font, and none of its names is used twice. The same numbers give the same text.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from gradsync.observe.charts.canvas import PALETTE, require
+from gradsync.observe.charts.kinds import HINT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["NAMES", "page_svg", "read_out", "render", "svg_file"]
+
+# What a page calls the shades that drawings hold.
+NAMES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
+
+
+def svg_file(figure: "Figure", slug: str) -> str:
+    """A picture as the text of a file of its own, on the paper of whoever shows it: light or dark."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    for paper in (figure.patch, *(axes.patch for axes in figure.axes)):
+        paper.set(facecolor="none", edgecolor="none")
+    target = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": slug}):
+        # Figure.savefig writes the same, and draws everything twice for it.
+        FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None})
+    svg = target.getvalue()
+    return svg.replace("</style>", f"{_on_dark_paper(svg)}</style>", 1)
+
+
+def _on_dark_paper(svg: str) -> str:
+    """Rules for readers that know of it; others see what was drawn."""
+    rules = [
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
+        for light, dark in PALETTE.values()
+        for kind in ("fill", "stroke")
+        if f"{kind}: {light}" in svg
+    ]
+    return f":root {{ color-scheme: light dark }} @media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}"
+
+
+def read_out(figure: "Figure", words: Mapping[float, str]) -> dict[str, Any]:
+    """What a page says below the pointer, by places along x, for a picture that was drawn just now."""
+    axes, height = figure.axes[0], figure.bbox.height
+    frame, xs = axes.get_window_extent(), axes.transData.transform([(place, 0.0) for place in words])[:, 0]
+    rows = [[round(float(x), 1), said] for x, said in zip(xs, words.values(), strict=True)]
+    # From the top down, as SVG counts.
+    return {"top": round(height - frame.y1, 1), "bottom": round(height - frame.y0, 1), "rows": rows}
+
+
+def page_svg(svg: str, *, slug: str, title: str, hover: Mapping[str, Any] | None = None) -> str:
+    """What :func:`svg_file` drew as a part of a page, where it goes by its ``slug``."""
+    root = ElementTree.fromstring(svg)
+    for element in list(root.iter()):
+        _settle(element)
+    root.attrib = {"class": "chart", "role": "img", "viewBox": root.attrib["viewBox"]}
+    root.set("aria-labelledby", f"{slug}-title")
+    if hover is not None:
+        root.set("data-hover", json.dumps(hover, ensure_ascii=False, separators=(",", ":")))
+    named = ElementTree.Element("title", {"id": f"{slug}-title"})
+    named.text = title
+    root.insert(0, named)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _settle(element: ElementTree.Element) -> None:
+    """Without namespaces, which a page's own SVG does without, and without names that nothing refers to."""
+    element.tag = element.tag.rpartition("}")[2]
+    for child in [each for each in element if each.tag.endswith(("}metadata", "}style"))]:
+        element.remove(child)
+    attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+    if element.tag == "g":
+        name = attributes.pop("id", "")
+        if name.startswith(HINT):
+            ElementTree.SubElement(element, "title").text = name.removeprefix(HINT)
+        looks = {child.get("style", "") for child in element}
+        if len(element) > 1 and len(looks) == 1 and "" not in looks:
+            # Many marks that look the same say so once.
+            attributes["style"] = looks.pop()
+            for child in element:
+                del child.attrib["style"]
+    if "style" in attributes:
+        plain = re.sub(r" font-family: [^;]*;?", "", f" {attributes['style']}")
+        attributes["style"] = re.sub(r"#[0-9a-f]{6}", lambda found: NAMES.get(found[0], found[0]), plain).strip()
+    if attributes.get("transform", "").startswith("rotate(-0 "):
+        del attributes["transform"]
+    for key in {"d", "x", "y"} & attributes.keys():
+        rounded = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.4g}", attributes[key])
+        attributes[key] = " ".join(rounded.split())
+    element.attrib = attributes
+    # Between words of a text a space counts; between shapes it only takes room.
+    element.text = element.text if element.tag in ("text", "title") else None
+    element.tail = None
+
+
+def render(template: Path, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
+    """A page from a template, which may build on those beside this file."""
+    require("jinja2")
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent / "templates"]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(filters or {})
+    return environment.get_template(template.name).render(palette=PALETTE, **values)

@@ -1,0 +1,235 @@
+"""What to change, ranked by what it would gain: every change is played on the recorded steps first."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gradsync.observe.charts.words import count, duration, size
+from gradsync.observe.explain import changes
+from gradsync.observe.explain.evidence import missing_evidence
+from gradsync.observe.explain.link import Link, fit_link
+from gradsync.observe.explain.merging import Timeline
+from gradsync.observe.explain.other_buckets import other_buckets, regroup
+from gradsync.observe.explain.replay import Script
+from gradsync.observe.explain.replay import duration as played
+from gradsync.observe.explain.split import Split
+from gradsync.observe.explain.stragglers import SLOW, Straggler
+
+__all__ = ["Advice", "advise"]
+
+# What gains less than this share of a step is not worth a line; nor are so few seconds, which waking a thread, or
+# handing a batch from one process to another, takes by itself: no change could be sure to gain them.
+WORTH_SAYING = 0.02
+LEAST_SAVED = 2e-4
+# Every loop has a scheduler, a log and gradients to zero: only a tenth of a step is worth a look.
+SLOW_LOOP = 0.1
+# The wire is slow if that costs more than this share of the step.
+SLOW_WIRE = 0.05
+# Changes that leave the training what it is come first, unless others gain more than twice as much.
+FREE = 2.0
+ACCUMULATED = 4
+# The least cap in bytes that is tried; how many times as many buckets make another layout; how much worse is as good.
+SMALLEST = 64 * 1024
+ANOTHER = 1.2
+AS_GOOD = 1.01
+# What other buckets gain is off by about a hundredth of a step: less than this is not known to a fifth.
+SURE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """``cause`` is what is wrong, ``change`` the line to write. ``before`` and ``after`` are seconds for the samples of
+    one recorded step: where a step would have more of them, ``after`` is the share of it that these take. ``free`` says
+    that the training stays the same."""
+
+    kind: str
+    cause: str
+    change: str
+    before: float
+    after: float
+    free: bool = True
+
+    @property
+    def gain(self) -> float:
+        """The share of the time that would be saved."""
+        return 1.0 - self.after / self.before if self.before > 0 else 0.0
+
+    @property
+    def saved(self) -> float:
+        """Seconds of a step."""
+        return self.before - self.after
+
+
+def advise(timeline: Timeline, split: Split, stragglers: Sequence[Straggler]) -> list[Advice]:
+    """What would gain something, most first; see :data:`FREE`. Nothing without :mod:`evidence`."""
+    step = split.mean.step
+    base = played(timeline)
+    if base <= 0 or missing_evidence(timeline, split):
+        return []
+
+    def after(change: Callable[[Script], Script]) -> float:
+        """By the ratio of two replays, so that what a replay leaves out counts on both sides."""
+        return step * played(timeline, change) / base
+
+    link = fit_link(timeline, split)
+    found = [
+        *(_slow_rank(each, split, after) for each in stragglers),
+        *_slow_data(split, after),
+        *_slow_loop(split, after),
+        *_forgotten_no_sync(split, after),
+        *(_buckets(timeline, split, link, after) if link is not None else ()),
+        *(_slow_link(timeline, split, link, after) if link is not None else ()),
+    ]
+    worth = [advice for advice in found if advice.gain >= WORTH_SAYING and advice.saved >= LEAST_SAVED]
+    ranked = sorted(worth, key=lambda advice: advice.gain * (FREE if advice.free else 1.0), reverse=True)
+    said: set[str] = set()
+    for place, advice in enumerate(ranked):
+        if advice.cause in said:
+            ranked[place] = replace(advice, cause=f"{advice.cause.partition(':')[0]}, as said; or")
+        said.add(advice.cause)
+    return ranked
+
+
+# -- who is slow ------------------------------------------------------------------------------------------------------
+
+
+def _slow_rank(straggler: Straggler, split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Advice:
+    factors = {phase: usual / own for phase, (own, usual) in straggler.phases.items() if own > 0}
+    place = list(split.ranks).index(straggler.rank)
+    return Advice(
+        kind="slow rank",
+        cause=straggler.cause,
+        change=straggler.remedy,
+        before=split.mean.step,
+        after=after(changes.as_fast_as_others(place, factors)),
+    )
+
+
+# -- data, windows ----------------------------------------------------------------------------------------------------
+
+
+def _slow_data(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+    mean = split.mean
+    # What one rank alone waits for is its own affair, and said above.
+    data = min(parts.data for parts in split.ranks.values())
+    if data < SLOW * mean.step:
+        return
+    workers = math.ceil(data / max(mean.step - data, 1e-9)) + 1
+    yield Advice(
+        kind="slow data",
+        cause=f"every rank waits {duration(data)} of a step for its data loader",
+        change=f"DataLoader(…, num_workers={workers}, persistent_workers=True): batches are made while ranks compute",
+        before=mean.step,
+        after=after(changes.without("data")),
+    )
+
+
+def _slow_loop(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+    mean = split.mean
+    loop = min(parts.loop for parts in split.ranks.values())
+    if loop < SLOW_LOOP * mean.step:
+        return
+    yield Advice(
+        kind="slow loop",
+        cause=f"every rank spends {duration(loop)} of a step in the loop's own code, before its forward: not in the "
+        "model, the optimizer or a DataLoader",
+        change="look at that code with a profiler. Batches that it makes can come from a DataLoader with workers, and "
+        "losses need not be read in every step",
+        before=mean.step,
+        after=after(changes.without("loop")),
+    )
+
+
+def _forgotten_no_sync(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+    times = round(split.synchronizations)
+    if times < 2 or (len(split.ranks) < 2 and split.mean.step <= 0):
+        return
+    yield Advice(
+        kind="forgotten no_sync",
+        cause=f"gradients are averaged {times} times in a step of {round(split.micro_batches)} micro-batches, and used "
+        f"once: {times - 1} of {times} are for nothing",
+        change="for batch in model.accumulate(batches): …; or with model.no_sync(): around all backwards but the last",
+        before=split.mean.step,
+        after=after(changes.synchronized_once()),
+    )
+
+
+# -- the wire ---------------------------------------------------------------------------------------------------------
+
+
+def _buckets(
+    timeline: Timeline, split: Split, link: Link, after: Callable[[Callable[[Script], Script]], float]
+) -> Iterator[Advice]:
+    sizes = [bucket.nbytes for bucket in timeline.layout]
+    tried: dict[int, tuple[str, float]] = {}
+    for cap in _caps(sum(sizes)):
+        layout = regroup(timeline, int(float(cap) * 2**20))
+        if len(layout) not in tried and not 1 / ANOTHER < len(layout) / len(sizes) < ANOTHER:
+            tried[len(layout)] = cap, after(other_buckets(layout, link))
+    if not tried:
+        return
+    # Of sizes that are as good as each other the one nearest to what was recorded: the further, the less is known.
+    least = min(seconds for _, seconds in tried.values())
+    good = [number for number, (_, seconds) in tried.items() if seconds <= least * AS_GOOD]
+    number = min(good, key=lambda number: abs(math.log(number / len(sizes))))
+    cap, seconds = tried[number]
+    if seconds > (1 - SURE) * split.mean.step:
+        return
+    yield Advice(
+        kind="bucket size",
+        cause=f"buckets are too {'small' if number < len(sizes) else 'large'}: {count(len(sizes), 'bucket')} of "
+        f"{size(sum(sizes) / len(sizes))}, and each costs {duration(link.latency + link.starting + link.finishing)} "
+        "by itself",
+        change=f"bucket_cap_mb={cap} ({count(number, 'bucket')})"
+        + (", or leave bucket_cap_mb out" if timeline.recordings[0].header.caps_chosen else ""),
+        before=split.mean.step,
+        after=seconds,
+    )
+
+
+def _caps(total: int) -> Iterator[str]:
+    """In MiB, as they would be written: from one bucket for all down to many small ones."""
+    cap = total
+    while cap >= max(total // 256, SMALLEST):
+        mebibytes = cap / 2**20
+        yield f"{mebibytes:.2g}" if mebibytes < 10 else f"{mebibytes:.0f}"
+        cap //= 2
+
+
+def _slow_link(
+    timeline: Timeline, split: Split, link: Link, after: Callable[[Callable[[Script], Script]], float]
+) -> Iterator[Advice]:
+    mean = split.mean
+    open_wire = mean.exposed + mean.turn
+    if open_wire < SLOW_WIRE * mean.step or split.synchronizations > 1.5:
+        return
+    header = timeline.recordings[0].header
+    total = sum(bucket.nbytes for bucket in timeline.layout)
+    wire = sum(bucket.wire for bucket in split.buckets)
+    ranks = header.world_size
+    moved = 2 * (ranks - 1) / ranks * total / wire if wire else 0.0
+    cause = (
+        f"the wire is slow: {size(total)} of gradients take {duration(wire)} ({size(moved)}/s a rank), and "
+        f"{duration(open_wire)} of that nothing hides"
+    )
+    base = Advice(kind="slow link", cause=cause, change="", before=mean.step, after=mean.step, free=False)
+    yield replace(
+        base,
+        change=f"accumulate {ACCUMULATED} micro-batches a step (larger batches): "
+        "for batch in model.accumulate(batches): …",
+        after=after(changes.accumulated(ACCUMULATED)) / ACCUMULATED,
+    )
+    if header.reduction == "Mean()":
+        yield replace(
+            base,
+            change='reduction="int8": a quarter of the bytes (means are rounded to 8 bits)',
+            after=after(changes.in_eight_bits(link)),
+        )
+        if not any(step.gathers for merged in timeline.steps for step in merged.ranks):
+            yield replace(
+                base,
+                change=f"ShardedOptimizer(torch.optim.{header.optimizer or 'AdamW'}, model, …): new parameters cross "
+                "the wire behind the next forward (same results)",
+                after=after(changes.next_forward()),
+                free=True,
+            )

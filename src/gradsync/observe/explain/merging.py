@@ -1,0 +1,203 @@
+"""All ranks on one clock, step by step, and what the wire did in each.
+
+A collective begins on the wire when the last rank has started it and the one before is over. So from the starts of all
+ranks and from when each has seen its end, it is known who waited for whom and who for the wire.
+
+Clocks of several machines drift apart. What was measured when the model was wrapped is corrected by the ends of
+collectives, which all ranks see at nearly the same time: they may be apart, but not ever further.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.observe.recording.steps import BucketPart, Recording, Step, Synchronization
+
+__all__ = ["ClockShift", "MergedStep", "OnWire", "Timeline", "clock_shifts", "merge"]
+
+# Of every so many steps the slowest and the fastest tenth are left out, where something else went on.
+LEFT_OUT = 0.1
+# The first steps learn the order of gradients and try bucket sizes.
+WARM_UP = 3
+# Steps that are looked at: the last ones.
+MOST_STEPS = 300
+# Drift is told from this many steps on.
+ENOUGH_FOR_DRIFT = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnWire:
+    """One bucket on the wire: ``last`` is the rank that started it last, at ``begin``; ``ends`` are when each rank saw
+    its end. ``free`` is when the wire was done with the one before, as each rank saw it."""
+
+    index: int
+    begin: float
+    last: int
+    ends: tuple[float, ...]
+    free: tuple[float, ...]
+
+    def seconds(self, rank: int) -> float:
+        """How long the wire was busy with it."""
+        return max(0.0, self.ends[rank] - max(self.begin, self.free[rank]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedStep:
+    """One step of all ranks, on rank 0's clock; for each of its synchronizations what was on the wire, in order."""
+
+    number: int
+    ranks: tuple[Step, ...]
+    wires: tuple[tuple[OnWire, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.fmean(step.seconds for step in self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What all ranks did. ``members`` are their numbers: all of them, or the one that was asked alone. ``recorded`` are
+    the steps that all of them have, ``steps`` the usual ones of these."""
+
+    recordings: tuple[Recording, ...]
+    members: tuple[int, ...]
+    steps: tuple[MergedStep, ...]
+    recorded: tuple[MergedStep, ...]
+    layout: tuple[BucketPart, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks are in it."""
+        return len(self.members) == self.recordings[0].header.world_size
+
+
+def merge(recordings: Sequence[Recording]) -> Timeline:
+    """All of one model. ConfigurationError if ranks have no step in common."""
+    empty = [each.header.rank for each in recordings if not each.steps]
+    if empty:
+        raise ConfigurationError(
+            f"rank {empty[0]} has recorded no step: a step is over when an optimizer of the model's parameters has "
+            "stepped and the next forward begins. Record a few more"
+        )
+    # Buckets are laid out anew on all ranks at once; one that was killed may not have come so far.
+    last = min(len(each.layouts) for each in recordings) - 1
+    if last < 0 or len({each.layouts[last] for each in recordings}) != 1:
+        raise ConfigurationError(
+            "these recordings are of different models, or of different runs: their buckets differ. Record every run "
+            "into a folder of its own"
+        )
+    shifts = clock_shifts(recordings)
+    aligned = [
+        {step.number: step.shifted(shift(step.begin)) for step in each.steps}
+        for each, shift in zip(recordings, shifts, strict=True)
+    ]
+    common = sorted(set.intersection(*(set(steps) for steps in aligned)))
+    if not common:
+        raise ConfigurationError(
+            "ranks have recorded no step in common: "
+            + ", ".join(f"rank {each.header.rank} has {len(each.steps)} of {each.total}" for each in recordings)
+        )
+    recorded = [_merged(tuple(steps[number] for steps in aligned)) for number in common]
+    return Timeline(
+        recordings=tuple(recordings),
+        members=tuple(each.header.rank for each in recordings),
+        steps=tuple(_chosen(recorded, last)),
+        recorded=tuple(recorded),
+        layout=recordings[0].layouts[last],
+    )
+
+
+def _chosen(steps: list[MergedStep], layout: int) -> list[MergedStep]:
+    """Those that are like each other: in the last layout, with as many synchronizations on all ranks, warm, and
+    neither very fast nor very slow."""
+    alike = [
+        merged
+        for merged in steps
+        if merged.ranks[0].layout == layout and len({len(step.synchronizations) for step in merged.ranks}) == 1
+    ] or steps
+    usual = Counter(len(merged.ranks[0].synchronizations) for merged in alike).most_common(1)[0][0]
+    alike = [merged for merged in alike if len(merged.ranks[0].synchronizations) == usual]
+    alike = [merged for merged in alike if merged.number >= WARM_UP] or alike
+    alike = alike[-MOST_STEPS:]
+    by_time = sorted(alike, key=lambda merged: max(step.seconds for step in merged.ranks))
+    out = int(len(by_time) * LEFT_OUT)
+    return sorted(by_time[out : len(by_time) - out], key=lambda merged: merged.number)
+
+
+def _merged(ranks: tuple[Step, ...]) -> MergedStep:
+    rounds = min(len(step.synchronizations) for step in ranks)
+    wires = tuple(_on_wire([step.synchronizations[number] for step in ranks]) for number in range(rounds))
+    return MergedStep(number=ranks[0].number, ranks=ranks, wires=wires)
+
+
+def _on_wire(parts: Sequence[Synchronization]) -> tuple[OnWire, ...]:
+    """The buckets that all ranks have started, in their order."""
+    by_rank = [{bucket.index: bucket for bucket in part.buckets} for part in parts]
+    wires: list[OnWire] = []
+    free = tuple(part.begin for part in parts)
+    for index in sorted(set.intersection(*(set(buckets) for buckets in by_rank))):
+        buckets = [each[index] for each in by_rank]
+        starts = [bucket.start for bucket in buckets]
+        begin = max(starts)
+        ends = tuple(
+            max(begin, min(_first(bucket.reduced, bucket.finish, part.finished), part.finished))
+            for bucket, part in zip(buckets, parts, strict=True)
+        )
+        wires.append(OnWire(index=index, begin=begin, last=starts.index(begin), ends=ends, free=free))
+        free = tuple(max(before, end) for before, end in zip(free, ends, strict=True))
+    return tuple(wires)
+
+
+def _first(*moments: float | None) -> float:
+    return next(moment for moment in moments if moment is not None)
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+class ClockShift:
+    """What to add to the times of a rank to get rank 0's."""
+
+    def __init__(self, offset: float, drift: float = 0.0, since: float = 0.0) -> None:
+        self._offset, self._drift, self._since = offset, drift, since
+
+    def __call__(self, moment: float) -> float:
+        return self._offset - self._drift * (moment - self._since)
+
+
+def clock_shifts(recordings: Sequence[Recording]) -> list[ClockShift]:
+    """Of each, which must have recorded a step; the first is the one to whose clock all are brought."""
+    first = _ends_of(recordings[0])
+    shifts = []
+    for each in recordings:
+        clock = each.header.clock
+        ends = {number: end + clock.offset for number, end in _ends_of(each).items()}
+        # Ranks with the clock of rank 0 have no error.
+        drift = _drift(first, ends) if clock.error else 0.0
+        shifts.append(ClockShift(clock.offset, drift, each.steps[0].begin))
+    return shifts
+
+
+def _ends_of(recording: Recording) -> dict[int, float]:
+    """When the rank saw the end of the last collective of each step."""
+    return {
+        step.number: max(_first(bucket.reduced, bucket.finish, part.finished) for bucket in part.buckets)
+        for step in recording.steps
+        for part in step.synchronizations[-1:]
+        if part.buckets
+    }
+
+
+def _drift(first: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """By how many seconds a second ``other`` goes too fast. Medians, so that a rank that came late now and then does
+    not bend it."""
+    common = sorted(set(first) & set(other))
+    third = len(common) // 3
+    if len(common) < ENOUGH_FOR_DRIFT:
+        return 0.0
+    early, late = common[:third], common[-third:]
+    apart = [statistics.median(other[number] - first[number] for number in part) for part in (early, late)]
+    when = [statistics.median(first[number] for number in part) for part in (early, late)]
+    return (apart[1] - apart[0]) / (when[1] - when[0]) if when[1] > when[0] else 0.0

@@ -1,0 +1,210 @@
+"""Where the time of a step went, rank by rank and on average. Parts add up to the step."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from gradsync.observe.explain.merging import MergedStep, OnWire, Timeline
+from gradsync.observe.recording.steps import Step, Synchronization
+
+__all__ = ["PARTS", "BucketSplit", "Parts", "Split", "split", "step_parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Seconds of a step. All but ``hidden`` add up to it.
+
+    data
+        the loop waits for its loader
+    loop
+        code of the loop's own, between an optimizer's step, or a micro-batch, and the next forward
+    waiting
+        for the rank that started a bucket last, after this one's backward had ended
+    turn
+        all had come, and the last bucket waited for its turn: the wire was busy with those before it
+    exposed
+        the wire carried the last bucket, or parameters that a forward waited for, and this rank had nothing to compute
+    hidden
+        the wire carried something while this rank computed
+    """
+
+    data: float = 0.0
+    loop: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    waiting: float = 0.0
+    turn: float = 0.0
+    exposed: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def step(self) -> float:
+        return sum(float(getattr(self, name)) for name in PARTS)
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward
+
+
+PARTS = tuple(field.name for field in fields(Parts) if field.name != "hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSplit:
+    """One bucket of the layout, on average. ``ready`` and ``start`` are seconds after its backward began, ``wire`` is
+    how long the wire was busy with it, ``hidden`` how much of that the mean rank computed, ``last`` who started it last
+    how often."""
+
+    index: int
+    nbytes: int
+    parameters: tuple[str, ...]
+    ready: float
+    start: float
+    wire: float
+    hidden: float
+    last: dict[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """``ranks`` are the parts of each rank, ``mean`` those of all. ``waited_for`` is how many seconds of a step ranks
+    wait for each, on average, ``was_last`` in which share of the steps it was the last to come; ``waits`` are what each
+    rank itself has waited for another, step by step."""
+
+    mean: Parts
+    ranks: dict[int, Parts]
+    waited_for: dict[int, float]
+    was_last: dict[int, float]
+    waits: dict[int, tuple[float, ...]]
+    buckets: tuple[BucketSplit, ...]
+    micro_batches: float
+    synchronizations: float
+    collectives: float
+
+
+def split(timeline: Timeline) -> Split:
+    """The split of the mean step."""
+    each_rank: list[list[Parts]] = [[] for _ in timeline.members]
+    waited_for: defaultdict[int, float] = defaultdict(float)
+    last: Counter[int] = Counter()
+    for step in timeline.steps:
+        for place, parts in enumerate(each_rank):
+            parts.append(_parts(step, place, waited_for))
+        if step.wires and step.wires[-1] and len(timeline.members) > 1:
+            last[step.wires[-1][-1].last] += 1
+    count, size = len(timeline.steps), len(timeline.members)
+    ranks = {rank: _mean(parts) for rank, parts in zip(timeline.members, each_rank, strict=True)}
+    steps = [step for merged in timeline.steps for step in merged.ranks]
+    return Split(
+        mean=_mean(ranks.values()),
+        ranks=ranks,
+        waited_for={timeline.members[place]: seconds / count / size for place, seconds in waited_for.items()},
+        was_last={timeline.members[place]: times / count for place, times in last.items()},
+        waits={
+            rank: tuple(each.waiting for each in parts) for rank, parts in zip(timeline.members, each_rank, strict=True)
+        },
+        buckets=tuple(_buckets(timeline)),
+        micro_batches=statistics.fmean(step.micro_batches for step in steps),
+        synchronizations=statistics.fmean(len(step.synchronizations) for step in steps),
+        collectives=statistics.fmean(step.collectives for step in steps),
+    )
+
+
+def step_parts(merged: MergedStep) -> Parts:
+    """Of one step, on average over its ranks."""
+    return _mean(_parts(merged, place, defaultdict(float)) for place in range(len(merged.ranks)))
+
+
+def _mean(parts: Iterable[Parts]) -> Parts:
+    known = list(parts)
+    return Parts(
+        **{field.name: statistics.fmean(getattr(each, field.name) for each in known) for field in fields(Parts)}
+    )
+
+
+def _parts(merged: MergedStep, place: int, waited_for: defaultdict[int, float]) -> Parts:
+    step = merged.ranks[place]
+    spent = {name: step.spent(name) for name in ("data", "loop", "forward", "backward", "optimizer", "other")}
+    # Of synchronizations that not all ranks have, nothing more is known.
+    exposed = step.spent("gather") + step.spent("synchronization")
+    waiting = turn = hidden = 0.0
+    for wires, part in zip(merged.wires, step.synchronizations, strict=False):
+        told = _exposure(wires, part, place, waited_for)
+        waiting += told["waiting"]
+        turn += told["turn"]
+        hidden += told["hidden"]
+        spent["other"] += told["other"]
+        exposed -= told["waiting"] + told["turn"] + told["other"]
+    return Parts(**spent, waiting=waiting, turn=turn, exposed=max(0.0, exposed), hidden=hidden)
+
+
+def _exposure(
+    wires: Sequence[OnWire], part: Synchronization, place: int, waited_for: defaultdict[int, float]
+) -> dict[str, float]:
+    """What lies between the end of this rank's backward and its last mean, told apart.
+
+    The last bucket starts where a backward has ended. Until the last rank has come there, nothing that the wire could
+    do would help: ranks wait for it. From then on they wait for the wire.
+    """
+    told = dict.fromkeys(("waiting", "turn", "hidden", "other"), 0.0)
+    since, until = part.backward_end, part.finished
+    if not wires:
+        return told
+    final = wires[-1]
+    come = min(max(since, final.begin), until)
+    # Its own last to come is a rank that starts what is left: that is the engine's work.
+    told["waiting" if final.last != place else "other"] += come - since
+    if final.last != place:
+        waited_for[final.last] += come - since
+    for wire in wires:
+        begin, end = max(wire.begin, wire.free[place]), wire.ends[place]
+        if wire is not final:
+            told["turn"] += _overlap((begin, end), (come, until))
+        told["hidden"] += max(0.0, min(end, since) - begin)
+    # Ends are seen by threads, at times the last one first: what came before it still had its turn.
+    told["other"] += max(0.0, until - max(come, final.free[place], final.ends[place]))
+    return told
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def _buckets(timeline: Timeline) -> Iterable[BucketSplit]:
+    """Of the last synchronization of every step, in the layout that they have."""
+    seen: dict[int, list[tuple[MergedStep, OnWire]]] = {}
+    for step in timeline.steps:
+        for wire in step.wires[-1] if step.wires else ():
+            seen.setdefault(wire.index, []).append((step, wire))
+    for index, pairs in sorted(seen.items()):
+        if index >= len(timeline.layout):
+            continue
+        places = range(len(timeline.members))
+        each = [(step.ranks[place], wire, place) for step, wire in pairs for place in places]
+        plan = timeline.layout[index]
+        yield BucketSplit(
+            index=index,
+            nbytes=plan.nbytes,
+            parameters=plan.parameters,
+            ready=statistics.fmean(_since_backward(step, index, "ready") for step, _, _ in each),
+            start=statistics.fmean(_since_backward(step, index, "start") for step, _, _ in each),
+            wire=statistics.fmean(wire.seconds(place) for _, wire, place in each),
+            hidden=statistics.fmean(
+                _overlap(
+                    (max(wire.begin, wire.free[place]), wire.ends[place]),
+                    (float("-inf"), step.synchronizations[-1].backward_end),
+                )
+                for step, wire, place in each
+            ),
+            last=dict(Counter(timeline.members[wire.last] for _, wire in pairs)),
+        )
+
+
+def _since_backward(step: Step, index: int, name: str) -> float:
+    part = step.synchronizations[-1]
+    bucket = next(bucket for bucket in part.buckets if bucket.index == index)
+    moment = getattr(bucket, name)
+    return (bucket.start if moment is None else moment) - part.begin

@@ -1,0 +1,215 @@
+"""What was measured on few ranks, as numbers that hold for many: a latency, a bandwidth, a burst and costs of coding.
+
+A collective of q bytes through the link, after a pause, takes ``L + max(0, q − burst) / B``. L is that of small
+messages, B the slope of large ones, and the burst what those took less than L and B would have it. L is made of a
+``start`` and of one latency a step, and an all-reduce of two ranks has two steps where its halves have one. With so few
+equations, noise would make either negative; so a start is taken to be about as long as a step, as far as nothing speaks
+against it.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.base.files import whole_file
+from gradsync.base.json_data import from_json
+from gradsync.observe.plan.profile import StepProfile
+from gradsync.observe.plan.schedule import REDUCTIONS, ReductionCost, Schedule
+from gradsync.observe.plan.stragglers import Jitter
+from gradsync.observe.plan.topology import Link, Topology
+from gradsync.observe.plan.wire import Operation, Way, Wire
+
+__all__ = ["Calibration", "Reading", "fit_wire", "no_link", "slow_for_good"]
+
+FORMAT = 1
+# A start is taken to be as long as a step with the weight of so many measured operations.
+BELIEF = 0.5
+# Messages that take so many times as long as the smallest tell of the bandwidth; at least these many of the largest.
+BYTES_COUNT, FEWEST = 10, 3
+# A burst that is less of the largest message is noise.
+LEAST_BURST = 0.01
+# Of a message between hosts, by Gloo over TCP, where nobody has measured it.
+SOCKETS = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A collective among ``ranks``, one a host, after a pause: bytes of the whole tensor, seconds on the slowest."""
+
+    operation: Operation
+    way: Way
+    nbytes: int
+    seconds: float
+    ranks: int = 2
+
+    @property
+    def rounds(self) -> int:
+        return 2 if self.operation == "all_reduce" else 1
+
+    @property
+    def through(self) -> float:
+        """Bytes that leave a rank."""
+        return self.rounds * (self.ranks - 1) / self.ranks * self.nbytes
+
+    @property
+    def steps(self) -> int:
+        """Messages that wait for each other."""
+        return self.rounds * (self.ranks - 1 if self.way == "ring" else 1)
+
+
+def fit_wire(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float = 1.0) -> Wire:
+    """A wire whose collectives take as long as the ``readings``, which are of one number of ranks."""
+    if not readings:
+        raise ConfigurationError("a wire is fitted to readings of at least one collective, got none")
+    largest = [each for each in readings if each.operation == "all_reduce"] or list(readings)
+    bandwidth, burst = _fit_link(largest)
+    fits = {
+        key: _fit_latency([each for each in readings if (each.operation, each.way) == key], bandwidth, burst)
+        for key in dict.fromkeys((each.operation, each.way) for each in readings)
+    }
+    ranks = readings[0].ranks
+    wires: dict[tuple[Operation, Way], Wire] = {}
+    for way in dict.fromkeys(each.way for each in readings):
+        steps = {key: next(r for r in readings if (r.operation, r.way) == key).steps for key in fits if key[1] == way}
+        start, latency = _split([(count, fits[key]) for key, count in steps.items()])
+        link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
+        topology = Topology(ranks=ranks, between=link, ranks_per_host=ranks if way == "shared" else 1)
+        made = Wire(topology=topology, way=way, start=start, in_flight=in_flight, hidden=hidden)
+        wires |= dict.fromkeys(steps, made)
+    main = wires.get(("all_reduce", "ring")) or wires[next(iter(wires))]
+    others = {operation: wire for (operation, way), wire in wires.items() if way != main.way}
+    return replace(main, others={key: each for key, each in others.items() if key != "all_reduce"})
+
+
+def _fit_link(readings: Sequence[Reading]) -> tuple[float, float]:
+    """Bandwidth and burst, by the line through those messages whose time is that of their bytes."""
+    ordered = sorted(readings, key=lambda each: each.through)
+    least = ordered[0]
+    large = [each for each in ordered if each.seconds > BYTES_COUNT * least.seconds]
+    if len(large) < FEWEST:
+        large = ordered[-FEWEST:]
+    if large[0].through == large[-1].through:
+        return max(ordered[-1].through / ordered[-1].seconds, 1.0), 0.0
+    slope, x, y = _line(large)
+    if slope <= 0:
+        # Noise has it that more bytes take no longer: the largest alone tells.
+        return ordered[-1].through / ordered[-1].seconds, 0.0
+    burst = (least.seconds - (y - slope * x)) / slope
+    return 1 / slope, burst if burst > LEAST_BURST * ordered[-1].through else 0.0
+
+
+def _line(readings: Sequence[Reading]) -> tuple[float, float, float]:
+    """Seconds a byte, and the point in the middle; each reading counts by its share of its time."""
+    rows = [(each.through, each.seconds, 1 / each.seconds**2) for each in readings]
+    weight = sum(w for _, _, w in rows)
+    x, y = (sum(row[i] * row[2] for row in rows) / weight for i in (0, 1))
+    spread = sum(w * (q - x) ** 2 for q, _, w in rows)
+    return sum(w * (q - x) * (t - y) for q, t, w in rows) / spread, x, y
+
+
+def _fit_latency(readings: Iterable[Reading], bandwidth: float, burst: float) -> float:
+    """The least of what remains beside the bytes: of messages that are small, where it is most of the time."""
+    ordered = sorted(readings, key=lambda each: each.nbytes)
+    rest = [each.seconds - max(0.0, each.through - burst) / bandwidth for each in ordered[: max(1, len(ordered) // 2)]]
+    return max(statistics.median(rest), 0.0)
+
+
+def _split(latencies: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Start and step, by least squares of ``start + steps · step``."""
+    rows = [(1.0, float(steps), seconds) for steps, seconds in latencies]
+    rows.append((BELIEF, -BELIEF, 0.0))
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ay, by = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    start, step = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
+    if start < 0:
+        return 0.0, sum(s * y for s, y in latencies) / sum(s * s for s, _ in latencies)
+    return (start, step) if step >= 0 else (statistics.mean(y for _, y in latencies), 0.0)
+
+
+def no_link(way: Way, ranks: int) -> str:
+    """The warning of a calibration on one host."""
+    what = "memory that they share stands in" if way == "shared" else "what joins ranks of one host stands in"
+    return (
+        f"no network link was measured: for these {ranks} ranks of one host {what} for it, and a link between hosts is "
+        "slower. Say how fast it is with --link"
+        + (f"; its latency is taken to be {SOCKETS * 1e3:g} ms" * (way == "shared"))
+    )
+
+
+def slow_for_good(rank: int, words: str) -> str:
+    """The warning of a calibration with a straggler."""
+    return (
+        f"rank {rank} was a straggler when this was measured: {words}. The plan takes it for chance that any rank may "
+        "have, so that many ranks come out too slow. Measure again without it"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What a plan is made from: the step of a rank, the wire, what codings cost; and on what that was measured.
+
+    ``link`` is the rate in bytes a second that the measured link was said to have: another one is planned for in
+    proportion. ``facts`` say in words where the numbers are from, ``warnings`` why not to rely on them.
+    """
+
+    profile: StepProfile
+    wire: Wire
+    jitter: Jitter = field(default_factory=Jitter)
+    reductions: Mapping[str, ReductionCost] = field(default_factory=lambda: dict(REDUCTIONS))
+    host: float = 0.0
+    fixed: float = 0.0
+    gather_host: float = 0.0
+    link: float | None = None
+    measured: bool = True
+    facts: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def schedule(self, overlap: Any = "backward", reduction: str = "mean") -> Schedule:
+        """With the costs of this machine."""
+        if reduction not in self.reductions:
+            raise ConfigurationError(f"a reduction of a plan is one of {', '.join(self.reductions)}, got {reduction!r}")
+        return Schedule(
+            overlap=overlap,
+            reduction=self.reductions[reduction],
+            host=self.host,
+            fixed=self.fixed,
+            gather_host=self.gather_host,
+        )
+
+    def over(self, rate: float) -> "Calibration":
+        """The same over a link of another ``rate``: as much of it is used as of the one that was measured."""
+        between = self.wire.topology.between
+        efficiency = between.bandwidth / self.link if self.link else 1.0
+        wire = self.wire.over(replace(between, bandwidth=rate * min(efficiency, 1.0)))
+        if wire.way == "shared":
+            # There is no memory between hosts: sockets, with a latency that was not measured.
+            apart = replace(wire.topology, ranks_per_host=1, between=Link(latency=SOCKETS, bandwidth=rate))
+            wire = replace(wire, way="ring", topology=apart, start=SOCKETS)
+        # What was measured inside of one machine took its cores; a link between machines works by itself.
+        return replace(self, wire=wire if self.link else replace(wire, hidden=1.0), link=rate)
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        with whole_file(path) as file:
+            file.write(json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> "Calibration":
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path} is no calibration that can be read: {error}") from None
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ConfigurationError(
+                f"{path} is no calibration of format {FORMAT}. Measure again with: gradsync plan --measure {path}"
+            )
+        try:
+            return from_json(cls, data)
+        except ValueError as error:
+            raise ConfigurationError(f"{path} is a calibration with something wrong in it: {error}") from None

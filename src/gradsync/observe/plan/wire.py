@@ -1,0 +1,182 @@
+"""What a collective costs: messages one after the other, and bytes through the narrowest link.
+
+With p ranks, n bytes, a latency α and a bandwidth B:
+
+==============  ============================================  =====================================================
+ring            all-reduce 2(p−1)·α + 2(p−1)/p·n/B            Gloo's and NCCL's; a half of it: (p−1)·α + (p−1)/p·n/B
+exchange        all-reduce 2·α + 2(p−1)/p·n/B                 every rank sends to every other one; a half of it: 1·α
+tree            all-reduce 2·log2(p)·α + 2·n/B                NCCL's for what is small, or at many ranks
+fastest         the cheaper of ring and tree                  as NCCL chooses by itself
+hierarchical    inside a host, then between h hosts           the same between hosts, with h in the place of p
+shared          copies in the memory of one host              one host only
+==============  ============================================  =====================================================
+
+``start`` is added to each, whatever its size: calls, threads, kernels; and ``message`` for every message of a rank.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.observe.plan.topology import Link, Topology
+
+__all__ = ["Cost", "Operation", "Way", "Wire"]
+
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+Way = Literal["ring", "exchange", "tree", "fastest", "hierarchical", "shared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """``latency`` seconds in which a link has time for others, then ``nbytes`` through one of ``bandwidth``."""
+
+    latency: float
+    nbytes: float
+    bandwidth: float
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + self.nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """One way of moving bytes between the ranks of a topology.
+
+    ``in_flight`` collectives may be under way at a time: the latency of one hides behind the bytes of another. Compute
+    goes on during a share ``hidden`` of a transfer: 1 where the wire works by itself, less where it takes the cores
+    that compute. ``per_byte`` are seconds for each byte of a tensor in which no link is used. Operations that go
+    another way have it in ``others``.
+    """
+
+    topology: Topology
+    way: Way = "ring"
+    start: float = 0.0
+    message: float = 0.0
+    per_byte: float = 0.0
+    in_flight: int = 1
+    hidden: float = 1.0
+    others: Mapping[Operation, "Wire"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.in_flight < 1 or not 0 < self.hidden <= 1 or min(self.start, self.message, self.per_byte) < 0:
+            raise ConfigurationError(
+                "a wire has at least 1 collective in flight, hides a share in (0, 1], and has costs of 0 or more; got "
+                f"in_flight={self.in_flight}, hidden={self.hidden}, start={self.start}, message={self.message}, "
+                f"per_byte={self.per_byte}"
+            )
+        if self.way == "shared" and self.topology.hosts > 1:
+            raise ConfigurationError(
+                f"memory is shared within one host, got {self.topology.hosts} hosts. Plan with hierarchical instead"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.topology.ranks
+
+    def among(self, ranks: int) -> "Wire":
+        """The same wire among so many ranks."""
+        # What shares memory is on one host, however many there are.
+        local = max(ranks, self.topology.ranks_per_host) if self.way == "shared" else self.topology.ranks_per_host
+        return self._on(replace(self.topology, ranks=ranks, ranks_per_host=local))
+
+    def over(self, between: Link) -> "Wire":
+        """The same wire over other links between hosts."""
+        return self._on(replace(self.topology, between=between))
+
+    def _on(self, topology: Topology) -> "Wire":
+        # Each way has a latency of its own.
+        others = {
+            operation: other._on(
+                replace(topology, between=replace(topology.between, latency=other.topology.between.latency))
+            )
+            for operation, other in self.others.items()
+        }
+        return replace(self, topology=topology, others=others)
+
+    def cost(self, operation: Operation, nbytes: float) -> Cost:
+        """Of a collective on ``nbytes``: those of the whole tensor, also where a rank has or gets a share of it."""
+        if operation in self.others:
+            return self.others[operation].cost(operation, nbytes)
+        if self.ranks == 1:
+            return Cost(latency=0.0, nbytes=0.0, bandwidth=math.inf)
+        rounds = 2 if operation == "all_reduce" else 1
+        law = {
+            "ring": self._ring,
+            "exchange": self._exchange,
+            "tree": self._tree,
+            "fastest": self._fastest,
+            "hierarchical": self._hierarchical,
+            "shared": self._shared,
+        }[self.way]
+        if self.way in ("ring", "tree", "fastest") and operation == "all_to_all":
+            # There is no other way for what is different for each pair.
+            law = self._exchange
+        cost = law(rounds, nbytes)
+        return replace(cost, latency=cost.latency + self.start + self.per_byte * nbytes)
+
+    def _ring(self, rounds: int, nbytes: float) -> Cost:
+        ranks, topology = self.ranks, self.topology
+        traffic = rounds * (ranks - 1) / ranks * nbytes
+        if topology.hosts == 1:
+            link = topology.inside or topology.between
+            step = link.latency + self.message
+            return Cost(latency=rounds * (ranks - 1) * step, nbytes=traffic, bandwidth=link.bandwidth)
+        inside = topology.inside or topology.between
+        # Of the p hops of a ring all but one a host stay inside.
+        crossing = topology.hosts / ranks
+        step = crossing * topology.between.latency + (1 - crossing) * inside.latency + self.message
+        bandwidth = topology.shared_bandwidth(topology.crossing_of_neighbours)
+        if topology.inside is not None:
+            bandwidth = min(bandwidth, inside.bandwidth)
+        return Cost(latency=rounds * (ranks - 1) * step, nbytes=traffic, bandwidth=bandwidth)
+
+    def _exchange(self, rounds: int, nbytes: float) -> Cost:
+        ranks, topology = self.ranks, self.topology
+        messages = rounds * (ranks - 1) * self.message
+        if topology.hosts == 1:
+            link = topology.inside or topology.between
+            traffic = rounds * (ranks - 1) / ranks * nbytes
+            return Cost(latency=rounds * link.latency + messages, nbytes=traffic, bandwidth=link.bandwidth)
+        # All ranks of a host send to all that are elsewhere, through one link.
+        traffic = rounds * topology.local * (ranks - topology.local) / ranks * nbytes
+        bandwidth = topology.shared_bandwidth(topology.crossing_of_all)
+        return Cost(latency=rounds * topology.between.latency + messages, nbytes=traffic, bandwidth=bandwidth)
+
+    def _tree(self, rounds: int, nbytes: float) -> Cost:
+        topology = self.topology
+        inside = topology.inside or topology.between
+        levels = math.ceil(math.log2(topology.hosts)) if topology.hosts > 1 else 0
+        latency = levels * topology.between.latency + (topology.local - 1) * inside.latency
+        hops = levels + topology.local - 1
+        link = topology.between if topology.hosts > 1 else inside
+        bandwidth = topology.shared_bandwidth(topology.crossing_of_neighbours) if topology.hosts > 1 else link.bandwidth
+        return Cost(latency=rounds * (latency + hops * self.message), nbytes=rounds * nbytes, bandwidth=bandwidth)
+
+    def _fastest(self, rounds: int, nbytes: float) -> Cost:
+        ring = self._ring(rounds, nbytes)
+        # Halves of an all-reduce go by a ring.
+        return ring if rounds == 1 else min(ring, self._tree(rounds, nbytes), key=lambda cost: cost.seconds)
+
+    def _hierarchical(self, rounds: int, nbytes: float) -> Cost:
+        """A reduce-scatter inside, an exchange of each rank's share between hosts, a gather inside."""
+        topology = self.topology
+        inside = topology.inside or topology.between
+        local, hosts = topology.local, topology.hosts
+        within = rounds * ((local - 1) / local * nbytes / inside.bandwidth + (inside.latency if local > 1 else 0.0))
+        if hosts == 1:
+            return Cost(latency=within, nbytes=0.0, bandwidth=inside.bandwidth)
+        messages = rounds * (hosts - 1) * self.message
+        return Cost(
+            latency=within + rounds * topology.between.latency + messages,
+            nbytes=rounds * (hosts - 1) / hosts * nbytes,
+            bandwidth=topology.shared_bandwidth(topology.crossing_of_all),
+        )
+
+    def _shared(self, rounds: int, nbytes: float) -> Cost:
+        """Every rank reads its share of all others', and what comes of it; all through the memory of one host."""
+        link = self.topology.inside or self.topology.between
+        traffic = rounds * (self.ranks - 1) / self.ranks * nbytes * self.ranks
+        return Cost(latency=rounds * link.latency, nbytes=traffic, bandwidth=link.bandwidth)

@@ -1,0 +1,241 @@
+"""One file a rank, in lines of JSON: a header, the layouts of the buckets, the steps that were kept, and an end.
+
+::
+
+    {"kind": "recording", "format": 1, "rank": 0, "world_size": 2, …}
+    {"kind": "layout", "number": 0, "buckets": [{"nbytes": 1048, "parameters": ["1.bias", …]}, …]}
+    {"kind": "step", "number": 7, "layout": 0, "begin": 12.5, "end": 12.6, "micro_batches": 1,
+     "spans": [["data", 12.5, 12.51], …],
+     "synchronizations": [{"begin": …, "backward_end": …, "finished": …, "busy": …,
+                           "buckets": [[index, ready, start, reduced, finish, full], …]}],
+     "gathers": [[index, nbytes, start, end, needed, arrived], …]}
+    {"kind": "end", "total": 1200, "ended": true}
+
+Times are seconds on the rank's own clock; the header has what to add to them to get rank 0's. A file is always whole:
+it is written anew now and then, and gets its name when it is complete.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.base.files import whole_file
+from gradsync.base.json_data import from_json
+from gradsync.communicator.naming import absent, listed
+from gradsync.observe.recording.steps import BucketPart, BucketTimes, GatherTimes, Header, Recording, Span, Step
+
+__all__ = [
+    "FOLDER",
+    "FORMAT",
+    "find_recordings",
+    "lines_of",
+    "parse_recording",
+    "read_models",
+    "read_recording",
+    "read_recordings",
+    "write_lines",
+]
+
+FORMAT = 1
+# Where `gradsync train` has it, in the folder of a run.
+FOLDER = "recording"
+PATTERN = "rank-*.jsonl"
+
+
+def file_name(rank: int, model: int) -> str:
+    return f"rank-{rank:05d}.jsonl" if model == 0 else f"rank-{rank:05d}-model-{model}.jsonl"
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def header_line(header: Header) -> str:
+    return _line({"kind": "recording", "format": FORMAT, **dataclasses.asdict(header)})
+
+
+def layout_line(number: int, buckets: Sequence[BucketPart]) -> str:
+    return _line({"kind": "layout", "number": number, "buckets": [dataclasses.asdict(bucket) for bucket in buckets]})
+
+
+def end_line(total: int, *, ended: bool) -> str:
+    return _line({"kind": "end", "total": total, "ended": ended})
+
+
+def step_line(step: Step) -> str:
+    return _line({"kind": "step", **_told(step)})
+
+
+def lines_of(recording: Recording) -> Iterator[str]:
+    """All of a file."""
+    yield header_line(recording.header)
+    yield from (layout_line(number, buckets) for number, buckets in enumerate(recording.layouts))
+    yield from (step_line(step) for step in recording.steps)
+    yield end_line(recording.total, ended=recording.ended)
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    with whole_file(path) as file:
+        for line in lines:
+            file.write(line.encode() + b"\n")
+
+
+def _line(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _told(value: Any) -> Any:
+    """Objects, and arrays for what there is much of. Times to the tenth of a microsecond, which is more than a clock is
+    worth."""
+    if isinstance(value, float):
+        return round(value, 7)
+    if isinstance(value, tuple):
+        return [_told(each) for each in value]
+    if isinstance(value, Span | BucketTimes | GatherTimes):
+        return [_told(each) for each in vars(value).values()]
+    if dataclasses.is_dataclass(value):
+        return {name: _told(each) for name, each in vars(value).items()}
+    return value
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def find_recordings(folder: Path) -> list[Path]:
+    """The files in ``folder``, or in the recording of the run that lies there."""
+    return sorted(folder.glob(PATTERN)) or sorted((folder / FOLDER).glob(PATTERN))
+
+
+def read_recording(path: Path) -> Recording:
+    """Raises ConfigurationError for what no rank has written."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no recording of a rank: {error!r}") from error
+    return parse_recording(text, str(path))
+
+
+def parse_recording(text: str, path: str) -> Recording:
+    """What a rank has written, or sent; ``path`` is where it came from."""
+    try:
+        return _checked(_assembled(_objects(text), path))
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is no recording of a rank: {error}") from error
+
+
+def _objects(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What the lines say, with their numbers."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            told = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"line {number} is no JSON, or cut off") from None
+        if not isinstance(told, dict):
+            raise ValueError(f"line {number} is no object")
+        yield number, told
+
+
+def _assembled(objects: Iterator[tuple[int, dict[str, Any]]], path: str) -> Recording:
+    _, first = next(objects, (0, {}))
+    if first.get("kind") != "recording":
+        raise ValueError("it does not begin as one")
+    if first.get("format") != FORMAT:
+        raise ConfigurationError(
+            f"{path} has format {first.get('format')}, and {FORMAT} is read here: read it with the gradsync that "
+            f"has written it{_version(first)}, or record anew"
+        )
+    header = from_json(Header, first)
+    kinds: dict[str, type[Any]] = {"layout": _Layout, "step": Step, "end": _End}
+    parts: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    for number, told in objects:
+        kind = str(told.get("kind"))
+        if kind not in kinds:
+            raise ValueError(f"line {number} is of no kind that is known: {kind}")
+        try:
+            parts[kind].append(from_json(kinds[kind], told))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return Recording(
+        header=header,
+        layouts=tuple(layout.buckets for layout in parts["layout"]),
+        steps=tuple(parts["step"]),
+        **vars(parts["end"][0] if parts["end"] else _End()),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layout:
+    buckets: tuple[BucketPart, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _End:
+    total: int = 0
+    ended: bool = False
+
+
+def _version(first: dict[str, Any]) -> str:
+    versions = first.get("versions")
+    return f" ({versions.get('gradsync')})" if isinstance(versions, dict) else ""
+
+
+def _checked(recording: Recording) -> Recording:
+    """What types alone do not say."""
+    header = recording.header
+    if not 0 <= header.rank < header.world_size:
+        raise ValueError(f"it is of rank {header.rank} of {header.world_size}")
+    for step in recording.steps:
+        if not 0 <= step.layout < len(recording.layouts):
+            raise ValueError(f"step {step.number} has buckets of layout {step.layout}, which is not there")
+    return recording
+
+
+def read_recordings(folder: Path, model: int = 0) -> list[Recording]:
+    """Those of all ranks, in order. ConfigurationError unless they belong together, and something was recorded."""
+    models = _models(folder)
+    if not models:
+        raise ConfigurationError(
+            f"there is no recording in {folder}: run the training with GRADSYNC_RECORD={folder}, or with gradsync "
+            "train, which always records"
+        )
+    if model not in models:
+        known = listed([str(number) for number in sorted(models)])
+        raise ConfigurationError(f"{folder} has no recording of model {model}, only of {known}")
+    return _whole(models[model], folder)
+
+
+def read_models(folder: Path) -> list[list[Recording]]:
+    """For each model that was recorded what :func:`read_recordings` has of it."""
+    return [_whole(recordings, folder) for _, recordings in sorted(_models(folder).items())]
+
+
+def _models(folder: Path) -> dict[int, list[Recording]]:
+    models: dict[int, list[Recording]] = {}
+    for path in find_recordings(folder):
+        recording = read_recording(path)
+        models.setdefault(recording.header.model, []).append(recording)
+    return models
+
+
+def _whole(recordings: Sequence[Recording], folder: Path) -> list[Recording]:
+    """All ranks of one run."""
+    found = {each.header.rank: each for each in recordings}
+    size, *others = sorted({each.header.world_size for each in recordings})
+    if others:
+        raise ConfigurationError(
+            f"{folder} has recordings of runs with {listed([str(each) for each in (size, *others)])} ranks: record "
+            "every run into a folder of its own"
+        )
+    missing = absent(found, size)
+    if missing:
+        raise ConfigurationError(
+            f"{folder} has no recording of {missing}: ranks on other hosts write theirs there. Bring all files "
+            "together in one folder"
+        )
+    return [found[rank] for rank in range(size)]

@@ -1,0 +1,400 @@
+"""The observer that keeps when everything in a step happened. Always on, so it must cost nearly nothing: during a step
+it appends to a list, and what the marks mean is found out when somebody asks or a file is written.
+
+On a GPU the host runs ahead of the device, so events are recorded on the stream, and read later.
+"""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradsync.base.version import __version__
+from gradsync.communicator import Handle
+from gradsync.communicator.device_clock import DeviceClock
+from gradsync.communicator.topology import host_identity
+from gradsync.core.bucket.bucket import Bucket
+from gradsync.core.bucket.cost_model import known_link
+from gradsync.core.bucket.layout import BucketLayout
+from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.observe.recording.files import end_line, file_name, header_line, layout_line, step_line, write_lines
+from gradsync.observe.recording.loading import listen
+from gradsync.observe.recording.marks import Kind, Marks, Read, read_step
+from gradsync.observe.recording.steps import BucketPart, Clock, Header, Recording, Step
+
+__all__ = ["Recorder", "close_recorders"]
+
+LOGGER = logging.getLogger("gradsync")
+
+# Looking a member up in its class takes as long as all the rest of a mark.
+_ARRIVED = Kind.ARRIVED
+_BACKWARD = Kind.BACKWARD
+_BACKWARD_END = Kind.BACKWARD_END
+_EVALUATION = Kind.EVALUATION
+_FINISH = Kind.FINISH
+_FORWARD = Kind.FORWARD
+_FORWARD_END = Kind.FORWARD_END
+_FULL = Kind.FULL
+_LOADED = Kind.LOADED
+_LOADING = Kind.LOADING
+_NEEDED = Kind.NEEDED
+_READY = Kind.READY
+_START = Kind.START
+_STEP = Kind.STEP
+_STEP_END = Kind.STEP_END
+_SYNCHRONIZED = Kind.SYNCHRONIZED
+
+# Steps that are kept as they are; of those before, as many again, ever further apart.
+KEPT = 500
+KEPT_IN_MEMORY = 100
+# What is not over after so many marks has no optimizer that could end it, and is forgotten.
+MOST_MARKS = 200_000
+# When files are written, in seconds after the one before; the last holds from then on.
+WRITTEN_AFTER = (5.0, 15.0, 60.0)
+
+# Those with a folder that were not closed yet. They hold no model, and outlive it.
+_unwritten: "list[Recorder]" = []
+# How many models of each rank were recorded to each folder.
+_models: Counter[tuple[Path, int]] = Counter()
+
+
+class Recorder:
+    """Keeps the last steps of one model, and writes them into ``folder``, if there is one: now and then, when it is
+    closed, and at the end of the process. ``keep`` is how many it keeps.
+
+    Every model has one that writes nothing, which ``model.explain()`` asks. ``GRADSYNC_RECORD=FOLDER`` gives it a
+    folder; one of your own is passed as an observer: ``DistributedDataParallel(model, observer=Recorder("folder"))``.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, *, keep: int | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._keep = keep if keep is not None else KEPT if self.folder is not None else KEPT_IN_MEMORY
+        self._header: Header | None = None
+        self._synchronizer: weakref.ref[Synchronizer] | None = None
+        self._now: Callable[[], Any] = time.perf_counter
+        self._on_core: Callable[[], float | None] = time.thread_time
+        self._layout: BucketLayout | None = None
+        self._layouts: list[tuple[BucketPart, ...]] = []
+        self._marks: Marks = []
+        self._gathers: list[list[Any]] = []
+        self._following: list[list[Any]] = []
+        self._waiting: dict[int, list[Any]] = {}
+        self._steps: deque[tuple[int, int, Any, Marks, list[list[Any]]]] = deque(maxlen=self._keep)
+        # When the step began: the last one's end. Where that is in the marks, once its optimizer has stepped.
+        self._begin: Any = None
+        self._cut = 0
+        self._in_forward = self._loads = False
+        # The one that runs forwards: what others load is loaded meanwhile.
+        self._thread: int | None = None
+        self.total = 0
+        self._lines: dict[int, str] = {}
+        self._stride = 1
+        self._due, self._waits = 0.0, list(WRITTEN_AFTER)
+        self._closed = self._failed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as that of a wrapper takes along, begins with nothing recorded, and writes nothing."""
+        return (functools.partial(Recorder, keep=self._keep), ())
+
+    # -- what it watches -------------------------------------------------------------------------------------------
+
+    def attach(self, synchronizer: Synchronizer, name: str, clock: Clock) -> None:
+        """It is about to hear of this model. A model that goes on over another wire is attached again."""
+        self._synchronizer = weakref.ref(synchronizer)
+        if synchronizer.parameters[0].device.type == "cuda":
+            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), _unknown
+        number = self._next_number(synchronizer) if self._header is None else self._header.model
+        self._header = _describe(synchronizer, name, clock, number)
+        listen(self)
+        if self.folder is not None and self not in _unwritten:
+            _unwritten.append(self)
+            self._due = time.monotonic() + self._waits[0]
+
+    def _next_number(self, synchronizer: Synchronizer) -> int:
+        """One that no other model of this rank has in the folder, ended or not: it would lose its file."""
+        if self.folder is None:
+            return 0
+        key = self.folder, synchronizer.options.communicator.rank
+        _models[key] += 1
+        return _models[key] - 1
+
+    def align(self, clock: Clock) -> None:
+        """Ranks have measured their clocks."""
+        if self._header is not None:
+            self._header = replace(self._header, clock=clock)
+
+    # -- what it hears: the hot path -------------------------------------------------------------------------------
+
+    def evaluation_began(self) -> None:
+        # Once is enough: somebody may evaluate for hours.
+        if not self._marks or self._marks[-1][0] is not _EVALUATION:
+            self._marks.append((_EVALUATION, None, None))
+
+    def forward_began(self) -> None:
+        now = self._now()
+        if self._cut:
+            self._end_step()
+        elif len(self._marks) > MOST_MARKS:
+            self._marks, self._gathers, self._following, self._begin = [], [], [], now
+        elif self._begin is None:
+            self._begin = now
+        self._in_forward, self._thread = True, threading.get_ident()
+        self._marks.append((_FORWARD, None, now))
+
+    def forward_ended(self) -> None:
+        self._in_forward = False
+        self._marks.append((_FORWARD_END, None, self._now()))
+
+    def backward_began(self, *, synchronizes: bool) -> None:
+        # A forward that raised, or whose output went elsewhere, is over too.
+        self._in_forward = False
+        self._marks.append((_BACKWARD, self._on_core(), self._now()))
+
+    def chunk_full(self, bucket: Bucket) -> None:
+        self._marks.append((_FULL, bucket.index, self._now()))
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        self._marks.append((_READY, bucket.index, self._now()))
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        now = self._now()
+        entry = [bucket.index, now, None]
+        self._marks.append((_START, entry, now))
+        # On the wire's own thread, and on CUDA on a stream that is ordered after the collective.
+        handle.when_done(functools.partial(self._note_end, entry, 2))
+
+    def backward_ended(self) -> None:
+        self._marks.append((_BACKWARD_END, self._on_core(), self._now()))
+
+    def bucket_finished(self, bucket: Bucket) -> None:
+        self._marks.append((_FINISH, bucket.index, self._now()))
+
+    def synchronization_finished(self) -> None:
+        self._marks.append((_SYNCHRONIZED, None, self._now()))
+
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        entry = [bucket.index, bucket.buffer.nbytes, self._now(), None, None, None]
+        self._following.append(entry)
+        self._waiting[bucket.index] = entry
+        handle.when_done(functools.partial(self._note_end, entry, 3))
+
+    def gather_needed(self, bucket: Bucket) -> None:
+        now = self._now()
+        self._marks.append((_NEEDED, bucket.index, now))
+        entry = self._waiting.get(bucket.index)
+        if entry is not None:
+            entry[4] = now
+
+    def gather_arrived(self, bucket: Bucket) -> None:
+        now = self._now()
+        self._marks.append((_ARRIVED, bucket.index, now))
+        entry = self._waiting.pop(bucket.index, None)
+        if entry is not None:
+            entry[5] = now
+
+    def loading_began(self) -> None:
+        # Batches of an evaluation are part of it, and somebody may read data for hours without a step.
+        evaluates = bool(self._marks) and self._marks[-1][0] is _EVALUATION
+        if self._thread == threading.get_ident() and not evaluates and len(self._marks) <= MOST_MARKS:
+            self._loads = True
+            self._marks.append((_LOADING, None, self._now()))
+
+    def loading_ended(self) -> None:
+        if self._loads and self._thread == threading.get_ident():
+            self._loads = False
+            self._marks.append((_LOADED, None, self._now()))
+
+    def step_began(self) -> None:
+        if not self._in_forward:
+            self._marks.append((_STEP, None, self._now()))
+
+    def step_ended(self, optimizer: Any) -> None:
+        # Parameters that are updated when a layer waits for them have optimizers that step inside the forward.
+        if self._in_forward or self._begin is None:
+            return
+        self._marks.append((_STEP_END, None, self._now()))
+        self._cut = len(self._marks)
+        header = self._header
+        if header is not None and not header.optimizer:
+            self._header = replace(header, optimizer=type(optimizer).__name__)
+
+    def _note_end(self, entry: list[Any], place: int) -> None:
+        entry[place] = self._now()
+
+    # -- a step is over --------------------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        """At the next forward: until then another optimizer may step, and the step is not over."""
+        marks, cut, self._cut = self._marks, self._cut, 0
+        self._marks = marks[cut:]
+        del marks[cut:]
+        self._steps.append((self.total, self._number_of_layout(), self._begin, marks, self._gathers))
+        self._gathers, self._following = self._following, []
+        self._begin = marks[-1][2]
+        self.total += 1
+        if self.folder is not None and not self._closed and time.monotonic() > self._due:
+            self.write()
+
+    def _number_of_layout(self) -> int:
+        synchronizer = None if self._synchronizer is None else self._synchronizer()
+        layout = None if synchronizer is None else synchronizer.layout
+        if layout is not None and layout is not self._layout and synchronizer is not None:
+            self._layout = layout
+            self._layouts.append(
+                tuple(
+                    BucketPart(
+                        nbytes=plan.numel * plan.dtype.itemsize,
+                        parameters=tuple(synchronizer.specs[slot.parameter].name for slot in plan.slots),
+                    )
+                    for plan in layout.buckets
+                )
+            )
+        return len(self._layouts) - 1
+
+    # -- what it knows ---------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[Step]:
+        """The last steps, oldest first. On a GPU it waits for them."""
+        if self._cut:
+            self._end_step()
+        return self._read(list(self._steps))
+
+    @property
+    def recording(self) -> Recording | None:
+        """What it has kept; None before it was attached to a model."""
+        steps = self.steps
+        header = self._current_header()
+        if header is None:
+            return None
+        return Recording(
+            header=header, layouts=tuple(self._layouts), steps=tuple(steps), total=self.total, ended=self._closed
+        )
+
+    def _read(self, steps: list[tuple[int, int, Any, Marks, list[list[Any]]]]) -> list[Step]:
+        read = self._reader()
+        return [
+            read_step(marks, gathers, read=read, number=number, layout=layout, begin=begin)
+            for number, layout, begin, marks, gathers in steps
+        ]
+
+    def _reader(self) -> Read:
+        if not isinstance(self._now, DeviceClock):
+            return float
+        anchor = self._now()
+        anchor.synchronize()
+        now = time.perf_counter()
+
+        def read(event: Any) -> float:
+            event.synchronize()
+            return now - float(event.elapsed_time(anchor)) / 1e3
+
+        return read
+
+    def _current_header(self) -> Header | None:
+        synchronizer = None if self._synchronizer is None else self._synchronizer()
+        if self._header is not None and synchronizer is not None:
+            self._header = replace(self._header, **_changing(synchronizer))
+        return self._header
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def write(self, *, ended: bool = False) -> None:
+        """Write what is kept by now. It never raises: whoever watches must not break a training."""
+        if self.folder is None or self._failed:
+            return
+        try:
+            if self._cut:
+                self._end_step()
+            fresh = [each for each in list(self._steps) if each[0] not in self._lines]
+            self._lines.update({step.number: step_line(step) for step in self._read(fresh)})
+            self._thin()
+            header = self._current_header()
+            if header is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                layouts = [layout_line(number, buckets) for number, buckets in enumerate(self._layouts)]
+                lines = [header_line(header), *layouts, *self._lines.values(), end_line(self.total, ended=ended)]
+                write_lines(self.folder / file_name(header.rank, header.model), lines)
+        except Exception:
+            self._failed = True
+            LOGGER.exception("the recording cannot be written to %s, and is not tried again", self.folder)
+        self._waits = self._waits[1:] or self._waits
+        self._due = time.monotonic() + self._waits[0]
+
+    def _thin(self) -> None:
+        recent = self.total - self._keep
+        while True:
+            self._lines = {
+                number: line for number, line in self._lines.items() if number >= recent or not number % self._stride
+            }
+            if sum(number < recent for number in self._lines) <= self._keep:
+                return
+            self._stride *= 2
+
+    def close(self) -> None:
+        """The training is over: write the file for the last time."""
+        if not self._closed:
+            self.write(ended=True)
+            self._closed = True
+            with contextlib.suppress(ValueError):
+                _unwritten.remove(self)
+
+
+@atexit.register
+def close_recorders() -> None:
+    """At the end of the process, or before one that ends by ``os._exit``."""
+    # Each takes itself off the list.
+    for recorder in _unwritten.copy():
+        recorder.close()
+
+
+os.register_at_fork(after_in_child=_unwritten.clear)
+
+
+def _unknown() -> None:
+    """Backwards of a GPU run on threads of their own, and the host is ahead of them."""
+
+
+def _describe(synchronizer: Synchronizer, name: str, clock: Clock, number: int) -> Header:
+    communicator = synchronizer.options.communicator
+    backend = "" if communicator.group is None else str(torch.distributed.get_backend(communicator.group))
+    return Header(
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+        model=number,
+        name=name,
+        host=socket.gethostname(),
+        identity=host_identity().hex(),
+        process=os.getpid(),
+        device=str(synchronizer.parameters[0].device),
+        backend=backend,
+        communicator=repr(communicator),
+        schedule=synchronizer.options.policy.schedule,
+        caps_chosen=synchronizer.options.policy.sizes is not None,
+        parameters={spec.name: spec.nbytes for spec in synchronizer.specs},
+        clock=clock,
+        versions={"gradsync": __version__, "torch": str(torch.__version__)},
+        **_changing(synchronizer),
+    )
+
+
+def _changing(synchronizer: Synchronizer) -> dict[str, Any]:
+    """What may be another one later in the training."""
+    link = known_link(synchronizer.options.communicator)
+    return {
+        "reduction": repr(synchronizer.reduction),
+        "caps": tuple(synchronizer.caps.caps),
+        "link": None if link is None else (link.latency, link.seconds_per_byte),
+    }

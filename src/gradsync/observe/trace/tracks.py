@@ -1,0 +1,168 @@
+"""What a trace shows of recordings: for every rank a few tracks, and on each of them slices that nest.
+
+On ``steps`` lies what the rank computed, on ``waiting`` the time that it lost: to the wire after a backward, and to
+parameters on their way. ``wire`` has a slice for each bucket from its start until it was reduced, ``gathers`` one for
+each bucket whose new parameters travel. Several buckets may be under way at once, and slices of one track must not
+overlap halfway; so a track may have several lanes, of one name.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gradsync.observe.explain.merging import ClockShift, clock_shifts
+from gradsync.observe.recording import BucketPart, Recording, Step
+
+__all__ = ["Process", "Slice", "Track", "processes_of"]
+
+STEPS, WIRE, GATHERS, WAITING = "steps", "wire", "gathers", "waiting"
+# Spans that are time lost, and what a reader is told that it is lost to.
+LOST = {"synchronization": "for the wire", "gather": "for parameters"}
+MOST_NAMES = 20
+
+Value = str | int | float | list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Something from ``begin`` to ``end``, on rank 0's clock. Slices of all ranks with one ``flow`` are one collective.
+    ``inner`` lie inside, one after the other."""
+
+    name: str
+    begin: float
+    end: float
+    values: dict[str, Value] = field(default_factory=dict)
+    flow: tuple[int, ...] | None = None
+    inner: tuple["Slice", ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Track:
+    """Slices that do not overlap, in order."""
+
+    name: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One rank, with its tracks from top to bottom."""
+
+    rank: int
+    name: str
+    labels: tuple[str, ...]
+    tracks: tuple[Track, ...]
+
+
+def processes_of(recordings: Sequence[Recording]) -> list[Process]:
+    """One for each rank; a rank may have recorded several models, which then are told apart by their names."""
+    recorded = [each for each in recordings if each.steps]
+    aligned: dict[int, list[tuple[Recording, ClockShift]]] = {}
+    for model in sorted({each.header.model for each in recorded}):
+        ranks = sorted((each for each in recorded if each.header.model == model), key=lambda each: each.header.rank)
+        for recording, shift in zip(ranks, clock_shifts(ranks), strict=True):
+            aligned.setdefault(recording.header.rank, []).append((recording, shift))
+    return [_process(aligned[rank]) for rank in sorted(aligned)]
+
+
+def _process(models: Sequence[tuple[Recording, ClockShift]]) -> Process:
+    first = models[0][0].header
+    return Process(
+        rank=first.rank,
+        name=f"rank {first.rank} on {first.host}",
+        labels=(f"process {first.process}", first.device),
+        tracks=tuple(track for model in models for track in _tracks(*model, several=len(models) > 1)),
+    )
+
+
+def _tracks(recording: Recording, shift: ClockShift, *, several: bool) -> Iterator[Track]:
+    prefix = f"{recording.header.name or 'model'} {recording.header.model}: " if several else ""
+    model = recording.header.model
+    steps = [(step, step.shifted(shift(step.begin))) for step in recording.steps]
+    computed: list[Slice] = []
+    waiting: list[Slice] = []
+    wire: list[Slice] = []
+    gathers: list[Slice] = []
+    for raw, step in steps:
+        layout = recording.layouts[raw.layout] if raw.layout < len(recording.layouts) else ()
+        computed.append(_computed(step))
+        waiting += _waiting(step)
+        wire += _on_wire(step, layout, model)
+        gathers += _gathered(step, layout, model)
+    for name, slices in ((STEPS, computed), (WAITING, waiting), (WIRE, wire), (GATHERS, gathers)):
+        yield from (Track(name=prefix + name, slices=tuple(lane)) for lane in _lanes(slices))
+
+
+def _computed(step: Step) -> Slice:
+    return Slice(
+        name=f"step {step.number}",
+        begin=step.begin,
+        end=step.end,
+        values={"micro-batches": step.micro_batches, "collectives": step.collectives},
+        inner=tuple(
+            Slice(name=span.name, begin=max(span.begin, step.begin), end=min(span.end, step.end))
+            for span in step.spans
+            if span.name not in LOST
+        ),
+    )
+
+
+def _waiting(step: Step) -> list[Slice]:
+    return [
+        Slice(name=LOST[span.name], begin=span.begin, end=span.end, values={"step": step.number})
+        for span in step.spans
+        if span.name in LOST
+    ]
+
+
+def _on_wire(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[Slice]:
+    for number, synchronization in enumerate(step.synchronizations):
+        for bucket in synchronization.buckets:
+            # Where the wire does not tell of its end, the engine's wait does.
+            ends = (each for each in (bucket.reduced, bucket.finish) if each is not None)
+            values: dict[str, Value] = {"step": step.number, "bucket": bucket.index, **_part(layout, bucket.index)}
+            if bucket.ready is not None:
+                values["ready before start, µs"] = round((bucket.start - bucket.ready) * 1e6, 1)
+            yield Slice(
+                name=f"bucket {bucket.index}",
+                begin=bucket.start,
+                end=max(next(ends, synchronization.finished), bucket.start),
+                values=values,
+                flow=(0, model, step.number, number, bucket.index),
+            )
+
+
+def _gathered(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[Slice]:
+    for gather in step.gathers:
+        end = next((each for each in (gather.end, gather.arrived) if each is not None), gather.start)
+        values: dict[str, Value] = {"step": step.number, "bucket": gather.index, **_part(layout, gather.index)}
+        values["bytes"] = gather.nbytes
+        if gather.needed is not None and gather.arrived is not None:
+            values["waited for, µs"] = round((gather.arrived - gather.needed) * 1e6, 1)
+        yield Slice(
+            name=f"gather {gather.index}",
+            begin=gather.start,
+            end=max(end, gather.start),
+            values=values,
+            flow=(1, model, step.number, 0, gather.index),
+        )
+
+
+def _part(layout: Sequence[BucketPart], index: int) -> dict[str, Value]:
+    if index >= len(layout):
+        return {}
+    part = layout[index]
+    names = list(part.parameters[:MOST_NAMES])
+    more = len(part.parameters) - len(names)
+    return {"bytes": part.nbytes, "parameters": [*names, *([f"and {more} more"] if more > 0 else [])]}
+
+
+def _lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """Each slice on the first lane that is free when it begins."""
+    lanes: list[list[Slice]] = []
+    for each in sorted(slices, key=lambda each: (each.begin, each.end)):
+        free = next((lane for lane in lanes if lane[-1].end <= each.begin), None)
+        if free is None:
+            lanes.append([each])
+        else:
+            free.append(each)
+    return lanes

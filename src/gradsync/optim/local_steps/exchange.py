@@ -1,0 +1,138 @@
+"""What travels in a round: buckets of parameters, or of how far they have come from their anchors.
+
+Buckets are those that gradients travel in, so that every reduction can carry them. They are filled here, not by
+autograd, and all gradients of the model are left alone.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradsync.communicator import Communicator, Handle
+from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, BucketPlan, ParameterSpec, plan_layout
+from gradsync.core.bucket.precise import widened
+from gradsync.core.reduction import Reduction
+
+__all__ = ["Exchange", "Fragment", "put_down", "wide"]
+
+# Nothing is computed meanwhile that a smaller first bucket could be hidden behind; this is torch's own size.
+CAP = 25 * 1024 * 1024
+
+
+def wide(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """The specs of what travels: at least float32. A mean of bfloat16 numbers, rounded on its way, would lose what
+    ranks have learned in a few steps."""
+    return widened(specs, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """Tensors that are sent together: their places among all of them, and the buckets they travel in."""
+
+    members: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+
+
+class Exchange:
+    """Means of tensors over the ranks, through ``reduction``, fragment by fragment.
+
+    ``tensors`` are those of now, and ``runs`` of neighbours are the fragments. :meth:`start` is told what to send; the
+    means are :meth:`results` after :meth:`wait`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        specs: Sequence[ParameterSpec],
+        runs: Sequence[range],
+        reduction: Reduction,
+        communicator: Communicator,
+    ) -> None:
+        self.specs = wide(specs)
+        self.reduction = reduction
+        self._communicator = communicator
+        self._divisor = float(communicator.world_size)
+        layout, plans = _plan(self.specs, runs)
+        parameters = [
+            tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor.detach(), False)
+            for tensor in tensors
+        ]
+        buckets = [Bucket(plan, parameters, self.specs, communicator) for plan in layout.buckets]
+        self.fragments = [
+            Fragment(members=tuple(run), buckets=tuple(buckets[number] for number in numbers))
+            for run, numbers in zip(runs, plans, strict=True)
+        ]
+        self._running: list[Handle] = []
+        reduction.rebuilt(layout)
+
+    @torch.no_grad()
+    def start(
+        self, fragments: Sequence[int], tensors: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Send ``tensors``, or what is missing from them to ``anchors``, on their way. All ranks send the same."""
+        try:
+            for bucket in self._buckets(fragments):
+                self._fill(bucket, tensors, anchors)
+                self._running.append(self.reduction.start(bucket, self._communicator, self._divisor))
+        except BaseException:
+            self._running = []
+            self.reduction.ended(well=False)
+            raise
+
+    def _fill(self, bucket: Bucket, tensors: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor] | None) -> None:
+        bucket.reopen()
+        for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
+            if anchors is None:
+                view.copy_(tensors[slot.parameter])
+            else:
+                torch.sub(anchors[slot.parameter], tensors[slot.parameter], out=view)
+        scale = self.reduction.landing_scale(bucket, self._communicator, self._divisor)
+        if scale != 1.0:
+            bucket.payload.mul_(scale)
+
+    def wait(self) -> None:
+        """Return when all that was started has arrived, or raise why it has not."""
+        handles, self._running = self._running, []
+        well = False
+        try:
+            for handle in handles:
+                handle.wait()
+            well = True
+        finally:
+            if handles:
+                self.reduction.ended(well=well)
+
+    def results(self, fragments: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The means, by the place of their tensors. They lie in buckets, and hold until the next start."""
+        return {
+            slot.parameter: view
+            for bucket in self._buckets(fragments)
+            for slot, view in zip(bucket.plan.slots, bucket.views, strict=True)
+        }
+
+    def _buckets(self, fragments: Sequence[int]) -> list[Bucket]:
+        return [bucket for number in fragments for bucket in self.fragments[number].buckets]
+
+
+@torch.no_grad()
+def put_down(tensor: torch.Tensor, value: torch.Tensor, sent: torch.Tensor | None) -> None:
+    """Make ``tensor`` the new value, and add how far it has come since it was ``sent``, where that was kept."""
+    if sent is not None:
+        # Not a sum: a rank that took no step must end with the very bits of one that kept nothing, of minus zero, too.
+        value = value - (sent.to(value.dtype) - tensor.to(value.dtype))
+    tensor.copy_(value)
+
+
+def _plan(specs: Sequence[ParameterSpec], runs: Sequence[range]) -> tuple[BucketLayout, list[list[int]]]:
+    """One layout in which no bucket has tensors of two runs, and the buckets of each run by their numbers."""
+    plans: list[BucketPlan] = []
+    numbers: list[list[int]] = []
+    for run in runs:
+        # The last bucket of a round has a place for a ballot, by which communication hooks know that it is the last.
+        layout = plan_layout(specs, run, BucketCaps.uniform(CAP), ballot=1)
+        first = len(plans)
+        plans += [dataclasses.replace(plan, index=first + plan.index) for plan in layout.buckets]
+        numbers.append(list(range(first, len(plans))))
+    return BucketLayout(buckets=tuple(plans), sparse=()), numbers

@@ -1,0 +1,343 @@
+"""``LocalSteps``: each rank takes optimizer steps by itself, and after so many of them all ranks agree on parameters.
+
+::
+
+    optimizer.step()      one more step of the cycle
+                          what was sent ``delay`` steps ago has arrived: merge it        outer.py
+                          is a fragment due?
+                              where are the others?                                      meeting.py
+                              send what has changed since they last agreed               exchange.py
+
+[Note: what fails] All that a round brings is waited for before a parameter is written. If it does not come, parameters
+are what they were, the ranks are out of step, and this object refuses to go on.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from gradsync.base.errors import GradsyncError, MisuseError
+from gradsync.communicator import Communicator, choose_communicator, fit_communicator
+from gradsync.communicator.agreement import make_together, require_agreement
+from gradsync.communicator.logs import log_errors
+from gradsync.core.reduction import Reduction
+from gradsync.health.watch import set_watch
+from gradsync.optim.local_steps.averaged_buffers import AveragedBuffers
+from gradsync.optim.local_steps.exchange import Exchange, put_down
+from gradsync.optim.local_steps.meeting import Agreed, Notice, Wish, meet
+from gradsync.optim.local_steps.outer import Outer, OuterFactory
+from gradsync.optim.local_steps.parts import Optimizers, Parts, communicator_of
+from gradsync.optim.local_steps.saving import check_state
+from gradsync.optim.local_steps.settings import Settings, cut
+from gradsync.parallel.replica_state import broadcast_tensors
+
+__all__ = ["LocalSteps"]
+
+
+@dataclass(kw_only=True)
+class _Round:
+    """What is on its way: fragments, with their parameters as they were sent if ``steps_left`` are to be taken before
+    they are merged, and perhaps buffers."""
+
+    fragments: tuple[int, ...]
+    sent: dict[int, torch.Tensor]
+    buffers: bool
+    steps_left: int
+
+
+class LocalSteps:
+    """Lets each rank train ``model`` by itself, and makes one model of them after every ``every`` steps.
+
+    Without ``outer`` that is the mean of their parameters. With it, as in
+    ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``, an optimizer of this sort takes the way
+    from that mean back to where they last agreed as a gradient. ``reduction`` is how it travels, a name or an object.
+
+    With ``fragments`` the model is sent in so many parts, each at a step of its own, and merged ``delay`` steps later:
+    it travels while ranks go on. ``group`` is a process group or a communicator; by default the wrapper's, or all.
+
+    The steps of ``optimizer`` are counted by a hook; the loop has nothing to call but :meth:`finish` at its end. Of
+    several optimizers in a list the last one's steps count. All ranks make it alike, with the parameters of rank 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        every: int,
+        outer: OuterFactory | None = None,
+        reduction: Reduction | str | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        group: Any = None,
+    ) -> None:
+        self.settings = Settings(every=every, fragments=fragments, delay=delay)
+        known = group if isinstance(group, Communicator) else communicator_of(model) if group is None else None
+        chosen = choose_communicator(group) if known is None else known
+
+        def look() -> Parts:
+            parts = Parts(model, optimizer, self.settings)
+            parts.choose(reduction, outer)
+            return parts
+
+        parts = make_together(chosen, "prepare local steps", look)
+        self._communicator = known or fit_communicator(chosen, parts.replica.device).communicator
+        require_agreement(self._communicator, "what LocalSteps was given", parts.described)
+        broadcast_tensors([*parts.replica.parameters, *parts.replica.buffers], self._communicator)
+        set_watch(self._communicator)
+        self._replica, self._parameters, self._outer = parts.replica, parts.parameters, parts.outer
+        if self._outer is not None:
+            self._outer.drop(self._parameters)
+        runs = cut([spec.nbytes for spec in parts.specs], fragments)
+        self._exchange = Exchange(self._parameters, parts.specs, runs, parts.reduction, self._communicator)
+        self._buffers = AveragedBuffers(self._replica, self._communicator)
+        self._schedule = self.settings.schedule
+        self._step = self._rounds = 0
+        # Which fragment is next, and how many steps were taken here since each was sent.
+        self._next, self._drift = 0, [0] * fragments
+        self._running: _Round | None = None
+        # In words: an exception would keep everything alive that its traceback has seen.
+        self._failure: str | None = None
+        self._closed = False
+        self._alone = None if parts.alone is None else parts.alone()
+        # The hook holds this object, and nothing here holds the optimizer: no cycle keeps the model alive.
+        self._hook = parts.optimizer.register_step_post_hook(self._after_step)
+
+    def __repr__(self) -> str:
+        settings, state = self.settings, "closed" if self._closed else f"step {self._step} of a cycle"
+        return (
+            f"LocalSteps(every={settings.every}, fragments={settings.fragments}, delay={settings.delay}: {state}, "
+            f"{self._rounds} synchronizations)"
+        )
+
+    @property
+    def synchronizations(self) -> int:
+        """How many times something was sent."""
+        return self._rounds
+
+    @property
+    def outer(self) -> torch.optim.Optimizer | None:
+        """The outer optimizer, for schedules of its learning rate; None where parameters are averaged."""
+        return None if self._outer is None else self._outer.optimizer
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._require_usable()
+        self._step += 1
+        self._drift = [steps + 1 for steps in self._drift]
+        running = self._running
+        if running is not None:
+            running.steps_left -= 1
+            if running.steps_left == 0:
+                self._merge()
+        due = self._schedule.get(self._step)
+        if self._step == self.settings.every:
+            self._step = 0
+        if due is not None:
+            self._meet(Wish.FRAGMENT)
+
+    def synchronize(self) -> None:
+        """Send everything now and merge it: all ranks hold the same bits afterwards, and the cycle begins anew.
+
+        All ranks call it, before they save for instance. It takes part in the rounds of ranks that are not there yet.
+        """
+        self._require_usable()
+        self._meet_until_whole(Wish.EVERYTHING)
+
+    def finish(self) -> None:
+        """Synchronize everything for the last time, when all ranks have come to their end, and :meth:`close`.
+
+        A rank whose peers still step takes part in their rounds until then, with its parameters as they are.
+        """
+        if self._closed:
+            return
+        self._require_usable()
+        while not self._meet_until_whole(Wish.FINISH).finished:
+            pass
+        # All ranks are here.
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            alone.end()
+        self.close()
+
+    def close(self) -> None:
+        """Count steps no more. Nothing is sent: parameters stay as they are on each rank.
+
+        A wrapped model then refuses to go on; after :meth:`finish` it would average gradients again.
+        """
+        self._closed, self._running = True, None
+        self._hook.remove()
+        if self._alone is not None:
+            self._alone.give_up(
+                "local steps of this model were closed before finish(), so that parameters may differ between ranks. "
+                "Wrap the module anew, which takes those of rank 0, or load a checkpoint into it before"
+            )
+            self._alone = None
+
+    def __enter__(self) -> Self:
+        self._require_usable()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.finish()
+            elif issubclass(kind, Exception) and self._failure is None and not self._closed:
+                # The others wait for this rank, or will: let them hear that it is not coming.
+                with log_errors("telling the other ranks failed"):
+                    self._meet(Wish.FAILED)
+        finally:
+            self.close()
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    def _meet_until_whole(self, wish: Wish) -> Agreed:
+        while not (agreed := self._meet(wish)).whole:
+            pass
+        return agreed
+
+    def _meet(self, wish: Wish) -> Agreed:
+        """One round. Collective, with whatever the others wish for; see :mod:`gradsync.optim.local_steps.meeting`."""
+        try:
+            self._merge()
+            misfit = None if wish is Wish.FAILED else self._misfit()
+            notice = Notice(
+                round=self._rounds,
+                fragment=self._next,
+                wish=wish if misfit is None else Wish.FAILED,
+                drift=tuple(self._drift),
+            )
+            if misfit is not None:
+                # The others hear of it first: they are waiting.
+                with suppress(GradsyncError):
+                    meet(self._communicator, notice)
+                raise MisuseError(f"{misfit}. finish() before you change it, and make LocalSteps anew")
+            agreed = meet(self._communicator, notice)
+            self._send(agreed, delay=self.settings.delay if wish is Wish.FRAGMENT else 0)
+            return agreed
+        except BaseException as failure:
+            self._failure = f"{type(failure).__name__}: {failure}"
+            raise
+
+    def _misfit(self) -> str | None:
+        """In words, what of the model is no longer as it was compared over the ranks."""
+        ours = {id(parameter) for parameter in self._parameters}
+        for spec, parameter in zip(self._replica.specs, self._replica.parameters, strict=True):
+            if parameter.requires_grad and id(parameter) not in ours:
+                return (
+                    f"parameter {spec.name!r} is trained, but was frozen when LocalSteps was made, so that it would "
+                    "differ on every rank"
+                )
+        return self._buffers.misfit
+
+    @torch.no_grad()
+    def _send(self, agreed: Agreed, *, delay: int) -> None:
+        """Start what was agreed on, and merge it where it is not to be delayed."""
+        parameters = self._parameters
+        last = agreed.whole or agreed.fragments[-1] == self.settings.fragments - 1
+        # One in which nothing has changed is none.
+        self._rounds += bool(agreed.fragments)
+        self._next = 0 if last else self._next + 1
+        sent = {}
+        if delay:
+            members = [index for number in agreed.fragments for index in self._exchange.fragments[number].members]
+            sent = {index: parameters[index].detach().clone() for index in members}
+        self._exchange.start(agreed.fragments, parameters, None if self._outer is None else self._outer.anchors)
+        buffers = last and self._buffers.start(keep=delay > 0)
+        for number in agreed.fragments:
+            self._drift[number] = 0
+        if agreed.whole:
+            self._step = 0
+        self._running = _Round(fragments=agreed.fragments, sent=sent, buffers=buffers, steps_left=delay)
+        if not delay:
+            self._merge()
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """Wait for what is on its way, if anything is, and make new parameters of it. See [Note: what fails]."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            self._exchange.wait()
+            if running.buffers:
+                self._buffers.wait()
+            means = self._exchange.results(running.fragments)
+            values: Sequence[torch.Tensor] | dict[int, torch.Tensor] = means
+            if self._outer is not None and means:
+                self._outer.step(means)
+                values = self._outer.anchors
+            for index in means:
+                put_down(self._parameters[index], values[index], running.sent.get(index))
+            if running.buffers:
+                self._buffers.finish()
+        except BaseException as failure:
+            self._failure = f"{type(failure).__name__}: {failure}"
+            raise
+
+    def _require_usable(self) -> None:
+        if self._failure is not None:
+            raise MisuseError(
+                f"a synchronization of local steps has failed ({self._failure}), and "
+                "ranks are out of step. Call close(), and make LocalSteps anew on all ranks, or begin anew from a "
+                "checkpoint"
+            )
+        if self._closed:
+            raise MisuseError("these local steps are finished. Make LocalSteps anew on all ranks to go on")
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, with plain values and tensors; best right after :meth:`synchronize`.
+
+        It has the outer optimizer's state and the anchors, which are the same on all ranks, how far the cycle has come,
+        and what the reduction keeps. Parameters and the inner optimizer's state are not in it.
+        """
+        if self._running is not None:
+            raise MisuseError("state_dict() was called while a fragment is on its way. Call synchronize() before")
+        outer = self._outer
+        return {
+            "ranks": self._communicator.world_size,
+            "step": self._step,
+            "rounds": self._rounds,
+            "next": self._next,
+            "drift": list(self._drift),
+            "anchors": {} if outer is None else {name: a.detach().clone() for name, a in self._named_anchors(outer)},
+            # Not the tensors that the next round changes.
+            "outer": None if outer is None else copy.deepcopy(outer.optimizer.state_dict()),
+            "reduction": self._exchange.reduction.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called, on all ranks alike. The model is loaded apart from it.
+
+        What a reduction holds back belongs to a rank: on another number of ranks it begins anew.
+        """
+        self._require_usable()
+        if self._running is not None:
+            raise MisuseError("load_state_dict() was called while a fragment is on its way. Call synchronize() before")
+        outer = self._outer
+        kept = None if outer is None else (outer.optimizer, dict(self._named_anchors(outer)))
+        check_state(state, self.settings, kept)
+        if state["ranks"] == self._communicator.world_size:
+            # First of all: it may refuse what it is given.
+            self._exchange.reduction.load_state_dict(copy.deepcopy(state["reduction"]))
+        if outer is not None:
+            outer.optimizer.load_state_dict(copy.deepcopy(state["outer"]))
+            for name, anchor in self._named_anchors(outer):
+                anchor.copy_(state["anchors"][name])
+        self._step, self._rounds, self._next = state["step"], state["rounds"], state["next"]
+        self._drift = list(state["drift"])
+
+    def _named_anchors(self, outer: Outer) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((spec.name, anchor) for spec, anchor in zip(self._exchange.specs, outer.anchors, strict=True))

@@ -1,0 +1,351 @@
+"""``ShardedOptimizer``: each rank updates its share of every bucket, and new parameters are gathered behind the next
+forward.
+
+::
+
+    backward          every bucket is reduce-scattered                       core/reduction/scattered.py
+    step()            this rank's share of each is updated                   optim/sharded/share.py
+                      new parameters are gathered, first those that the
+                      next forward needs first                               optim/sharded/journey.py, gather.py
+    the next forward  a layer waits for its own parameters, if they are
+                      not there yet
+
+An all-reduce is a reduce-scatter and an all-gather: the same bytes cross the wire. But the second half of them no
+longer stands between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
+"""
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from gradsync.base.errors import MisuseError
+from gradsync.communicator.agreement import make_together
+from gradsync.core.bucket import Bucket
+from gradsync.core.bucket.precise import NARROW, restore_gradients
+from gradsync.core.reduction import ScatteredMean
+from gradsync.optim.sharded.element_wise import require_element_wise
+from gradsync.optim.sharded.journey import Journey
+from gradsync.optim.sharded.mode import Mode
+from gradsync.optim.sharded.resident import Resident, Synchronized, constructor_options, trained_parameters
+from gradsync.optim.sharded.saving import check_groups, from_parameter, indexed, to_parameter
+from gradsync.optim.sharded.segments import MASTER, ParameterState, Segments
+from gradsync.optim.sharded.share import Part, Place, Share
+from gradsync.optim.sharded.states import gather_states
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
+
+__all__ = ["ShardedOptimizer"]
+
+
+class ShardedOptimizer(Resident):
+    """An optimizer of ``optimizer_class`` that is shared out over the ranks of ``model``.
+
+    ``params`` are parameters or parameter groups of the model, by default all that are trained; everything else is
+    passed on to the optimizer. It must be element-wise: torch's SGD, Adam, AdamW, Adagrad and their like are, and a
+    class of your own says so with an attribute ``element_wise = True``.
+
+    After :meth:`step` new parameters are on their way. Whatever reads one waits for it; :meth:`flush` waits for all.
+    With ``mode="auto"`` that is tried against plain steps, and the faster of both is kept: see
+    :mod:`gradsync.optim.sharded.mode`. Where steps are plain, every rank has the whole state.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        model: Synchronized,
+        params: Iterable[Any] | None = None,
+        *,
+        mode: Mode = "next-forward",
+        **options: Any,
+    ) -> None:
+        require_element_wise(optimizer_class, options)
+        self._class, self._options = optimizer_class, options
+        given = trained_parameters(model) if params is None else list(params)
+        # It knows what the groups of its class look like, and updates what has no place in a bucket.
+        self._outside = optimizer_class(given, **options)
+        groups = [{**group, "params": list(group["params"])} for group in self._outside.param_groups]
+        # The state in the form of a plain optimizer's, and when it was brought together.
+        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._consolidated_at = -1
+        super().__init__(model, groups, self._outside.defaults, mode)
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: Synchronized, mode: Mode = "next-forward") -> Self:
+        """An optimizer as ``optimizer`` is, with its groups, options and state, shared out over the ranks of ``model``.
+
+        The groups are the very same objects: a scheduler that was made with the other one moves this one.
+        """
+        state, options = optimizer.state_dict(), constructor_options(optimizer)
+        made = cls(type(optimizer), model, [dict(group) for group in optimizer.param_groups], mode=mode, **options)
+        if state["state"]:
+            made.load_state_dict(state)
+        for group, original in zip(made.param_groups, optimizer.param_groups, strict=True):
+            original.update(group)
+        made.param_groups = optimizer.param_groups
+        made._stands_for.append(optimizer)
+        return made
+
+    # -- in the buckets of the engine ------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self._journey = Journey(self._synchronizer, self._all_options)
+        self._wire = self._journey.wire
+
+    def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
+        # Hooks of parameters hold the reduction. They must not hold the optimizer, whose engine removes them.
+        return ScatteredMean(dtype, self._journey.wire, weakref.proxy(self._journey))
+
+    def received(self) -> None:
+        self._journey.early.received()
+
+    def leave(self) -> None:
+        self._journey.settle()
+        self._journey.pace.forward_ended()
+
+    def move_out(self) -> None:
+        self._journey.let_go()
+
+    def moved(self, buckets: Sequence[Bucket]) -> None:
+        """Buckets were laid out anew: the state follows its parameters. Collective."""
+        if not self._scatters:
+            buckets = []
+            if self._journey.segments is None:
+                return
+        communicator = self._synchronizer.engine.communicator
+        shares = [Share(bucket, communicator.rank) for bucket in buckets]
+        parts = {part.index: part for share in shares for part in share.parts}
+        inside = {slot.parameter for bucket in buckets for slot in bucket.plan.slots}
+        states: dict[int, ParameterState] = {}
+        for index, state in self._all_states():
+            if index in parts:
+                states[index] = _part_of(state, parts[index])
+            elif index not in inside:
+                self._rest(index, state)
+        numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
+        self._journey.take(Segments(shares, group_of, self._make, states) if self._scatters else None)
+        self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
+
+    def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
+        """The state of every parameter that has any. Collective."""
+        synchronizer = self._synchronizer
+        if self._journey.segments is not None:
+            yield from gather_states(self._journey.segments, synchronizer.engine.communicator)
+        for index, parameter in enumerate(synchronizer.parameters):
+            if self._outside.state.get(parameter):
+                yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
+
+    def _rest(self, index: int, state: ParameterState) -> None:
+        """Keep the state of a parameter that has no place in a bucket, whole, on every rank."""
+        parameter = self._synchronizer.parameters[index]
+        kept = to_parameter(state, self._synchronizer.specs[index], parameter.device)
+        self._outside.state[parameter] = kept
+
+    def _update_outside(self, inside: Collection[int]) -> None:
+        """From now on what is not ``inside`` buckets is updated on every rank."""
+        for group, ours in zip(self._outside.param_groups, self.param_groups, strict=True):
+            group["params"] = [parameter for parameter in ours["params"] if id(parameter) not in inside]
+        for parameter in [parameter for parameter in self._outside.state if id(parameter) in inside]:
+            del self._outside.state[parameter]
+
+    def _make(self, members: Sequence[tuple[int, list[nn.Parameter]]]) -> torch.optim.Optimizer:
+        """An optimizer over segments: for each group its number, and flat parameters."""
+        groups = [{**self._group_options(number), "params": parameters} for number, parameters in members]
+        return self._class(groups, **self._options)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        options = self._all_options()
+
+        def step_outside() -> None:
+            with self.told_to_others():
+                self._step_outside(options)
+
+        self._journey.step(indexed(self._outside.param_groups), step_outside)
+
+    def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
+        """Update what has no place in a bucket: its gradient is the mean on every rank."""
+        for group, current in zip(self._outside.param_groups, options, strict=True):
+            group.update(current)
+        if any(parameter.grad is not None for parameter in indexed(self._outside.param_groups)):
+            # Means of narrow parameters may be wide, and this is a plain optimizer. But a parameter that has left its
+            # bucket for the moment has a state that is wide, too.
+            narrow = [p for p in indexed(self._outside.param_groups) if p.dtype in NARROW]
+            restore_gradients([p for p in narrow if not _is_wide(self._outside.state.get(p, {}), p)])
+            # This step has been looked at already.
+            with self._synchronizer.switched(steps_locally=True):
+                self._outside.step()
+
+    def flush(self) -> None:
+        """Wait until all parameters are the new ones."""
+        self._journey.flush()
+
+    def _settle(self) -> None:
+        self._journey.settle()
+
+    def close(self) -> None:
+        super().close()
+        self._journey.segments = None
+
+    # -- groups and state ------------------------------------------------------------------------------------------
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        self._outside.add_param_group({**group, "params": list(group["params"])})
+        if self._journey.segments is not None:
+            self.moved(self._synchronizer.buckets)
+
+    def consolidate(self, to: int | None = None) -> None:
+        """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
+        self._require_open()
+        self._journey.settle()
+        communicator = self._synchronizer.engine.communicator
+        keeps = to is None or to == communicator.rank
+        state: dict[int, dict[str, Any]] = {}
+        places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
+        for index, slot_state in self._all_states():
+            place = places.get(id(self._synchronizer.parameters[index]))
+            if keeps and place is not None:
+                state[place] = to_parameter(slot_state, self._synchronizer.specs[index], torch.device("cpu"))
+        self._consolidated = dict(sorted(state.items())) if keeps else None
+        self._consolidated_at = self._steps
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank has the whole state, as it is now: see :meth:`consolidate`."""
+        return self._consolidated is not None and self._consolidated_at == self._steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a plain optimizer of the same class would have it, after :meth:`consolidate`."""
+        if not self.has_state:
+            raise MisuseError(
+                "every rank has only its share of this optimizer's state. Call optimizer.consolidate(to=0) on all "
+                "ranks first, since the last step, and state_dict() on rank 0 then; consolidate() brings it to all"
+            )
+        packed = super().state_dict()
+        packed["state"] = dict(self._consolidated or {})
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
+        self._require_open()
+        check_groups(state_dict["param_groups"], self.param_groups)
+        places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
+        wholes = {
+            index: from_parameter(saved, parameter, self._synchronizer.specs[index])
+            for index, parameter in enumerate(self._synchronizer.parameters)
+            if (saved := state_dict["state"].get(places.get(id(parameter)))) is not None
+        }
+        parts = self._parts()
+        self._load(
+            {index: _part_of(whole, parts[index]) if index in parts else whole for index, whole in wholes.items()},
+            state_dict["param_groups"],
+        )
+
+    @torch.no_grad()
+    def _load(self, states: Mapping[int, ParameterState], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with ``states``: of what is in a share of this rank's that part, and else the whole."""
+        self._journey.settle()
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        parts, inside = self._parts(), self._inside()
+        self._outside.state.clear()
+        for index, state in states.items():
+            if index not in inside:
+                self._rest(index, _narrowed(state, self._synchronizer.parameters[index]))
+        if self._journey.segments is not None:
+            self._journey.segments.cut({index: state for index, state in states.items() if index in parts})
+        self._consolidated = None
+
+    def _parts(self) -> dict[int, Part]:
+        """What this rank has of parameters that lie in buckets."""
+        shares = [] if self._journey.segments is None else self._journey.segments.shares
+        return {part.index: part for share in shares for part in share.parts}
+
+    def _inside(self) -> set[int]:
+        """The parameters that lie in buckets, on whatever rank."""
+        shares = [] if self._journey.segments is None else self._journey.segments.shares
+        return {slot.parameter for share in shares for slot in share.plan.slots}
+
+    # -- in pieces, for torch.distributed.checkpoint ---------------------------------------------------------------
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What this rank has of the state, for ``torch.distributed.checkpoint.save``, on all ranks."""
+        from gradsync.optim.sharded.pieces import pieces_of
+
+        self._require_open()
+        self._journey.settle()
+        specs, parts = self._synchronizer.specs, self._parts()
+        states = {} if self._journey.segments is None else self._journey.segments.states()
+        mine = {specs[index].name: (state, self._place(index, parts)) for index, state in states.items()}
+        if self._synchronizer.engine.communicator.rank == 0:
+            # The same on every rank.
+            for index, parameter in enumerate(self._synchronizer.parameters):
+                if self._outside.state.get(parameter):
+                    state = from_parameter(self._outside.state[parameter], parameter, specs[index])
+                    mine[specs[index].name] = state, self._place(index, parts)
+        return pieces_of(mine, self._all_options())
+
+    def load_sharded(self, checkpoint: "str | PathLike[str] | StorageReader", name: str = "optimizer") -> None:
+        """Go on with what ``torch.distributed.checkpoint`` has saved under ``name``: see :meth:`sharded_state_dict`.
+
+        On all ranks alike, whose number may be another one.
+        """
+        from gradsync.optim.sharded.pieces import StateReader
+
+        self._require_open()
+        specs, parts, inside = self._synchronizer.specs, self._parts(), self._inside()
+        given = {id(p) for p in indexed(self.param_groups)}
+        wanted = [i for i, p in enumerate(self._synchronizer.parameters) if id(p) in given]
+        sizes, groups = {specs[i].name: specs[i].wire_numel for i in wanted}, len(self.param_groups)
+        communicator = self._synchronizer.engine.communicator
+        # A disk may be there on one host and not on another, and reading is a collective.
+        reader = make_together(
+            communicator, "read the checkpoint", lambda: StateReader(checkpoint, name, sizes, groups)
+        )
+        places = {specs[i].name: self._place(i, parts) for i in wanted if i in parts or i not in inside}
+        states, options = reader.read(places, self._synchronizer.parameters[0].device, communicator.group)
+        numbers = {spec.name: index for index, spec in enumerate(specs)}
+        self._load({numbers[parameter]: self._placed(state) for parameter, state in states.items()}, options)
+
+    def _placed(self, state: ParameterState) -> ParameterState:
+        """Some optimizers want their numbers where the parameters are."""
+        if any(group.get("fused") or group.get("capturable") for group in self.param_groups):
+            device = self._synchronizer.parameters[0].device
+            for key, value in state.scalars.items():
+                state.scalars[key] = value.to(device) if isinstance(value, torch.Tensor) else value
+        return state
+
+    def _place(self, index: int, parts: Mapping[int, Part]) -> Place:
+        whole, part = self._synchronizer.specs[index].wire_numel, parts.get(index)
+        if part is None:
+            return Place(whole=whole, offset=0, count=whole)
+        return Place(whole=whole, offset=part.offset, count=part.stop - part.start)
+
+
+def _is_wide(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
+    return any(value.is_floating_point() and value.dtype != parameter.dtype for value in tensors)
+
+
+def _narrowed(state: ParameterState, parameter: nn.Parameter) -> ParameterState:
+    """As a plain optimizer keeps it: numbers of the parameter's own type, and no more precise copy of it."""
+    dtype = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+    tensors = {
+        key: value.to(dtype) if value.is_floating_point() else value
+        for key, value in state.tensors.items()
+        if key != MASTER
+    }
+    return ParameterState(tensors=tensors, scalars=state.scalars)
+
+
+def _part_of(whole: ParameterState, part: Part) -> ParameterState:
+    """What a rank with this part keeps of the state of a parameter."""
+    place = slice(part.offset, part.offset + part.stop - part.start)
+    tensors = {key: value[place].to(part.parameter.device, copy=True) for key, value in whole.tensors.items()}
+    return ParameterState(tensors=tensors, scalars=whole.scalars)

@@ -1,0 +1,291 @@
+"""``OverlappedOptimizer``: means that travel behind the next forward, for optimizers of any kind.
+
+::
+
+    backward          every bucket is reduce-scattered                       core/reduction/scattered.py
+    step()            the means are gathered, first those of what the next
+                      forward needs first
+    the next forward  a layer waits for the means of its own bucket, and
+                      updates what is in it
+
+Nothing is shared out but the wire's time: every rank updates whole parameters by whole means, as it would without. So
+the optimizer may look at whole matrices, as Muon, LAMB and Shampoo do; but at one parameter at a time. It works on
+parameters that lie in the memory of the model's, and have gradients of their own: ``zero_grad()`` clears the model's,
+long before the last mean is used.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from gradsync.base.errors import ConfigurationError, MisuseError
+from gradsync.communicator import Handle, scattering_over
+from gradsync.core.bucket import Bucket
+from gradsync.core.bucket.shared_gradient import SharedGradient
+from gradsync.core.reduction import ScatteredMean
+from gradsync.optim.sharded.element_wise import require_parameter_wise
+from gradsync.optim.sharded.gather import Gather, Gathers, told_later
+from gradsync.optim.sharded.mode import Mode
+from gradsync.optim.sharded.options import copied, is_equal
+from gradsync.optim.sharded.resident import Resident, Synchronized
+from gradsync.optim.sharded.saving import check_groups, indexed
+from gradsync.optim.sharded.twins import PutOffStep, Twin, doubled
+
+__all__ = ["OverlappedOptimizer"]
+
+
+class OverlappedOptimizer(Resident):
+    """``optimizers`` of the parameters of ``model``, as one whose means arrive behind the next forward.
+
+    They are taken with their groups, options and state. The groups are the very same objects: a scheduler that was made
+    with one of them moves it. Step, save and load this one from then on, and not them::
+
+        optimizer = OverlappedOptimizer(model, Muon(matrices), torch.optim.AdamW(others))
+
+    An optimizer must update each parameter by its own gradient alone. Those of torch do, but for LBFGS; a class of your
+    own says so with an attribute ``parameter_wise = True``.
+
+    After :meth:`step` parameters wait for their means. Whatever reads one waits, and has it updated; :meth:`flush` does
+    that for all. With ``mode="auto"`` it is tried against plain steps, and the faster of both is kept.
+    """
+
+    def __init__(self, model: Synchronized, *optimizers: torch.optim.Optimizer, mode: Mode = "next-forward") -> None:
+        for optimizer in optimizers:
+            _require_plain(optimizer)
+        if not optimizers:
+            raise ConfigurationError("OverlappedOptimizer needs at least one optimizer of the model, got none")
+        self._originals = optimizers
+        groups = [{**group} for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(model, groups, {}, mode)
+        # Which schedulers look at.
+        self.defaults = {key: value for optimizer in optimizers for key, value in optimizer.defaults.items()}
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._stands_for.extend(optimizers)
+        self._refusals = [handle for optimizer in optimizers for handle in self._retire(optimizer)]
+
+    def _retire(self, optimizer: torch.optim.Optimizer) -> Iterator[RemovableHandle]:
+        """Its state is here now: what others do with it would be lost, or save nothing."""
+        yield optimizer.register_step_pre_hook(_refuse)
+        yield optimizer.register_state_dict_pre_hook(_refuse)
+        yield optimizer.register_load_state_dict_pre_hook(_refuse)
+
+    def _prepare(self) -> None:
+        communicator = self._synchronizer.engine.communicator
+        self._wire = scattering_over(communicator, self._synchronizer.parameters[0].device)
+        self._twins = {id(p): Twin(p) for p in indexed(self.param_groups)}
+        self._inner = [doubled(optimizer, self._twins) for optimizer in self._originals]
+        self._gathers = Gathers(self._synchronizer.parameters[0].device)
+        self._inside: list[Bucket] = []
+        # Whose updates may not all be made.
+        self._running: PutOffStep | None = None
+
+    # -- in the buckets of the engine ------------------------------------------------------------------------------
+
+    def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
+        return ScatteredMean(dtype, self._wire)
+
+    def received(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        self.flush()
+
+    def move_out(self) -> None:
+        self._inside = []
+
+    def moved(self, buckets: Sequence[Bucket]) -> None:
+        self._inside = list(buckets) if self._scatters else []
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        with self.told_to_others():
+            for optimizer in self._originals:
+                for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+                    if hook is not _refuse:
+                        hook(optimizer, (), {})
+        self._begin_step()
+        for optimizer in self._originals:
+            for hook in list(optimizer._optimizer_step_post_hooks.values()):
+                hook(optimizer, (), {})
+
+    def _begin_step(self) -> None:
+        step = PutOffStep(options=copied(self._all_options()), optimizers=self._inner)
+        inside = {id(parameter) for bucket in self._inside for parameter in bucket.parameters}
+        outside = [p for p in indexed(self.param_groups) if id(p) not in inside]
+        busy = {id(self._twins[id(p)].itself) for p in indexed(self.param_groups) if p.grad is not None}
+        # The bucket that started last holds what is needed first.
+        by_need = self._inside[::-1]
+
+        def make(gathers: Sequence[Gather]) -> None:
+            self._running = step
+            with self.told_to_others():
+                step.update({self._twins[id(p)]: p.grad for p in outside if p.grad is not None})
+                step.count([busy.isdisjoint(map(id, indexed(optimizer.param_groups))) for optimizer in self._inner])
+            if not by_need:
+                return
+            gradients = [self._gradients_of(bucket) for bucket in by_need]
+            for bucket, used, gather in zip(by_need, gradients, gathers, strict=False):
+                update = _Once(partial(self._use, step, used))
+                gather.started(partial(self._arrive, bucket, self._gather(bucket), update))
+
+        if by_need:
+            self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
+            self._gathers.change([*(bucket.parameters for bucket in by_need), outside], make)
+        else:
+            make(())
+
+    def _gradients_of(self, bucket: Bucket) -> dict[Twin, torch.Tensor]:
+        """What parameters of the bucket will be updated by: where the mean will lie, or what is in its place."""
+        payload = bucket.wire[: bucket.plan.payload]
+        found = {}
+        for parameter, view in zip(bucket.parameters, bucket.views_of(payload), strict=True):
+            if parameter.grad is None or id(parameter) not in self._twins:
+                continue
+            shared = isinstance(parameter.grad, SharedGradient)
+            # Who has put another in its place may zero it before it is used.
+            found[self._twins[id(parameter)]] = view if shared else parameter.grad.clone()
+        return found
+
+    def _gather(self, bucket: Bucket) -> Handle:
+        communicator, plan = self._synchronizer.engine.communicator, bucket.plan
+        payload = bucket.wire[: plan.payload]
+        own = payload[communicator.rank * plan.share : (communicator.rank + 1) * plan.share]
+        handle = communicator.all_gather(payload, own)
+        observer = self._synchronizer.engine.observer
+        if observer is not None:
+            observer.gather_started(bucket, handle)
+        return handle
+
+    def _arrive(self, bucket: Bucket, handle: Handle, update: Callable[[], None]) -> None:
+        observer = self._synchronizer.engine.observer
+        if observer is not None:
+            observer.gather_needed(bucket)
+        handle.wait()
+        if observer is not None:
+            observer.gather_arrived(bucket)
+        update()
+
+    def _use(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor]) -> None:
+        with self.told_to_others():
+            step.update(gradients)
+
+    def flush(self) -> None:
+        """Wait until all parameters are the new ones."""
+        self._gathers.finish(self._finish_step if self._running is not None else None)
+
+    def _finish_step(self) -> None:
+        step, self._running = self._running, None
+        if step is not None:
+            self._hand_back(step)
+
+    def _hand_back(self, step: PutOffStep) -> None:
+        """What optimizers have written into their groups, unless somebody has written there since the step."""
+        for number, written in step.written.items():
+            mine, old = self.param_groups[number], step.options[number]
+            mine.update({key: value for key, value in written.items() if is_equal(mine.get(key), old.get(key))})
+
+    def _settle(self) -> None:
+        self.flush()
+
+    # -- groups and state ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the buckets back, and the state to the optimizers that it came from. On all ranks alike."""
+        super().close()
+        # An interrupt may have come between the two: then they do not have their state yet.
+        if not self._refusals:
+            return
+        mine = {id(twin.itself): twin.parameter for twin in self._twins.values()}
+        for original, inner in zip(self._originals, self._inner, strict=True):
+            original.state = defaultdict(dict)
+            original.state.update({mine[id(twin)]: state for twin, state in inner.state.items() if id(twin) in mine})
+        for handle in self._refusals:
+            handle.remove()
+        self._refusals = []
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        self._twins.update({id(p): Twin(p) for p in group["params"]})
+        inner = self._inner[-1]
+        inner.add_param_group({**group, "params": [self._twins[id(p)].itself for p in group["params"]]})
+        for key, value in inner.param_groups[-1].items():
+            if key != "params":
+                group.setdefault(key, value)
+        # It goes on with it after close().
+        self._originals[-1].param_groups.append(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As one optimizer with all groups would have it."""
+        found: dict[int, Any] = {}
+
+        def collect() -> None:
+            self._finish_step()
+            states = {id(twin): state for optimizer in self._inner for twin, state in optimizer.state.items()}
+            for place, parameter in enumerate(indexed(self.param_groups)):
+                # None of a group that is being added at this moment.
+                twin = self._twins.get(id(parameter))
+                if twin is not None and states.get(id(twin.itself)):
+                    found[place] = states[id(twin.itself)]
+
+        # Where steps are made: another thread may ask, in the middle of one.
+        self._gathers.finish(collect)
+        packed = super().state_dict()
+        packed["state"] = found
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the state of such an optimizer, or of a plain one with the same groups. On all ranks alike."""
+        self._require_open()
+        check_groups(state_dict["param_groups"], self.param_groups)
+        self._settle()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        first = 0
+        for optimizer in self._inner:
+            packed = optimizer.state_dict()
+            count = len(indexed(optimizer.param_groups))
+            saved = {place: state_dict["state"].get(first + place) for place in range(count)}
+            packed["state"] = {place: state for place, state in saved.items() if state is not None}
+            optimizer.load_state_dict(packed)
+            first += count
+
+
+class _Once:
+    """Runs once. What it raised it raises again: half an update must not be made a second time."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._error: Exception | None = None
+
+    def __call__(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = told_later(error)
+            raise
+
+
+def _require_plain(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"OverlappedOptimizer takes optimizers of the model's parameters, got {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, Resident):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} lives in the buckets already. OverlappedOptimizer takes plain optimizers"
+        )
+    require_parameter_wise(optimizer)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise MisuseError(
+        f"this {type(optimizer).__name__} was given to an OverlappedOptimizer, which has its state. Step, save and "
+        "load that one; after its close() this one goes on"
+    )

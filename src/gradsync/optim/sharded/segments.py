@@ -1,0 +1,286 @@
+"""The optimizer of all shares of this rank, and the flat parameters that it sees.
+
+Shares are cut into *segments*: runs of neighbouring parameters that belong to one parameter group and have been updated
+equally often. The optimizer has a flat parameter for each segment, which are few and large. A parameter that nobody has
+used in a window is not updated, as a plain optimizer would not either, and from then on it is a segment by itself.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.optim.sharded.flat_parameters import movable, separate
+from gradsync.optim.sharded.share import Part, Share
+
+__all__ = ["MASTER", "Before", "OptimizerFactory", "ParameterState", "Segment", "Segments"]
+
+# Makes an optimizer over flat parameters, for each group its number and those in it.
+OptimizerFactory = Callable[[Sequence[tuple[int, list[nn.Parameter]]]], torch.optim.Optimizer]
+
+# By this name the state has parameters in the type in which they are updated, where that is wider than their own.
+MASTER = "master"
+
+
+@dataclass(kw_only=True)
+class ParameterState:
+    """The optimizer's state of one parameter, or of this rank's part of it: ``tensors`` with a number for each element,
+    flat, and ``scalars`` that hold for all of them."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+States = Mapping[int, ParameterState]
+
+
+class Segment:
+    """Neighbouring ``parts`` of a ``share``, all of one ``group``."""
+
+    def __init__(self, share: Share, group: int, parts: list[Part]) -> None:
+        self.share, self.group, self.parts = share, group, parts
+        self._place = slice(parts[0].start, parts[-1].stop)
+        self.flat = nn.Parameter(share.flat[self._place])
+        self.gradient = share.gradient[self._place]
+
+    def lie_in(self, flat: torch.Tensor) -> None:
+        """From now on it is a part of ``flat``, which is a share."""
+        self.flat.data = flat[self._place]
+
+    @property
+    def used(self) -> list[bool]:
+        """Of which parameters any rank has a gradient."""
+        return [part.parameter.grad is not None for part in self.parts]
+
+    def cut_out(self, part: Part, flat: torch.Tensor) -> torch.Tensor:
+        first = self.parts[0].start
+        return flat[part.start - first : part.stop - first]
+
+
+class Segments:
+    """What this rank updates. ``group_of`` has the parameter group of each parameter, by its number in the model."""
+
+    def __init__(
+        self, shares: Sequence[Share], group_of: Mapping[int, int], make_optimizer: OptimizerFactory, states: States
+    ) -> None:
+        self.shares = list(shares)
+        self._group_of = group_of
+        self._make_optimizer = make_optimizer
+        # Parameters of which the shares hold the current values.
+        self._loaded: set[int] = set()
+        # Before the first step shares have no memory.
+        self.are_placed = False
+        self.cut(states)
+
+    # -- segments ------------------------------------------------------------------------------------------------
+
+    def cut(self, states: States, *, apart: Collection[int] = ()) -> None:
+        """Cut the shares into segments, parameters that are ``apart`` by themselves, and go on with ``states``."""
+        self._segments = [each for share in self.shares for each in self._runs(share, states, apart)]
+        groups = sorted({segment.group for segment in self._segments})
+        self._places = {group: place for place, group in enumerate(groups)}
+        members = [(group, [each.flat for each in self._segments if each.group == group]) for group in groups]
+        self.optimizer = self._make_optimizer(members) if members else None
+        for segment in self._segments:
+            self._restore(segment, states)
+
+    def _runs(self, share: Share, states: States, apart: Collection[int]) -> Iterator[Segment]:
+        run: list[Part] = []
+        for part in share.parts:
+            if part.index not in self._group_of:
+                continue
+            if run and not self._joins(run[-1], part, states, apart):
+                yield Segment(share, self._group_of[run[0].index], run)
+                run = []
+            run.append(part)
+        if run:
+            yield Segment(share, self._group_of[run[0].index], run)
+
+    def _joins(self, last: Part, part: Part, states: States, apart: Collection[int]) -> bool:
+        return (
+            last.stop == part.start
+            and self._group_of[last.index] == self._group_of[part.index]
+            and last.index not in apart
+            and part.index not in apart
+            and _alike(states.get(last.index), states.get(part.index))
+        )
+
+    def _restore(self, segment: Segment, states: States) -> None:
+        known = [states[part.index] for part in segment.parts if part.index in states]
+        if not known:
+            return
+        if MASTER in known[0].tensors and segment.parts[0].is_narrow:
+            segment.flat.data.copy_(torch.cat([each.tensors[MASTER] for each in known]))
+            self._loaded.update(part.index for part in segment.parts)
+        by_element = known[0].tensors.keys() - {MASTER}
+        if self.optimizer is None or not (known[0].scalars or by_element):
+            return
+        state = self.optimizer.state[segment.flat]
+        state.clear()
+        for key, value in known[0].scalars.items():
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        for key in by_element:
+            whole = torch.cat([each.tensors[key] for each in known])
+            # A plain optimizer of narrow parameters keeps narrow numbers.
+            state[key] = whole.to(segment.flat.dtype) if whole.is_floating_point() else whole
+
+    def states(self, share: Share | None = None) -> dict[int, ParameterState]:
+        """The optimizer's state, taken apart by parameters, of all shares or one. Tensors are views."""
+        found: dict[int, ParameterState] = {}
+        for segment in self._segments:
+            if share is not None and segment.share is not share:
+                continue
+            state = self.optimizer.state.get(segment.flat, {}) if self.optimizer is not None else {}
+            tensors = {key: value for key, value in state.items() if _is_by_element(value, segment.flat)}
+            scalars = {key: value for key, value in state.items() if key not in tensors}
+            for part in segment.parts:
+                cut = {key: segment.cut_out(part, value) for key, value in tensors.items()}
+                if part.is_narrow and part.index in self._loaded:
+                    cut[MASTER] = segment.cut_out(part, segment.flat.detach())
+                if cut or scalars:
+                    found[part.index] = ParameterState(tensors=cut, scalars=dict(scalars))
+        return found
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def place(self, parameters: Sequence[nn.Parameter], *, through_bucket: bool) -> None:
+        """Before a step: see to it that all shares have memory. ``parameters`` are all of the model.
+
+        ``through_bucket``: see :meth:`Share.place`.
+        """
+        self.are_placed = True
+        shares = [share for share in self.shares if share.needs_place]
+        if not shares:
+            return
+        for share in shares:
+            share.detach()
+        # Not in the memory that parameters are about to leave.
+        self._follow(shares)
+        can_move = movable(parameters)
+        for share in shares:
+            share.place(can_move, through_bucket=through_bucket)
+        self._follow(shares)
+        # Some may have left the buckets, and would keep the memory of all that they once lay with.
+        inside = {id(parameter) for share in self.shares for parameter in share.bucket.parameters}
+        separate(each for each in parameters if id(each) in can_move and id(each) not in inside)
+
+    def _follow(self, shares: Sequence[Share]) -> None:
+        for segment in self.of(shares):
+            segment.lie_in(segment.share.flat)
+
+    def prepare(self, shares: Sequence[Share]) -> list[Segment]:
+        """What a step is to :meth:`update` of ``shares``."""
+        self.load(shares)
+        for share in shares:
+            share.take_replaced()
+        if any(0 < sum(segment.used) < len(segment.parts) for segment in self.of(shares)):
+            unused = {part.index for segment in self._segments for part in segment.parts if part.parameter.grad is None}
+            self.cut(self.states(), apart=unused)
+        return [segment for segment in self.of(shares) if segment.used[0]]
+
+    def of(self, shares: Sequence[Share]) -> list[Segment]:
+        """The segments of ``shares``."""
+        wanted = set(shares)
+        return [segment for segment in self._segments if segment.share in wanted]
+
+    def update(
+        self, options: Sequence[dict[str, Any]], segments: Sequence[Segment], flat: torch.Tensor | None = None
+    ) -> None:
+        """Have the optimizer update ``segments``, and no other; in ``flat``, if it is not their share itself.
+
+        ``options`` are those of the parameter groups.
+        """
+        if self.optimizer is None or not segments:
+            return
+        if flat is not None:
+            for segment in segments:
+                segment.lie_in(flat)
+        for group, place in self._places.items():
+            self.optimizer.param_groups[place].update(options[group])
+        for segment in segments:
+            segment.flat.grad = segment.gradient
+        with torch._C._EnableTorchFunction():
+            # Parameters are not for its eyes: it has these.
+            self.optimizer.step()
+        for segment in segments:
+            segment.flat.grad = None
+            if flat is not None:
+                segment.lie_in(segment.share.flat)
+
+    def load(self, shares: Sequence[Share]) -> None:
+        """Take the parameters as they are: whoever has changed one since the last step meant to."""
+        pairs = [pair for share in shares for pair in share.current()]
+        if pairs:
+            held, current = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(held), list(current))
+        self._loaded.update(part.index for share in shares for part in share.parts)
+
+    def let_go(self) -> None:
+        """Hold nothing of the buckets any more, which go. States stay, until they have moved into other segments."""
+        for share in self.shares:
+            share.let_go()
+        for segment in self._segments:
+            segment.gradient = segment.share.gradient
+
+
+class Before:
+    """What a share was, and the optimizer's state of it: to go back to."""
+
+    def __init__(self, segments: Segments, share: Share) -> None:
+        self._share, self._optimizer = share, segments.optimizer
+        self.segments = segments.of([share])
+        self.flat = torch.empty_like(share.flat)
+        self._states: list[dict[str, Any]] = [{} for _ in self.segments]
+
+    def fits(self, segments: Segments) -> bool:
+        """Whether the segments have not been cut anew since."""
+        return self._optimizer is segments.optimizer
+
+    def take(self) -> None:
+        """Remember what is now."""
+        self.flat.copy_(self._share.flat)
+        for segment, kept in zip(self.segments, self._states, strict=True):
+            state = self._state_of(segment)
+            for key in kept.keys() - state.keys():
+                del kept[key]
+            for key, value in state.items():
+                kept[key] = _copied(value, kept.get(key))
+
+    def restore(self, made: torch.Tensor) -> None:
+        """Go back. ``made`` is what was updated, which may be the share itself."""
+        if made is self._share.flat:
+            made.copy_(self.flat)
+        for segment, kept in zip(self.segments, self._states, strict=True):
+            state = self._state_of(segment)
+            for key in state.keys() - kept.keys():
+                del state[key]
+            for key, value in kept.items():
+                state[key] = _copied(value, state.get(key))
+
+    def _state_of(self, segment: Segment) -> dict[str, Any]:
+        return {} if self._optimizer is None else self._optimizer.state[segment.flat]
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of a state's value: in memory that is there already, if it fits."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:
+        return into.copy_(value)
+    return value.clone()
+
+
+def _alike(first: ParameterState | None, second: ParameterState | None) -> bool:
+    """Whether two parameters can be updated as one."""
+    if first is None or second is None:
+        return first is second
+    if first.scalars.keys() != second.scalars.keys() or first.tensors.keys() != second.tensors.keys():
+        return False
+    return all(bool(value == second.scalars[key]) for key, value in first.scalars.items())
+
+
+def _is_by_element(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -1,0 +1,252 @@
+"""This rank's share of one bucket: where parameters lie in it, and in which memory they are updated and gathered.
+
+==========  ============================  ===================================================
+parameters  the optimizer updates          before and after
+==========  ============================  ===================================================
+attached    this rank's share of them      nothing is copied
+narrow      a wide copy of the share       the copy is compared with them before, and rounded after
+detached    a copy of the share            they are copied into it before, and out of the bucket after
+==========  ============================  ===================================================
+
+Attached parameters are views of flat memory: see :mod:`gradsync.optim.sharded.flat_parameters`. Detached are those that
+cannot be moved there, those of several types in one bucket, and those on accelerators. Other ranks' shares of attached
+parameters are gathered to where they belong; over shared memory by way of the bucket, which is such memory.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from gradsync.core.bucket import Bucket
+from gradsync.core.bucket.layout import ParameterSpec, Slot
+from gradsync.core.bucket.shared_gradient import SharedGradient
+from gradsync.optim.sharded.flat_parameters import FlatParameters
+
+__all__ = ["Part", "Place", "Share", "is_narrow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a share has of one parameter: ``start`` and ``stop`` count elements of the share, ``offset`` is how many of
+    the parameter's come before. ``index`` is the parameter's number in the model."""
+
+    index: int
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    offset: int
+    # The share holds it in a wider type than its own.
+    is_narrow: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """``count`` elements of a parameter's ``whole``, flat, from ``offset`` on."""
+
+    whole: int
+    offset: int
+    count: int
+
+
+class Share:
+    """This rank's part of the parameters of ``bucket``. ``flat`` is what the optimizer updates, by ``gradient``."""
+
+    def __init__(self, bucket: Bucket, rank: int) -> None:
+        plan = bucket.plan
+        first = rank * plan.share
+        self._own = slice(first, first + plan.share)
+        self.plan, self.bucket = plan, bucket
+        self.gradient = bucket.wire[self._own]
+        self.parts = list(_parts(bucket, first, first + plan.share))
+        # New parameters travel in their own dtype, where they have one in common.
+        dtypes = {_wire_dtype(parameter.dtype) for parameter in bucket.parameters}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else None
+        self._is_wider = self._dtype != plan.dtype
+        self._may_attach = self._dtype is not None and plan.device.type == "cpu"
+        self._attached: FlatParameters | None = None
+        # Only a wide copy has something to keep between steps; others get their memory when they are needed.
+        self._copy = torch.zeros(plan.share, dtype=plan.dtype, device=plan.device) if self._is_wider else None
+        self.flat = self._absent if self._copy is None else self._copy
+        self._gather_into(self._bucket_memory)
+        self.sent = self.gathered[self._own]
+        self._pointers: list[tuple[int, tuple[int, ...]]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._are_views = False
+        self._specs = {slot.parameter: (slot, spec) for slot, spec in zip(plan.slots, bucket.specs, strict=True)}
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _absent(self) -> torch.Tensor:
+        """Stands for a flat tensor that has no memory."""
+        return torch.zeros(1, dtype=self.plan.dtype, device=self.plan.device).expand(self.plan.share)
+
+    @property
+    def _bucket_memory(self) -> torch.Tensor:
+        payload = self.bucket.wire[: self.plan.payload]
+        return payload if self._dtype is None else payload.view(self._dtype)[: self.plan.payload]
+
+    def _gather_into(self, memory: torch.Tensor, views: list[torch.Tensor] | None = None) -> None:
+        self.gathered, self.sent = memory, memory[self._own]
+        self.gathered_views = self.bucket.views_of(memory) if views is None else views
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the optimizer updates parameters where they lie."""
+        return self._attached is not None and not self._is_wider
+
+    @property
+    def needs_place(self) -> bool:
+        """Whether it is to be :meth:`placed <place>` before the next step."""
+        if self._attached is not None:
+            return not self._attached.hold_all()
+        return self._may_attach or self.flat.stride() == (0,)
+
+    def detach(self) -> None:
+        """Refer to the memory of parameters no more."""
+        self._pointers, self._pairs = [], []
+        if self._attached is not None:
+            self._attached = None
+            self.flat = self._absent if self._copy is None else self._copy
+            self._gather_into(self._bucket_memory)
+
+    def place(self, movable: Collection[int], *, through_bucket: bool) -> None:
+        """Attach the parameters, if all of them are ``movable``, by their ids; else have a copy of this share.
+
+        ``through_bucket``: they are gathered into the bucket first.
+        """
+        parameters, specs, dtype = self.bucket.parameters, self.bucket.specs, self._dtype
+        can_move = all(id(p) in movable and self._fits(p, spec) for p, spec in zip(parameters, specs, strict=True))
+        if self._may_attach and dtype is not None and can_move:
+            self._attached = FlatParameters(self.bucket, dtype)
+            if not through_bucket:
+                self._gather_into(self._attached.memory, self._attached.views)
+            if not self._is_wider:
+                self._copy = None
+                self.flat = self.sent = self._attached.memory[self._own]
+            return
+        if self._copy is None:
+            self._copy = torch.zeros(self.plan.share, dtype=self.plan.dtype, device=self.plan.device)
+        self.flat = self._copy
+
+    def _fits(self, parameter: nn.Parameter, spec: ParameterSpec) -> bool:
+        """Whether it still is what buckets were planned for, so that it looks the same after a move."""
+        return (
+            _wire_dtype(parameter.dtype) == self._dtype
+            and parameter.is_complex() == spec.dtype.is_complex
+            and (tuple(parameter.shape), parameter.stride()) == (spec.shape, spec.stride)
+        )
+
+    def let_go(self) -> None:
+        """The bucket goes. What this rank has of its parameters stays. May be called again, if no other bucket came."""
+        for name in ("bucket", "gathered_views", "_attached"):
+            vars(self).pop(name, None)
+        self.gradient = self.gathered = self.sent = self.flat[:0]
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def current(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of what the share holds of each parameter, and what the parameter is, where these may differ."""
+        if self.is_in_place:
+            return []
+        pointers = [(part.parameter.data_ptr(), part.parameter.stride()) for part in self.parts]
+        if pointers != self._pointers:
+            # Somebody has given parameters other memory; or they have not been looked at before.
+            self._pointers = pointers
+            self._pairs = [self._pair(part) for part in self.parts]
+            self._are_views = all(
+                _shares_memory(part.parameter, pair[1]) for part, pair in zip(self.parts, self._pairs, strict=True)
+            )
+        pairs = self._pairs if self._are_views else [self._pair(part) for part in self.parts]
+        return [
+            (held, _more_precise(held, current) if part.is_narrow else current)
+            for part, (held, current) in zip(self.parts, pairs, strict=True)
+        ]
+
+    def is_current(self, before: torch.Tensor) -> bool:
+        """Whether parameters still are what the share was ``before``, rounded to their type."""
+        return all(
+            torch.equal(before[part.start : part.stop].to(current.dtype), current)
+            for part, (_, current) in zip(self.parts, map(self._pair, self.parts), strict=True)
+        )
+
+    def put_down(self) -> None:
+        """Lay the new share where it is ``sent`` from. If that is the bucket, gradients are gone then."""
+        if self.sent is not self.flat:
+            self.sent.copy_(self.flat)
+
+    def receive(self, views: Sequence[torch.Tensor]) -> None:
+        """New parameters of all ranks have arrived in ``views``."""
+        if self._attached is None or views is not self.gathered_views:
+            torch._foreach_copy_(list(self.bucket.parameters), list(views))
+            return
+        memory = self._attached.memory
+        if self.gathered is not memory:
+            for others in (slice(self._own.start), slice(self._own.stop, None)):
+                memory[others].copy_(self.gathered[others])
+            if self._is_wider:
+                memory[self._own].copy_(self.sent)
+        # Autograd must see that parameters have changed, as those of an optimizer in place have.
+        increment_version(self.bucket.parameters)
+
+    def take_replaced(self) -> None:
+        """Gradients that somebody has put in the place of means, the same on all ranks, are what the step is to use."""
+        for part in self.parts:
+            gradient = part.parameter.grad
+            if gradient is not None and not isinstance(gradient, SharedGradient):
+                flat = _flat(gradient, *self._specs[part.index])
+                self.gradient[part.start : part.stop] = flat[part.offset : part.offset + part.stop - part.start]
+
+    def _pair(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self.flat[part.start : part.stop]
+        return held, _flat(part.parameter, *self._specs[part.index])[part.offset : part.offset + held.numel()]
+
+
+def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
+    for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
+        start, stop = max(slot.offset, first), min(slot.offset + slot.numel, end)
+        if start < stop:
+            yield Part(
+                index=slot.parameter,
+                parameter=parameter,
+                start=start - first,
+                stop=stop - first,
+                offset=start - slot.offset,
+                is_narrow=is_narrow(parameter, bucket),
+            )
+
+
+def is_narrow(parameter: nn.Parameter, bucket: Bucket) -> bool:
+    """Whether its gradient has a wider type than itself."""
+    return _wire_dtype(parameter.dtype) != bucket.plan.dtype
+
+
+def _more_precise(held: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """What is held is, as long as it rounds to the parameter."""
+    return torch.where(held.to(current.dtype) == current, held, current.to(held.dtype))
+
+
+def _shares_memory(parameter: nn.Parameter, flat: torch.Tensor) -> bool:
+    """Whether the one is a view of the other, and not a copy."""
+    return parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _flat(parameter: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:
+    """The elements of a parameter, or of a gradient, in the order in which they lie in the bucket."""
+    values = parameter.detach()
+    if spec.dtype.is_complex:
+        values = torch.view_as_real(values)
+        strides = (*(2 * stride for stride in spec.stride), 1)
+    else:
+        strides = spec.stride
+    if values.stride() != strides and values.numel() > 1:
+        dense = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device)
+        values = dense.copy_(values)
+    return values.as_strided((slot.numel,), (1,))

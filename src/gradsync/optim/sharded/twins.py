@@ -1,0 +1,108 @@
+"""Parameters in the memory of a model's, with gradients of their own, and optimizers over them.
+
+What a step does may lie far behind it: by then ``zero_grad()`` has cleared the model's gradients, a scheduler has moved
+its groups, and the class of its parameters says that they are awaited. So an optimizer whose work is put off gets
+parameters that nobody else knows, and options as they were when the step was called.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.optim.sharded.options import Options, copied, is_equal
+
+__all__ = ["PutOffStep", "Twin", "doubled"]
+
+
+class Twin:
+    """``itself`` is a parameter in the memory of another."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.itself = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+    def follow(self) -> None:
+        """Somebody may have given the parameter other memory."""
+        mine, other = self.itself, self.parameter
+        if mine.data_ptr() != other.data_ptr() or mine.stride() != other.stride() or mine.dtype != other.dtype:
+            mine.data = other.data
+
+
+Gradients = Mapping[Twin, torch.Tensor]
+
+
+def doubled(optimizer: torch.optim.Optimizer, twins: Mapping[int, Twin]) -> torch.optim.Optimizer:
+    """The same optimizer with the same state, over the twins of its parameters, by their ids."""
+    double: torch.optim.Optimizer = object.__new__(type(optimizer))
+    # Schedulers put a step of their own into the optimizer, which steps the original.
+    vars(double).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    # Hooks are the original's: they are called once a step, and not once an update.
+    for name in [name for name in vars(double) if name.endswith("_hooks")]:
+        setattr(double, name, OrderedDict())
+    double.param_groups = [
+        {**group, "params": [twins[id(p)].itself for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    double.state = defaultdict(dict, {twins[id(p)].itself: state for p, state in optimizer.state.items()})
+    return double
+
+
+@dataclass(frozen=True, kw_only=True)
+class PutOffStep:
+    """One step of ``optimizers`` over twins, made of several updates. Each sees the ``options`` of all groups as they
+    were when the step was called; what they write there is ``written``, once a step."""
+
+    options: Options
+    optimizers: Sequence[torch.optim.Optimizer]
+    written: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def update(self, gradients: Gradients) -> None:
+        """Have the optimizers update these parameters, and no other."""
+        for twin in gradients:
+            twin.follow()
+        wanted = {id(twin.itself): gradient for twin, gradient in gradients.items()}
+        for number, optimizer in self._numbered():
+            if any(id(twin) in wanted for group in optimizer.param_groups for twin in group["params"]):
+                self._step(number, optimizer, wanted)
+
+    def count(self, idle: Sequence[bool]) -> None:
+        """Have optimizers that are ``idle``, since none of their parameters has a gradient, step on nothing: they may
+        count their steps."""
+        for (number, optimizer), is_idle in zip(self._numbered(), idle, strict=True):
+            if is_idle:
+                self._step(number, optimizer, {})
+
+    def _numbered(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers, each with the number of its first group."""
+        number = 0
+        for optimizer in self.optimizers:
+            yield number, optimizer
+            number += len(optimizer.param_groups)
+
+    def _step(self, number: int, optimizer: torch.optim.Optimizer, gradients: Mapping[int, torch.Tensor]) -> None:
+        groups = optimizer.param_groups
+        all_of_them = [group["params"] for group in groups]
+        for group, options in zip(groups, copied(self.options[number : number + len(groups)]), strict=True):
+            group.update(options)
+            group["params"] = [twin for twin in group["params"] if id(twin) in gradients]
+        twins: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in groups))
+        for twin in twins:
+            # Of narrow parameters means may be wider than what an optimizer expects.
+            twin.grad = gradients[id(twin)].to(twin.dtype)
+        try:
+            with torch._C._EnableTorchFunction():
+                # Parameters of the model are not for its eyes: it has twins of them.
+                optimizer.step()
+        finally:
+            for twin in twins:
+                twin.grad = None
+            for place, (group, params) in enumerate(zip(groups, all_of_them, strict=True), number):
+                group["params"] = params
+                old = self.options[place]
+                changed = {key: value for key, value in group.items() if key != "params"}
+                changed = {key: value for key, value in changed.items() if not is_equal(value, old.get(key))}
+                self.written.setdefault(place, {}).update(changed)

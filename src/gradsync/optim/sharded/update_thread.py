@@ -1,0 +1,137 @@
+"""Where parameters change: one action at a time, and never where a signal handler could see half of it.
+
+A signal handler runs on the main thread, in the middle of whatever that thread does, and may read parameters. An
+interrupt ends there what the main thread does, at any place. So the main thread changes no parameters itself: it has
+another thread do it, and only waits. Then
+
+- a handler that reads a parameter waits behind the action that is running, and sees all of it;
+- an interrupt ends the wait and nothing else: the action goes on, and whoever waits again gets its result;
+- two threads that read never run two actions at the same time.
+
+Threads other than the main one run their actions themselves, under the same lock. So does the main thread where
+parameters are on an accelerator: streams belong to the thread, and the host waits for nothing there. A handler that
+comes in the middle of that gets an error instead of half an update.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from gradsync.base.errors import MisuseError
+from gradsync.communicator.collective import add_waited, is_waiting_here, waited_here
+
+__all__ = ["UpdateThread"]
+
+Action = Callable[[], None]
+
+
+class UpdateThread:
+    """Runs what changes parameters that are on ``device``, and what else must not meet it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._takes_over = device.type == "cpu"
+        self._turn = _Turn()
+        self._process = os.getpid()
+        self._jobs: SimpleQueue[_Job | None] | None = None
+
+    def run(self, action: Action) -> None:
+        """Return when ``action`` has been run, or raise what it raised. Those of one thread are run in order.
+
+        An interrupt of the main thread leaves the action running.
+        """
+        if os.getpid() != self._process:
+            raise MisuseError(
+                "this process was forked while new parameters were on their way, and they arrive in its parent only. "
+                "Call optimizer.flush() before you fork"
+            )
+        if self._turn.owner == threading.get_ident():
+            raise MisuseError(
+                "a parameter was read inside of the step that updates it, by a hook or by a signal handler. Read it "
+                "before or after the step; in a signal handler set a flag, and look at it after the step"
+            )
+        if self._takes_over and threading.current_thread() is threading.main_thread():
+            self._hand_over(action)
+        else:
+            self._turn.take(action)
+
+    def _hand_over(self, action: Action) -> None:
+        if is_waiting_here():
+            raise MisuseError(
+                "a signal handler has read a parameter that is on its way, while the main thread is in a collective "
+                "that may have to end first. Set a flag in the handler, and read parameters when the flag is seen"
+            )
+        jobs = self._jobs
+        if jobs is None:
+            jobs = SimpleQueue()
+            threading.Thread(target=_serve, args=(jobs, self._turn), name="gradsync updates", daemon=True).start()
+            weakref.finalize(self, jobs.put, None)
+            self._jobs = jobs
+        job = _Job(action)
+        jobs.put(job)
+        job.wait()
+
+
+class _Turn:
+    """Held by the thread that changes parameters."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.owner: int | None = None
+
+    def take(self, action: Action) -> None:
+        with self._lock:
+            self.owner = threading.get_ident()
+            try:
+                # Whoever reads a parameter may be in inference mode, or recording gradients; that is its own business.
+                with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    action()
+            finally:
+                self.owner = None
+
+
+class _Job:
+    """An action, and how it went."""
+
+    __slots__ = ("_action", "_ended", "_error", "_waited")
+
+    def __init__(self, action: Action) -> None:
+        self._action: Action | None = action
+        self._error: BaseException | None = None
+        self._waited = 0.0
+        # Taken until it has ended. Events have a lock that a signal handler could find taken by its own thread.
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    def run(self, turn: _Turn) -> None:
+        waited = waited_here()
+        try:
+            assert self._action is not None
+            turn.take(self._action)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._waited = waited_here() - waited
+            self._action = None
+            self._ended.release()
+
+    def wait(self) -> None:
+        self._ended.acquire()
+        add_waited(self._waited)
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Its traceback refers to this frame.
+                del error
+
+
+def _serve(jobs: "SimpleQueue[_Job | None]", turn: _Turn) -> None:
+    """The thread's life. It holds no job while it waits, so that an optimizer which nobody uses any more goes away."""
+    while (job := jobs.get()) is not None:
+        job.run(turn)
+        del job

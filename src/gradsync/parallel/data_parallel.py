@@ -1,0 +1,401 @@
+"""``DistributedDataParallel``: torch's wrapper, signature and habits, on gradsync's engine."""
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+
+from gradsync.base.errors import ConfigurationError, MisuseError
+from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
+from gradsync.core.engine.compiling import compiler_here
+from gradsync.core.engine.policy import BucketSize, PolicySettings, SyncPolicy
+from gradsync.parallel.accumulation import Accumulation
+from gradsync.parallel.after_backward import InBackwardOptimizers, call_after_backward
+from gradsync.parallel.alone import TrainingAlone
+from gradsync.parallel.buffer_sync import BufferSync, choose_buffer_sync
+from gradsync.parallel.mixed_precision import LowPrecision, MixedPrecisionConfig
+from gradsync.parallel.replica import Replica
+from gradsync.parallel.torch_arguments import Devices, choose_ranks, default_reduction, refuse_cpu_sync_batch_norm
+from gradsync.parallel.torch_names import TorchDDP, TorchNames
+from gradsync.parallel.uneven_inputs import Attendance, GradientJoinHook, Turnout, set_divisor
+
+__all__ = ["DistributedDataParallel"]
+
+# What a copy makes for itself.
+_TRANSIENT = (
+    *("wire", "communicator", "process_group", "device_mesh", "replica", "synchronizer"),
+    *("_low_precision", "_in_backward", "_lazy_init_ran", "_buffer_futures"),
+)
+
+
+class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, Joinable):
+    """Wraps a module so that its gradients are averaged over all ranks during backward.
+
+    Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. These are accepted and have nothing to do
+    here, because the engine always behaves as if they were on, at no cost: ``find_unused_parameters``,
+    ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``, ``check_reduction``,
+    ``skip_all_reduce_unused_params``.
+
+    Keyword arguments beyond torch's:
+
+    communicator
+        how bytes move; by default the process group's own collectives.
+    policy
+        how gradients travel; see :class:`~gradsync.SyncPolicy`. Its fields may be given as keyword arguments instead:
+        ``reduction``, ``schedule``, ``observer``, ``accumulation_dtype``, ``on_veto``, ``fingerprints``.
+
+    ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
+    """
+
+    # The wrapper whose forward runs, for the compiler. It reads and sets this on whichever class it has by that name.
+    _active_ddp_module: Any = None
+
+    _lazy_init_ran = False
+    # How many synchronizations had ended when buffers were thought of last.
+    _ends = 0
+    _in_backward: InBackwardOptimizers | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: BucketSize = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecisionConfig | None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        communicator: Communicator | None = None,
+        policy: SyncPolicy | None = None,
+        **settings: Unpack[PolicySettings],
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ConfigurationError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce belong together, got only one of them"
+            )
+        if bucket_cap_mb_list and bucket_cap_mb not in (None, "auto"):
+            raise ConfigurationError("pass bucket_cap_mb or bucket_cap_mb_list, not both")
+        self._policy = SyncPolicy.chosen(
+            policy,
+            settings,
+            wrapper=type(self).__name__,
+            bucket_cap_mb=bucket_cap_mb_list or bucket_cap_mb,
+            default=default_reduction(mixed_precision),
+        )
+        chosen = choose_ranks(module, communicator, process_group, device_mesh)
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._delayed = {name for name, _ in delay_all_reduce_named_params or ()}
+        self.replica = Replica(module, ignored=self.parameters_to_ignore, delayed=self._delayed)
+        # Ranks that must not talk yet, or were told which way to take, have no choice.
+        free = init_sync and communicator is None
+        self.wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
+        self.communicator = self.wire.communicator
+        self.process_group = chosen.group
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.module = module
+        self.dim = dim
+        devices = Devices.of(self.replica.parameters, device_ids, output_device)
+        self.device, self.device_type = devices.device, devices.device.type
+        self.device_ids, self.output_device = devices.ids, devices.output
+        self.is_multi_device_module = devices.several
+        refuse_cpu_sync_batch_norm(module, self.device_type)
+        self.mixed_precision = mixed_precision
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.require_forward_param_sync = True
+        self.divide_by_initial_world_size = True
+        self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        if check_reduction:
+            warnings.warn("`check_reduction` is deprecated: reductions are always checked", FutureWarning, stacklevel=2)
+        self._low_precision = (
+            LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision is not None else None
+        )
+        self.synchronizer = self.replica.connect(
+            self.communicator,
+            self._policy,
+            init_sync=init_sync,
+            sync_buffers=forward_sync_buffers is not None or self.forward_sync_buffers,
+            keeper=self._low_precision,
+        )
+        self.replica.watch(self)
+        self._listen()
+
+    def _listen(self) -> None:
+        reference = weakref.ref(self)
+
+        def stand_in(ends_window: bool) -> bool:
+            wrapper = reference()
+            return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
+
+        self.synchronizer.debts.stand_in_by(stand_in)
+
+    def _stand_in_for_forward(self, ends_window: bool) -> bool:
+        """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a join
+        each of their forwards has asked who has data."""
+        synchronizer, forwards = self.synchronizer, self.synchronizer.engine.forwards
+        if self._join_config.enable:
+            has_run = forwards.any_in_block if synchronizer.in_block else forwards.any_in_window
+            return not has_run and self._miss_forward()
+        if forwards.any_in_window or not ends_window:
+            return False
+        if self.will_sync_module_buffers():
+            self._sync_module_buffers()
+        self.require_forward_param_sync = True
+        return True
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronizes buffers: the first of a window does, also where this rank has ended the
+        window before without a forward that said so."""
+        if self._ends != self.synchronizer.ends:
+            self._ends = self.synchronizer.ends
+            self.require_forward_param_sync = True
+        return super().will_sync_module_buffers()
+
+    def _sync_module_buffers(self, authoritative_rank: int = 0) -> None:
+        # Before a forward or after it, and in a hook's own collectives.
+        with self.synchronizer.pace.waiting():
+            super()._sync_module_buffers(authoritative_rank)
+
+    # -- forward and backward ----------------------------------------------------------------------------------
+
+    # torch.compiler.disable would import the whole compiler along with gradsync.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; its backward will average the gradients."""
+        self.synchronizer.before_forward(self.module, compiler_here())
+        try:
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            # Where ranks may be threads, what belongs to the whole process is left alone.
+            with nullcontext() if self.process_group is None else self._inside_ddp_forward():
+                output = self.module(*inputs, **kwargs)
+            return self._post_forward(output)
+        except Exception as error:
+            self.synchronizer.raised(error, "its forward")
+            raise
+
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """The compiler cuts the graph at bucket boundaries for the module that is named as active."""
+        owners: tuple[Any, Any] = (TorchDDP, DistributedDataParallel)
+        before = [owner._active_ddp_module for owner in owners]
+        for owner in owners:
+            owner._active_ddp_module = self
+        try:
+            yield
+        finally:
+            for owner, module in zip(owners, before, strict=True):
+                owner._active_ddp_module = module
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return cls._active_ddp_module
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        learning = torch.is_grad_enabled()
+        if learning and not self._lazy_init_ran:
+            self._lazy_init()
+        if learning:
+            self.replica.require_unchanged()
+            self.synchronizer.begin_forward()
+        self._prepare_ranks(learning)
+        if self.device_ids:
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self._low_precision is not None:
+            self._awaits_backward = learning or self._low_precision.entered
+            self._low_precision.enter()
+            inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
+        return inputs, kwargs
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _post_forward(self, output: Any) -> Any:
+        learning = torch.is_grad_enabled()
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if learning:
+            self.synchronizer.end_forward(output)
+            self._finish_buffers_after(output)
+            if self._in_backward is not None:
+                call_after_backward(output, self._step_in_backward)
+        elif self._low_precision is not None and not self._awaits_backward:
+            self._low_precision.release_all()
+        # As in torch: of several forwards without gradients only the first takes rank 0's buffers, so that ranks may
+        # evaluate different numbers of batches.
+        self.require_forward_param_sync = learning and self.synchronizer.enabled
+        return output
+
+    def _lazy_init(self) -> None:
+        """Before the first backward: optimizers may be hung on parameters before wrapping or after it."""
+        self._in_backward = InBackwardOptimizers.of(self.replica.parameters)
+        self._lazy_init_ran = True
+
+    def _step_in_backward(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.step(self.synchronizer)
+
+    def _prepare_ranks(self, learning: bool) -> None:
+        """The collectives of a forward: uneven inputs, buffers."""
+        if self._join_config.enable:
+            with self.synchronizer.pace.waiting():
+                self._meet_in_join(learning)
+        elif self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+
+    def _meet_in_join(self, learning: bool) -> None:
+        notified = Join.notify_join_context(self)
+        if notified is not None:
+            notified.wait()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        turnout = Turnout.count(self.communicator, Attendance.of(self.synchronizer, learning=learning))
+        turnout.require_in_step(self.synchronizer)
+        set_divisor(self, turnout.active)
+
+    def _miss_forward(self) -> bool:
+        if not self._join_config.enable:
+            return False
+        self._prepare_ranks(learning=True)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.require_forward_param_sync = self.synchronizer.enabled
+        return True
+
+    # -- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs; see ``torch.distributed.algorithms.Join``."""
+        _ = self.join_process_group  # refuse before Join has changed anything
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> GradientJoinHook:
+        if self.synchronizer.engine.sharing.has_tenant:
+            raise MisuseError(
+                "join() lets ranks without data leave the loop, and a sharded optimizer needs all of them in every "
+                "step. Give every rank as many steps, and leave out the backward where there is nothing to learn from"
+            )
+        self.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return GradientJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        if self.process_group is None:
+            raise MisuseError(f"join() needs a process group, and {self.communicator} has none")
+        return self.process_group
+
+    # -- copies, other groups --------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is None or self.process_group != dist.distributed_c10d._get_default_group():
+            raise MisuseError(
+                "only a DistributedDataParallel over the default process group can be pickled or copied: a process "
+                "group has no meaning elsewhere. Pickle its .module or state_dict() instead"
+            )
+        state = dict(self.__dict__)
+        for transient in _TRANSIENT:
+            state.pop(transient, None)
+        state["_policy"], state["_synchronizes"] = self.current_policy(), self.synchronizer.enabled
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        enabled = state.pop("_synchronizes")
+        super().__setstate__(state)
+        self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
+        self._low_precision = (
+            LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+            if self.mixed_precision is not None
+            else None
+        )
+        self._connect_to(Choice.given(choose_communicator()))
+        self.replica.watch(self)
+        self.synchronizer.enabled = enabled
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on over another process group: all its ranks call this, and nothing is compared or broadcast.
+
+        On a rank that is not in the group nothing changes. Hooks that hold a process group must be told apart.
+        """
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):
+            return
+        self.reconnect(Choice.given(choose_communicator(new_process_group)), self.current_policy())
+
+    def train_alone(self) -> TrainingAlone:
+        """Go on without the other ranks, until :meth:`~gradsync.parallel.alone.TrainingAlone.end`."""
+        return TrainingAlone(self)
+
+    def reconnect(self, wire: Choice, policy: SyncPolicy) -> None:
+        """Go on over another wire. As for another process group, nothing is compared or broadcast; but ranks that
+        share memory allocate it together, so that all of them call this, between two windows."""
+        enabled, self._policy = self.synchronizer.enabled, policy
+        self.synchronizer.detach()
+        self._connect_to(wire)
+        self.synchronizer.enabled = enabled
+
+    def regroup(self, communicator: Communicator, policy: SyncPolicy) -> None:
+        """Go on with other ranks, in whatever state those of before have left it. As at wrapping the new ones compare
+        their models and take rank 0's values. Collective among them."""
+        self._policy = policy
+        self.synchronizer.detach()
+        wire = fit_communicator(communicator, self.replica.device)
+        self._connect_to(wire, init_sync=True, sync_buffers=self.forward_sync_buffers)
+        self.process_group = communicator.group
+        self.require_forward_param_sync = True
+
+    def current_policy(self) -> SyncPolicy:
+        """What was chosen at wrapping, and has been exchanged since."""
+        tenant = self.synchronizer.engine.sharing.tenant
+        # An optimizer of shares stays with the engine it was made for.
+        reduction = self.synchronizer.reduction if tenant is None else tenant.whole
+        return dataclasses.replace(self._policy, reduction=reduction)
+
+    def _connect_to(self, wire: Choice, *, init_sync: bool = False, sync_buffers: bool = True) -> None:
+        """Without a word to the other ranks unless ``init_sync``, so there is nothing to choose by."""
+        self.wire = wire
+        self.communicator = self.wire.communicator
+        self.process_group = self.communicator.group
+        self.synchronizer = self.replica.connect(
+            self.communicator,
+            self._policy,
+            init_sync=init_sync,
+            sync_buffers=sync_buffers,
+            keeper=self._low_precision,
+        )
+        self._listen()

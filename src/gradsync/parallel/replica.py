@@ -1,0 +1,272 @@
+"""A module as one replica among several: which parameters the engine manages, checked and compared over ranks."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from gradsync.base.errors import ConfigurationError, MisuseError
+from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import require_agreement
+from gradsync.communicator.device_clock import DeviceClock
+from gradsync.core.bucket.cost_model import auto_caps, measure_link
+from gradsync.core.bucket.layout import BucketCaps, ParameterSpec
+from gradsync.core.bucket.precise import widened
+from gradsync.core.bucket.tuner import BucketTuner
+from gradsync.core.engine.keeper import ParameterKeeper
+from gradsync.core.engine.options import SynchronizerOptions
+from gradsync.core.engine.policy import SyncPolicy
+from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.health.watch import look_at, set_watch
+from gradsync.observe.recording.recorder import Recorder
+from gradsync.observe.recording.setting import attach_recorder, choose_recorder, described, recorder_in
+from gradsync.parallel.replica_state import broadcast_tensors
+
+__all__ = ["MIB", "Replica"]
+
+MIB = 1024 * 1024
+
+# Where ranks must not talk at set-up (init_sync=False) nothing can be measured; this is torch's own size.
+UNMEASURED_CAP = 25 * MIB
+
+# In a world of one nothing travels, so there is nothing to hide: few buckets are least work.
+LONE_CAP = 100 * MIB
+
+
+class Replica:
+    """The managed parameters and buffers of ``module``. Ignored names are left alone, delayed ones come last."""
+
+    def __init__(self, module: nn.Module, *, ignored: set[str] | None = None, delayed: set[str] | None = None) -> None:
+        self.module = module
+        self.ignored = ignored or set()
+        sparse = _sparse_parameters(module)
+        named = [(name, p) for name, p in module.named_parameters() if name not in self.ignored]
+        _check(module, named)
+        self.parameters = [parameter for _, parameter in named]
+        self.specs = [
+            ParameterSpec.of(name, parameter, sparse=id(parameter) in sparse, delayed=name in (delayed or ()))
+            for name, parameter in named
+        ]
+        self._places: list[tuple[nn.Module, str, str]] | None = None
+        self._added: list[str] = []
+        # Made when it is connected first, and kept when it goes on over another wire.
+        self.recorder: Recorder | None = None
+        _watch_registrations(self, module)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers as they are now: modules may put others in their place."""
+        current = (owner._buffers.get(name) for owner, name, _ in self._buffer_places)
+        return list({id(buffer): buffer for buffer in current if buffer is not None}.values())
+
+    @property
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """The same, each by its first name."""
+        current = [(path, owner._buffers.get(name)) for owner, name, path in self._buffer_places]
+        first = {id(buffer): path for path, buffer in reversed(current)}
+        return {path: buffer for path, buffer in current if buffer is not None and first[id(buffer)] == path}
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def connect(
+        self,
+        communicator: Communicator,
+        policy: SyncPolicy,
+        *,
+        init_sync: bool = True,
+        sync_buffers: bool = True,
+        keeper: ParameterKeeper | None = None,
+    ) -> Synchronizer:
+        """Compare with the other ranks, take rank 0's values, and attach the engine. Collective with init_sync."""
+        if self.recorder is None or recorder_in(policy.observer) is not None:
+            self.recorder = choose_recorder(policy.observer, self.device)
+        if init_sync:
+            require_agreement(communicator, "the wrapped module", self._described(policy))
+            states = [*self.parameters, *(self.buffers if sync_buffers else [])]
+            broadcast_tensors(states, communicator)
+            set_watch(communicator)
+        caps, tuner = self._caps(communicator, policy, init_sync)
+        options = SynchronizerOptions(
+            communicator=communicator,
+            caps=caps,
+            tuner=tuner,
+            policy=policy,
+            keeper=keeper,
+            droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
+            recorder=None if recorder_in(policy.observer) is not None else self.recorder,
+        )
+        synchronizer = Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
+        look_at(synchronizer, communicator)
+        attach_recorder(self.recorder, synchronizer, type(self.module).__name__, communicator, meets=init_sync)
+        return synchronizer
+
+    def watch(self, wrapper: nn.Module) -> None:
+        """Parameters added to ``wrapper`` itself are no part of the module, and refused alike."""
+        _watched.setdefault(wrapper, []).append(weakref.ref(self))
+
+    def require_unchanged(self) -> None:
+        """Raise if parameters were registered since wrapping: the engine does not know them."""
+        if self._added:
+            raise MisuseError(
+                f"parameter {self._added[0]!r} was added to the module after it was wrapped, so its gradient would "
+                "differ on every rank. Add parameters first and wrap (and make the optimizer) afterwards"
+            )
+
+    def _caps(
+        self, communicator: Communicator, policy: SyncPolicy, measure: bool
+    ) -> tuple[BucketCaps, BucketTuner | None]:
+        """Bucket sizes, and who may change them later: only what was measured before can be measured better."""
+        if policy.schedule == "naive":
+            return BucketCaps.one_parameter_each(), None
+        if policy.sizes is not None:
+            return BucketCaps(caps=tuple(max(1, int(size * MIB)) for size in policy.sizes)), None
+        if communicator.world_size == 1:
+            return BucketCaps.uniform(LONE_CAP), None
+        if not measure:
+            return BucketCaps.uniform(UNMEASURED_CAP), None
+        cost = measure_link(communicator, self.device)
+        caps = auto_caps(cost, sum(spec.nbytes for spec in self.specs))
+        tunable = cost.overlaps and self.device.type in ("cpu", "cuda") and policy.schedule == "overlapped"
+        return caps, self._make_tuner() if tunable else None
+
+    def _make_tuner(self) -> BucketTuner:
+        if self.device.type == "cpu":
+            return BucketTuner()
+        clock = DeviceClock(self.device)
+        return BucketTuner(clock, clock.seconds)
+
+    def _described(self, policy: SyncPolicy) -> list[tuple[str, Any]]:
+        return [
+            *_described_parameters(self.specs, [parameter.requires_grad for parameter in self.parameters]),
+            *policy.described(),
+            *described(self.recorder),
+        ]
+
+    def note_registration(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """``owner`` is about to have ``parameter`` by that name, which may lead through a child."""
+        known = not parameter.requires_grad or any(parameter is each for each in self.parameters)
+        if not known and not self._ignores(owner, name):
+            self._added.append(f"{type(owner).__name__}.{name}")
+
+    def note_module(self) -> None:
+        """A module has been exchanged for another, with buffers of its own."""
+        self._places = None
+
+    def _ignores(self, owner: nn.Module, name: str) -> bool:
+        """Whether the name is one that is left alone, whatever goes by it."""
+        if not self.ignored:
+            return False
+        paths = [path for path, part in self.module.named_modules(remove_duplicate=False) if part is owner]
+        return any((f"{path}.{name}" if path else name) in self.ignored for path in paths)
+
+    @property
+    def _buffer_places(self) -> list[tuple[nn.Module, str, str]]:
+        """Who holds the managed buffers, by which name, and the whole name. Walking a large module takes longer than
+        many a forward, so it is done once."""
+        if self._places is None:
+            self._places = _find_buffers(self.module, self.ignored)
+        return self._places
+
+
+def _described_parameters(specs: Sequence[ParameterSpec], trainable: Sequence[bool]) -> list[tuple[str, Any]]:
+    """What two replicas must have in common, parameter by parameter. Devices may differ."""
+    return [
+        (
+            f"parameter {number} ({spec.name})",
+            {
+                "shape": list(spec.shape),
+                "dtype": str(spec.dtype),
+                "stride": list(spec.stride),
+                "requires_grad": requires_grad,
+                "sparse": spec.sparse,
+                "delayed": spec.delayed,
+            },
+        )
+        for number, (spec, requires_grad) in enumerate(zip(specs, trainable, strict=True))
+    ]
+
+
+def _check(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigurationError(
+                f"parameter {name!r} is not initialized yet. Run a forward of the lazy module before you wrap it"
+            )
+        if parameter.device.type == "meta":
+            raise ConfigurationError(
+                f"parameter {name!r} is on the meta device, which holds no values. Move the module to a real device "
+                "(module.to_empty(device=...)) and initialize it before you wrap it"
+            )
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to synchronize. "
+            "Use the module itself, or unfreeze a parameter before you wrap it"
+        )
+    kinds = sorted({parameter.device.type for _, parameter in named})
+    if len(kinds) > 1:
+        examples = {p.device.type: name for name, p in reversed(named)}
+        raise ConfigurationError(
+            "all parameters must be on one type of device, got "
+            + ", ".join(f"{kind} ({examples[kind]!r})" for kind in kinds)
+            + ". Move the whole module before you wrap it"
+        )
+
+
+def _find_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str, str]]:
+    named = [
+        (owner, name, f"{path}.{name}" if path else name)
+        for path, owner in module.named_modules()
+        for name in owner._buffers
+    ]
+    return [each for each in named if each[2] not in ignored]
+
+
+def _sparse_parameters(module: nn.Module) -> set[int]:
+    return {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
+
+
+# -- parameters added after wrapping ------------------------------------------------------------------------------
+
+_watched: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Replica]]]" = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def _watch_registrations(replica: Replica, module: nn.Module) -> None:
+    global _installed
+    if not _installed:
+        register_module_parameter_registration_hook(_on_parameter)
+        register_module_module_registration_hook(_on_module)
+        _installed = True
+    for child in module.modules():
+        _watched.setdefault(child, []).append(weakref.ref(replica))
+
+
+def _replicas_with(module: nn.Module) -> list[Replica]:
+    return [replica for reference in _watched.get(module, ()) if (replica := reference()) is not None]
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    for replica in _replicas_with(module):
+        if parameter is not None:
+            replica.note_registration(module, name, parameter)
+
+
+def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    for replica in _replicas_with(module):
+        if child is not None:
+            for path, parameter in child.named_parameters():
+                replica.note_registration(module, f"{name}.{path}", parameter)
+            replica.note_module()
+            _watch_registrations(replica, child)

@@ -1,5 +1,0 @@
-"""Two ranks try out what a plan needs to know: their wire, their model, their codings."""
-
-from gradsync.rehearsal.rehearse import Rehearsal, rehearse
-
-__all__ = ["Rehearsal", "rehearse"]

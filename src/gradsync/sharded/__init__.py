@@ -1,6 +1,0 @@
-"""Optimizers whose bytes travel behind the next forward: shared out over the ranks, or whole on each of them."""
-
-from gradsync.sharded.optimizer import ShardedOptimizer
-from gradsync.sharded.overlapped import OverlappedOptimizer
-
-__all__ = ["OverlappedOptimizer", "ShardedOptimizer"]

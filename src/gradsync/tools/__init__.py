@@ -1,0 +1,3 @@
+"""The command line and what it runs. ``import gradsync`` loads none of it."""
+
+__all__: list[str] = []

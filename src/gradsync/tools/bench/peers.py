@@ -1,0 +1,381 @@
+"""Who is compared: gradsync, its schedules, and the wrappers people use today, all with the same model and optimizer.
+
+A :class:`Peer` wraps a model; what comes back is a :class:`Wrapped`, with the few things a training loop needs. After a
+window every peer has the same gradient: the mean over ranks and micro-batches. Peers that are no part of torch are
+imported when they are asked for.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsync.communicator import Communicator
+from gradsync.core.engine.observer import Observer
+from gradsync.core.engine.policy import Schedule
+from gradsync.optim.local_steps import LocalSteps
+from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
+from gradsync.optim.sharded.mode import Mode
+from gradsync.parallel.data_parallel import DistributedDataParallel
+from gradsync.tools.bench.blocks import blocks_of
+
+__all__ = [
+    "ALONE",
+    "DDP",
+    "FSDP2",
+    "OURS",
+    "OVERLAPPED",
+    "PEERS",
+    "SHARDED",
+    "TUNED",
+    "ZERO",
+    "Accelerate",
+    "FSDP2Replicate",
+    "Fabric",
+    "Gradsync",
+    "GradsyncLocal",
+    "GradsyncOverlapped",
+    "GradsyncSharded",
+    "HookedDDP",
+    "MakeOptimizer",
+    "NoWrapper",
+    "OuterSGD",
+    "Peer",
+    "TorchDDP",
+    "Wrapped",
+    "ZeroRedundancy",
+    "tuned_options",
+]
+
+ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
+SHARDED, OVERLAPPED, ZERO = "gradsync sharded", "gradsync overlapped", "DDP tuned + ZeRO"
+TorchDDP = nn.parallel.DistributedDataParallel
+# Made after wrapping: some peers put other parameters into the model.
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+# What is made of the way that ranks have gone by themselves, by DiLoCo's settings.
+OuterSGD = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@dataclass(kw_only=True)
+class Wrapped:
+    """A model that synchronizes, and its optimizer, as the loop of its users handles them."""
+
+    model: nn.Module
+    optimizer: Any
+    backward: Callable[[torch.Tensor], Any]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    # Frames a micro-batch; is told whether it is the last of its window. None: this peer has no such thing.
+    accumulate: Callable[[bool], AbstractContextManager[Any]] | None = None
+    # In there, where it divides by the length of the window itself; None: as outside.
+    framed_backward: Callable[[torch.Tensor], Any] | None = None
+    # Waits for what a step has left under way.
+    flush: Callable[[], object] = lambda: None
+
+
+class Peer(ABC):
+    """A way to synchronize. ``window`` is the number of micro-batches in a window, for those that must know it."""
+
+    name: str
+    # The module it comes from, if that may be missing.
+    needs = ""
+
+    def absent(self) -> str | None:
+        """Why it cannot run here, or None."""
+        if not self.needs or importlib.util.find_spec(self.needs) is not None:
+            return None
+        return "not in this torch" if self.needs.startswith("torch.") else "not installed"
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoWrapper(Peer):
+    """Nothing is synchronized: what the computation alone takes."""
+
+    name: str = ALONE
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        return _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradsync(Peer):
+    """gradsync's wrapper, with one of its schedules; ``communicator`` makes the wire it takes, if not its own."""
+
+    name: str = OURS
+    schedule: Schedule = "overlapped"
+    bucket_mb: float | None = None
+    observer: Observer | None = None
+    communicator: Callable[[], Communicator] | None = None
+    reduction: str | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapper = DistributedDataParallel(
+            model,
+            bucket_cap_mb=self.bucket_mb,
+            communicator=None if self.communicator is None else self.communicator(),
+            schedule=self.schedule,
+            observer=self.observer,
+            reduction=self.reduction,
+        )
+        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
+        wrapped.framed_backward = wrapper.backward
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradsyncSharded(Peer):
+    """gradsync's wrapper with its sharded optimizer, of the class and the options of the one that others get."""
+
+    name: str = SHARDED
+    observer: Observer | None = None
+    mode: Mode = "next-forward"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapper = DistributedDataParallel(model, observer=self.observer)
+        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper, self.mode)
+        wrapped.flush = wrapped.optimizer.flush
+        wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
+        wrapped.framed_backward = wrapper.backward
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradsyncOverlapped(Peer):
+    """gradsync's wrapper with an optimizer that every rank runs whole, when means come behind the next forward."""
+
+    name: str = OVERLAPPED
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapper = DistributedDataParallel(model)
+        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped.optimizer = OverlappedOptimizer(wrapper, wrapped.optimizer)
+        wrapped.flush = wrapped.optimizer.flush
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradsyncLocal(Peer):
+    """Every rank trains by itself, and parameters meet after ``every`` steps: in their mean, or by an ``outer``."""
+
+    name: str = "gradsync local"
+    every: int = 16
+    outer: MakeOptimizer | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        wrapped = _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
+        local = LocalSteps(model, wrapped.optimizer, every=self.every, outer=self.outer)
+        # Nothing else holds it.
+        wrapped.flush = local.synchronize
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRedundancy(Peer):
+    """torch's DDP, tuned, with its ZeroRedundancyOptimizer: the state is shared out, gradients and wire are DDP's."""
+
+    name: str = ZERO
+    bucket_mb: float | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
+        options = {key: wrapped.optimizer.defaults[key] for key in ("lr", "foreach")}
+        wrapped.optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), type(wrapped.optimizer), parameters_as_bucket_view=True, **options
+        )
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(Peer):
+    """torch's ``fully_shard``, every block by itself, that keeps parameters whole between forward and backward."""
+
+    name: str = "FSDP2"
+    needs = "torch.distributed.fsdp"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(_device_of(model).type, (dist.get_world_size(),))
+        for group in blocks_of(model):
+            fully_shard(group, mesh=mesh, reshard_after_forward=False)
+        sharded: Any = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        return _summing(sharded, optimizer, window, no_sync=nullcontext)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(Peer):
+    """torch's DistributedDataParallel, as it comes or with everything that makes it faster switched on."""
+
+    name: str = "DDP stock"
+    tuned: bool = False
+    bucket_mb: float | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        options: dict[str, Any] = tuned_options() if self.tuned else {}
+        if self.bucket_mb is not None:
+            options["bucket_cap_mb"] = self.bucket_mb
+        wrapper = TorchDDP(model, **options)
+        return _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookedDDP(Peer):
+    """torch's DDP, tuned, with one of its own hooks that send fewer bytes."""
+
+    name: str
+    hook: Literal["fp16", "powersgd"]
+    bucket_mb: float | None = None
+    rank: int = 4
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
+        wrapper: Any = wrapped.model
+        if self.hook == "fp16":
+            wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        else:
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=2)
+            wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerate(Peer):
+    """Hugging Face Accelerate, which wraps torch's DistributedDataParallel."""
+
+    name: str = "Accelerate"
+    bucket_mb: float | None = None
+    needs = "accelerate"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        accelerate: Any = importlib.import_module("accelerate")
+        # Its counting of micro-batches is one for the whole process, so windows of other lengths need other processes.
+        size = 25 if self.bucket_mb is None else self.bucket_mb
+        options = accelerate.DistributedDataParallelKwargs(bucket_cap_mb=size)
+        on_cpu = _device_of(model).type == "cpu"
+        accelerator = accelerate.Accelerator(cpu=on_cpu, gradient_accumulation_steps=window, kwargs_handlers=[options])
+        wrapper, prepared = accelerator.prepare(model, optimizer(model.parameters()))
+        return Wrapped(
+            model=wrapper,
+            optimizer=prepared,
+            no_sync=lambda: accelerator.no_sync(wrapper),
+            accumulate=lambda last: accelerator.accumulate(wrapper),
+            backward=accelerator.backward,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric(Peer):
+    """Lightning Fabric's strategy ``ddp``."""
+
+    name: str = "Lightning Fabric"
+    needs = "lightning_fabric"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        lightning: Any = importlib.import_module("lightning_fabric")
+        environments: Any = importlib.import_module("lightning_fabric.plugins.environments")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        fabric = lightning.Fabric(
+            accelerator=_device_of(model).type,
+            strategy="ddp",
+            devices=here,
+            num_nodes=dist.get_world_size() // here,
+            plugins=[environments.TorchElasticEnvironment()],
+        )
+        fabric.launch()
+        wrapper, prepared = fabric.setup(model, optimizer(model.parameters()))
+
+        return Wrapped(
+            model=wrapper,
+            optimizer=prepared,
+            no_sync=lambda: fabric.no_backward_sync(wrapper),
+            accumulate=lambda last: fabric.no_backward_sync(wrapper, enabled=not last),
+            backward=lambda loss: fabric.backward(loss / window),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Replicate(Peer):
+    """``replicate`` of torch's FSDP2: replicas without sharding, on FSDP's engine; every block a group of its own.
+
+    It synchronizes a group from hooks on the forward of the modules in it. A container that has no forward is never
+    called, so a group of it would never be synchronized, and nothing says so: what it contains goes into groups in its
+    place.
+    """
+
+    name: str = "FSDP2 replicate"
+    needs = "torch.distributed._composable.replicate_with_fsdp"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(_device_of(model).type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
+        for group in blocks_of(model):
+            replicate(group, mesh=mesh)
+        replicated: Any = replicate(model, mesh=mesh)
+
+        @contextmanager
+        def no_sync() -> Iterator[None]:
+            replicated.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                replicated.set_requires_gradient_sync(True)
+
+        return _summing(replicated, optimizer, window, no_sync=no_sync)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def tuned_options() -> dict[str, Any]:
+    """Everything that makes torch's wrapper faster, as far as this torch has it."""
+    wanted = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
+    known = inspect.signature(TorchDDP).parameters
+    return {key: value for key, value in wanted.items() if key in known}
+
+
+def _summing(model: nn.Module, optimizer: MakeOptimizer, window: int, **others: Any) -> Wrapped:
+    """A peer that adds up micro-batches and leaves the mean to its users."""
+
+    def backward(loss: torch.Tensor) -> None:
+        (loss / window).backward()
+
+    return Wrapped(model=model, optimizer=optimizer(model.parameters()), backward=backward, **others)
+
+
+# By name, in the order in which tables show them.
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        NoWrapper(),
+        Gradsync(name="naive", schedule="naive"),
+        DDP(),
+        DDP(name=TUNED, tuned=True),
+        Accelerate(),
+        Fabric(),
+        FSDP2Replicate(),
+        Gradsync(),
+    )
+}

@@ -1,0 +1,250 @@
+"""Runs scenarios: makes the hosts, has each cell driven, keeps every line its ranks write, builds the report.
+
+Whatever happens, the folder holds what was measured until then: ranks append their lines to the raw file themselves, a
+cell that fails leaves the others alone, and after Ctrl-C the report is made of what is there.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradsync.base.errors import ConfigurationError, GradsyncError
+from gradsync.observe.charts.canvas import require
+from gradsync.tools.bench import measure, statistics
+from gradsync.tools.bench.machine import commit, describe_machine, versions
+from gradsync.tools.bench.placing import ON_CPU, Placement
+from gradsync.tools.bench.ranks import ranks_of
+from gradsync.tools.bench.record import DONE, INTERRUPTED, Cell, CellRecord, ResultFolder, RowFile
+from gradsync.tools.bench.report import Section, build_report
+from gradsync.tools.bench.scenario import Scenario
+from gradsync.tools.bench.screen import Screen
+from gradsync.tools.lab.system import check_fit
+
+__all__ = ["Outcome", "RunPlan", "missing_lab", "run"]
+
+
+def missing_lab() -> str:
+    """Why hosts cannot be made here; empty if they can."""
+    try:
+        check_fit()
+    except GradsyncError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What to run. ``no_lab`` is the reason for which cells with hosts are skipped, if there is one."""
+
+    scenarios: Sequence[Scenario]
+    out: Path
+    placement: Placement = ON_CPU
+    quick: bool = False
+    rounds: int | None = None
+    # Of cells and of variants, by name; all where there are none. How long cells may take that mind it, together, and
+    # how many trials run at once, of those whose times do not depend on it.
+    cases: Sequence[str] = ()
+    peers: Sequence[str] = ()
+    minutes: float | None = None
+    jobs: int = 1
+    # ``out`` holds results, and what is among them is not measured again.
+    resumes: bool = False
+    # Pictures and a page at the end.
+    reports: bool = True
+    command: str = ""
+    no_lab: str = field(default_factory=missing_lab)
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigurationError(f"--rounds (or --seeds) must be at least 1, got {self.rounds}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigurationError(f"--minutes must be above 0, got {self.minutes:g}")
+        if self.jobs < 1:
+            raise ConfigurationError(f"--jobs must be at least 1, got {self.jobs}")
+        for scenario in self.scenarios:
+            self.cells(scenario)
+
+    def cells(self, scenario: Scenario) -> list[Cell]:
+        cells = self.placement.cells(scenario, quick=self.quick)
+        known = {cell.name for cell in cells}
+        wanted = _whole_names(self.cases, known)
+        unknown = [name for name in wanted if name not in known]
+        if unknown:
+            names = ", ".join(repr(cell.name) for cell in cells)
+            why = self.placement.without(unknown[0])
+            raise ConfigurationError(f"--cases: {scenario.name} has no case {unknown[0]!r}{why}. It has: {names}")
+        if wanted:
+            cells = [cell for cell in cells if cell.name in wanted]
+        cells = [dataclasses.replace(cell, options={**cell.options, **self._wishes(len(cells))}) for cell in cells]
+        if self.rounds is None:
+            return cells
+        each = {cell.name: cell.seconds / (cell.rounds + cell.warmup) * (self.rounds + cell.warmup) for cell in cells}
+        return [dataclasses.replace(cell, rounds=self.rounds, seconds=each[cell.name]) for cell in cells]
+
+    def _wishes(self, cells: int) -> dict[str, object]:
+        wishes: dict[str, object] = {"peers": list(self.peers)} if self.peers else {}
+        wishes |= {"jobs": self.jobs} if self.jobs > 1 else {}
+        return wishes | ({} if self.minutes is None else {"seconds": self.minutes * 60 / cells})
+
+    def runs(self, cell: Cell) -> bool:
+        return cell.hosts is None or not self.no_lab
+
+    def seconds(self, scenario: Scenario) -> float:
+        """About how long it takes."""
+        return sum(cell.seconds for cell in self.cells(scenario) if self.runs(cell))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a run. Without a report it has no ``sections``."""
+
+    folder: ResultFolder
+    sections: Sequence[Section]
+    interrupted: bool
+    failed: Sequence[str]
+
+
+def run(plan: RunPlan, screen: Screen) -> Outcome:
+    """All cells of all scenarios, one after the other, then the report."""
+    if plan.reports:
+        # Nobody wants to hear after an hour that it cannot be shown.
+        require("jinja2", "matplotlib")
+    folder = _resumed(plan) if plan.resumes else ResultFolder.create(plan.out)
+    if not plan.resumes:
+        folder.write_config(_config(plan))
+    deadline = math.inf if plan.minutes is None else time.monotonic() + plan.minutes * 60
+    for note in plan.placement.notes:
+        screen.note(note)
+    later = sum(plan.seconds(scenario) for scenario in plan.scenarios)
+    interrupted = False
+    try:
+        for scenario in plan.scenarios:
+            screen.scenario(scenario, plan.seconds(scenario))
+            earlier = {record.cell.name: record for record in folder.records(scenario.name)}
+            with folder.rows(scenario.name) as rows:
+                for cell in plan.cells(scenario):
+                    known, runs = earlier.get(cell.name), plan.runs(cell)
+                    later -= cell.seconds if runs else 0.0
+                    if _is_measured(scenario, known):
+                        screen.note(f"{cell.name} is measured already")
+                    elif time.monotonic() > deadline:
+                        screen.note(f"{cell.name} is left for --resume {plan.out}: the time of --minutes is over")
+                    elif runs:
+                        _begin(scenario, cell, rows, known)
+                        _run_cell(scenario, cell, rows, screen, later)
+                    else:
+                        _skip(cell, rows, known, plan.no_lab)
+                        screen.note(f"{cell.name} is skipped: {plan.no_lab}")
+    except KeyboardInterrupt:
+        interrupted = True
+        screen.note("interrupted; the report shows what was measured until now")
+    sections = build_report(folder, plan.scenarios) if plan.reports else []
+    failed = [section.name for section in sections if section.failed] or _failed(plan, folder)
+    return Outcome(folder=folder, sections=sections, interrupted=interrupted, failed=failed)
+
+
+def _resumed(plan: RunPlan) -> ResultFolder:
+    """The folder of an earlier run, which notes that another one adds to it."""
+    folder = ResultFolder.open(plan.out)
+    config = folder.config
+    strangers = [each.name for each in plan.scenarios if each.name not in config.get("scenarios", [])]
+    if strangers:
+        known = ", ".join(config.get("scenarios", []))
+        raise ConfigurationError(
+            f"{plan.out} has results of {known}, and none of {strangers[0]}: choose another folder"
+        )
+    for scenario in plan.scenarios:
+        earlier = {record.cell.name: record for record in folder.records(scenario.name)}
+        for cell in plan.cells(scenario):
+            _require_same(scenario, cell, earlier.get(cell.name), plan.out)
+    again = {key: value for key, value in _config(plan).items() if key in ("command", "started", "commit")}
+    folder.write_config({**config, "resumed": [*config.get("resumed", []), again]})
+    return folder
+
+
+def _require_same(scenario: Scenario, cell: Cell, known: CellRecord | None, out: Path) -> None:
+    """What is measured already must be what is asked for: a report is of one kind of cells."""
+    if known is None or not _is_measured(scenario, known):
+        return
+    # As it was written.
+    asked, done = json.loads(json.dumps(dataclasses.asdict(cell))), dataclasses.asdict(known.cell)
+    differs = [name for name, value in asked.items() if done[name] != value and name != "seconds"]
+    if differs:
+        name = differs[0]
+        raise ConfigurationError(
+            f"{out} has results of {cell.name!r} with other settings ({name} {done[name]!r}, asked for "
+            f"{asked[name]!r}): go on with the settings it was begun with, or choose another folder"
+        )
+
+
+def _failed(plan: RunPlan, folder: ResultFolder) -> list[str]:
+    records = {scenario.name: folder.records(scenario.name) for scenario in plan.scenarios}
+    return [name for name, found in records.items() if any(record.outcome == "failed" for record in found)]
+
+
+def _is_measured(scenario: Scenario, known: CellRecord | None) -> bool:
+    """Cells are whole or not, unless a scenario adds to what is known."""
+    return known is not None and known.outcome == DONE and not scenario.adds_rounds
+
+
+def _begin(scenario: Scenario, cell: Cell, rows: RowFile, known: CellRecord | None) -> None:
+    if known is not None and scenario.adds_rounds:
+        rows.resume(cell)
+    else:
+        rows.cell(cell)
+
+
+def _skip(cell: Cell, rows: RowFile, known: CellRecord | None, reason: str) -> None:
+    # What an earlier run has measured of it stays what it is.
+    if known is None:
+        rows.cell(cell)
+        rows.write("skipped", reason=reason)
+
+
+def _config(plan: RunPlan) -> dict[str, object]:
+    return {
+        "scenarios": [scenario.name for scenario in plan.scenarios],
+        "quick": plan.quick,
+        "rounds": plan.rounds,
+        "device": plan.placement.device,
+        "command": plan.command,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": commit(),
+        "seeds": {"order of variants": measure.SEED, "resampling": statistics.SEED},
+        "machine": describe_machine(),
+        "versions": versions(),
+    }
+
+
+def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, later: float) -> None:
+    progress = screen.cell(scenario, cell, later)
+    # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
+    importlib.import_module("torch._dynamo")
+    try:
+        with ranks_of(cell) as ranks:
+            scenario.drive(cell, ranks, rows, progress)
+    except KeyboardInterrupt:
+        rows.write(INTERRUPTED)
+        raise
+    except GradsyncError as error:
+        rows.write("failed", reason=str(error))
+        screen.note(f"{cell.name} failed: {error}")
+    else:
+        rows.write(DONE)
+    finally:
+        progress.finish()
+
+
+def _whole_names(parts: Sequence[str], names: Collection[str]) -> list[str]:
+    """What was written with commas between names. Names may have commas, too: parts that make one belong together."""
+    found, rest = [], list(parts)
+    while rest:
+        count = next((count for count in range(len(rest), 0, -1) if ", ".join(rest[:count]) in names), 1)
+        found.append(", ".join(rest[:count]))
+        del rest[:count]
+    return found

@@ -1,0 +1,235 @@
+"""What a scenario is: one question, the runs that answer it, and the words, tables and pictures of the answer.
+
+To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``drive`` runs a cell and writes
+its samples. Most have ranks of the benchmark measure (:class:`~gradsync.tools.bench.measured.MeasuredScenario`):
+``measure`` runs inside every rank of a cell, on a process group that is there already::
+
+    class MyScenario(MeasuredScenario):
+        name, title = "my-scenario", "What it is about"
+        source = "where the question comes from"
+        question = "what a user wants to know"
+
+        def cells(self, *, quick: bool) -> list[Cell]:
+            return [Cell(name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", seconds=30)]
+
+        def measure(self, rounds: Rounds) -> None:
+            rounds.limits(compute="no wrapper", wire={"*": rounds.cell.wire_seconds(gradient_bytes)})
+            rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
+
+One that starts processes of its own and watches them from outside writes ``drive`` itself. One that can be measured
+over NCCL, too, has ``gpu_cells``, made with :func:`gpu_cell`, and takes its models and times from ``rounds.device``.
+
+``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must bear that some variants are missing.
+By themselves they say one sentence a cell, hold its times against a ``baseline`` and draw one picture, a panel a cell.
+"""
+
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gradsync.observe.charts.canvas import SOFT, canvas, colour, legend
+from gradsync.observe.charts.kinds import Series
+from gradsync.tools.bench.measure import Progress
+from gradsync.tools.bench.peers import ALONE, OURS, TUNED
+from gradsync.tools.bench.record import LIMITS, Cell, CellRecord, RowFile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from gradsync.tools.bench.ranks import CellRanks
+
+__all__ = [
+    "MISSING",
+    "Picture",
+    "Scenario",
+    "Table",
+    "colour_of",
+    "gpu_cell",
+    "known",
+    "spread",
+    "times_of",
+    "timing_table",
+]
+
+Key = TypeVar("Key")
+
+MISSING = "–"
+# Of cells over NCCL: steps of a block, blocks, and what ranks take to start. What is chosen before the first block, as
+# bucket sizes are, takes about as long as this many steps of all variants.
+GPU_BLOCK, GPU_WARMUP, GPU_ROUNDS = 3, 1, 8
+GPU_START_SECONDS, GPU_CHOOSING = 6.0, 15
+# A peer has the same colour in every picture, and gradsync is always the blue.
+COLOURS = {
+    OURS: "blue",
+    "gradsync elastic": "sky",
+    "torchft": "pink",
+    "DDP stock": "orange",
+    TUNED: "vermillion",
+    "Accelerate": "green",
+    "Lightning Fabric": "pink",
+    "FSDP2 replicate": "sky",
+    "naive": "dark-grey",
+    "bucketed": "light-grey",
+    ALONE: "grey",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table as it is shown: text in rows and columns, the first column names the row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure and the sentence to read it by. The ``slug`` names its files, ``svg`` is what a page shows of it."""
+
+    slug: str
+    title: str
+    figure: "Figure" = field(repr=False)
+    reading: str
+    svg: str = field(default="", repr=False)
+
+
+class Scenario(ABC):
+    """One question about the cost of synchronization."""
+
+    name: str
+    title: str
+    source: str
+    question: str
+    # The variant that tables hold the others against.
+    baseline: str
+    # Of the picture that has a panel a cell.
+    slug: str
+    ylabel: str = ""
+    height: float = 4.2
+    # Where a run goes on in a folder of results, it measures the rounds of a cell that are missing.
+    adds_rounds = False
+    shared: bool = True
+
+    @abstractmethod
+    def cells(self, *, quick: bool) -> list[Cell]: ...
+
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        """Those over NCCL, for two ranks and more, wherever these find their GPUs; none, if it is for CPU ranks."""
+        return []
+
+    @abstractmethod
+    def drive(self, cell: Cell, ranks: "CellRanks", rows: RowFile, progress: Progress) -> None:
+        """Run a cell, where its ``ranks`` are, and write its samples."""
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        """The overview, and the times of every cell."""
+        times = [timing_table(record, baseline=self.baseline, note=self.note(record)) for record in records]
+        return self.overview(records) + times
+
+    def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        return []
+
+    def note(self, record: CellRecord) -> str:
+        """What a reader of a cell's times has to know."""
+        return ""
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        title, panels = self.message(records), [record.cell.name for record in records]
+        figure, axes = canvas(title, panels=panels, height=self.height, shared=self.shared)
+        for panel, record in zip(axes, records, strict=True):
+            self.draw(panel, record)
+        axes[0].set_ylabel(self.ylabel)
+        legend(axes)
+        return [Picture(slug=self.slug, title=title, figure=figure, reading=Scenario.reading(self, records))]
+
+    def message(self, records: Sequence[CellRecord]) -> str:
+        """The title of the picture: what it shows, in numbers."""
+        return self.title
+
+    def draw(self, axes: "Axes", record: CellRecord) -> None:
+        """The panel of a cell."""
+        raise NotImplementedError(f"{self.name} has neither draw() nor pictures() of its own; write one of them")
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        return " ".join(words for record in records if (words := self.sentence(record)))
+
+    def sentence(self, record: CellRecord) -> str:
+        """What a cell says."""
+        return ""
+
+
+def gpu_cell(name: str, *, quick: bool, step_seconds: float, ranks: int = 2, **others: Any) -> Cell:
+    """A cell over NCCL, in blocks of steps. ``step_seconds`` is about what one step of all its variants takes."""
+    rounds = GPU_ROUNDS if quick else 3 * GPU_ROUNDS
+    steps = (GPU_WARMUP + rounds) * GPU_BLOCK + GPU_CHOOSING
+    fixed: dict[str, Any] = {"device": "cuda", "warmup": GPU_WARMUP, "rounds": rounds, "block": GPU_BLOCK}
+    return Cell(name=name, ranks=ranks, seconds=GPU_START_SECONDS + steps * step_seconds, **fixed, **others)
+
+
+def colour_of(name: str) -> str:
+    """A peer's own colour, also where a setting is added to its name."""
+    known = [key for key in COLOURS if name == key or name.startswith(f"{key} ")]
+    return colour(COLOURS[max(known, key=len)]) if known else SOFT
+
+
+def known(values: Mapping[Key, float | None]) -> dict[Key, float]:
+    """Those that were measured."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The mean, and the lowest and highest where there are several."""
+    if not values:
+        return MISSING
+    middle = format(statistics.fmean(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
+
+
+def times_of(
+    label: str,
+    taken: Sequence[tuple[CellRecord, str]],
+    *,
+    places: Sequence[float] = (),
+    each: float = 1e3,
+    **looks: Any,
+) -> Series:
+    """Medians and p5–p95 of variants side by side, or at ``places``, times ``each``; what did not run is left out."""
+    known = {
+        place: record.summary(name)
+        for place, (record, name) in zip(places or range(len(taken)), taken, strict=True)
+        if name in record.samples
+    }
+    return Series(
+        label=label,
+        points=[(place, summary.median * each) for place, summary in known.items()],
+        spans=[(summary.p5 * each, summary.p95 * each) for summary in known.values()],
+        **{"colour": colour_of(label), **looks},
+    )
+
+
+def timing_table(
+    record: CellRecord, *, baseline: str, note: str = "", more: Mapping[str, Callable[[str], str]] | None = None
+) -> Table:
+    """Every variant of a cell: its time and spread, its ratio to the baseline, its bytes, its distance to the limit.
+
+    ``more`` are further columns, by their headings.
+    """
+    more = more or {}
+    notes = [f"The baseline is {baseline}.", *([note] if note else [])]
+    limited = LIMITS in record.facts
+    columns = ["variant", "median ms", "p5–p95 ms", "time / baseline", *more, "sent MB", *["time / limit"] * limited]
+    rows = []
+    for variant in record.samples:
+        summary, limit = record.summary(variant), record.limit(variant)
+        compared = str(record.ratio(variant, baseline)) if baseline in record.samples else MISSING
+        row = [variant, f"{summary.median * 1e3:.1f}", f"{summary.p5 * 1e3:.1f}–{summary.p95 * 1e3:.1f}", compared]
+        row += [words(variant) for words in more.values()]
+        row.append(f"{record.sent(variant) / 1e6:.2f}")
+        rows.append([*row, *[MISSING if limit is None else f"{summary.median / limit:.2f}"] * limited])
+    rows += [[variant, reason, *[MISSING] * (len(columns) - 2)] for variant, reason in record.absent.items()]
+    return Table(title=f"{record.cell.name} ({record.rounds} rounds)", columns=columns, rows=rows, note=" ".join(notes))

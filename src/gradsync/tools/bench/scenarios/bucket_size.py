@@ -1,0 +1,206 @@
+"""The DDP paper's bucket sizes: how long a step takes with larger and smaller buckets, and where ``"auto"`` lands.
+
+Gradients and computation are scaled to each link: the wire takes about as long as the computation. Sizes are shares of
+all gradients, since a good size grows with the link; over NCCL they are those of the paper. gradsync's own choice is
+measured after its tuner has finished.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.observe.charts.canvas import colour, limit_line
+from gradsync.observe.charts.kinds import draw_curves
+from gradsync.parallel.data_parallel import DistributedDataParallel
+from gradsync.tools.bench.measure import Rounds, Step
+from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper
+from gradsync.tools.bench.record import Cell, CellRecord
+from gradsync.tools.bench.scenario import MISSING, Table, colour_of, gpu_cell, known, times_of
+from gradsync.tools.bench.windows import MIB, Pattern, plain_step, window_step
+from gradsync.tools.bench.workload import FLOAT_BYTES, EmulatedWorkload, paper_models
+from gradsync.tools.lab.rate import Rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["BucketSize"]
+
+RATES = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
+AUTO = "gradsync auto"
+AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
+SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
+WIRE_SECONDS = 0.035
+LAYERS = 6
+# Of the paper, in MiB, as far as the models reach.
+GPU_SIZES = {"ResNet-50": (5, 10, 25, 50), "BERT-base": (10, 25, 50, 100)}
+MORE_GPU_SIZES = {"ResNet-50": (1, 2, 5, 10, 25, 50, 100), "BERT-base": (5, 10, 25, 50, 100, 200, 420)}
+# Beyond the last meeting of the tuner, at which buckets are made anew.
+TUNING_WINDOWS = max(TUNED_AFTER) + 4
+
+
+def variant_name(peer: str, mebibytes: float) -> str:
+    return f"{peer} · {mebibytes:.3f} MiB"
+
+
+class BucketSize(MeasuredScenario):
+    """Fixed sizes of gradsync and of DDP, and gradsync's own choice, at three link rates."""
+
+    name = "bucket-size"
+    title = "Bucket size: the best one, and the one that gradsync finds by itself"
+    source = (
+        "After Li et al., PyTorch Distributed, VLDB 2020 (buckets of 0 to 200 MB; best: about 5 MB over Gloo; over "
+        "NCCL 10 to 25 MB for ResNet-50, about 50 MB for BERT)."
+    )
+    question = "How large should buckets be on this link, and is the automatic choice good enough?"
+    baseline = AUTO
+    slug, ylabel, height, shared = "sizes", "ms a step (median, p5–p95)", 4.4, False
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        rounds = 30 if quick else 100
+        shares = SHARES if quick else MORE_SHARES
+        return [
+            Cell(
+                name=f"2 hosts, {words}",
+                hosts=2,
+                rate=rate,
+                rounds=rounds,
+                seconds=(rounds + 5) * (2 * len(shares) + 2) * WIRE_SECONDS * 1.4 + 4,
+                options={
+                    "parameters": int(Rate.parse(rate).bytes_per_second * WIRE_SECONDS / FLOAT_BYTES),
+                    "seconds": WIRE_SECONDS,
+                    "shares": list(shares),
+                },
+            )
+            for rate, words in RATES.items()
+        ]
+
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        cells = []
+        for options in paper_models(quick=quick):
+            model = options["model"]
+            sizes = GPU_SIZES[model] if quick else MORE_GPU_SIZES[model]
+            seconds = (2 * len(sizes) + 2) * 1.2 * options["seconds"]
+            options = {**options, "sizes": list(sizes)}
+            cells.append(gpu_cell(f"{model}, 2 ranks, NCCL", quick=quick, step_seconds=seconds, options=options))
+        return cells
+
+    def measure(self, rounds: Rounds) -> None:
+        workload, options = EmulatedWorkload.of(rounds, layers=LAYERS), rounds.cell.options
+        workload.note(rounds)
+        # Fixed sizes have a little room for the alignment and the tail of a bucket.
+        shares = [workload.nbytes * 1.02 / share / MIB for share in options.get("shares", [])]
+        sizes: list[float] = options.get("sizes", shares)
+        rounds.fact("sizes in MiB", sizes)
+        auto = workload.wrap(Gradsync(name=AUTO))
+        automatic = window_step(auto, workload.forward, count=1, pattern=Pattern.EVERY)
+        variants: dict[str, Step] = {ALONE: plain_step(workload, NoWrapper()), AUTO: automatic}
+        for size in sizes:
+            variants[variant_name(OURS, size)] = plain_step(workload, Gradsync(bucket_mb=size))
+            variants[variant_name(TUNED, size)] = plain_step(workload, DDP(name=TUNED, tuned=True, bucket_mb=size))
+        wrapper = auto.model
+        assert isinstance(wrapper, DistributedDataParallel)
+        before = wrapper.synchronizer.caps
+        for _ in range(TUNING_WINDOWS):
+            automatic()
+        for name, chosen in (("auto before tuning", before), ("auto", wrapper.synchronizer.caps)):
+            rounds.fact(name, {"caps": list(chosen.caps), "from the end": chosen.from_the_end})
+        rounds.fact("wire of gradsync", str(wrapper.wire))
+        rounds.run(variants)
+
+    def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        looks = f"The tuner looks after {', '.join(map(str, TUNED_AFTER))} windows; all of them were run before."
+        return [
+            Table(
+                title="Where the automatic choice landed",
+                columns=["link", "best fixed size", "auto: largest bucket", *AGAINST.values()],
+                rows=[_landing(record) for record in records],
+                note=f"Buckets of auto are smaller towards the end where three sizes are given. {looks}",
+            )
+        ]
+
+    def message(self, records: Sequence[CellRecord]) -> str:
+        ratios = known({record.cell.name: _over_best(record, OURS) for record in records})
+        if not ratios:
+            return "Time of a step over the size of buckets"
+        worst = max(ratios.values())
+        words = "no slower than" if worst <= 1.005 else f"within {(worst - 1) * 100:.0f} % of"
+        return f"The automatic bucket size is {words} the best fixed one everywhere"
+
+    def sentence(self, record: CellRecord) -> str:
+        best, theirs = _over_best(record, OURS), _over_best(record, TUNED)
+        if best is None or theirs is None:
+            return f"{record.cell.name}: not everything was measured."
+        return (
+            f"{record.cell.name}: gradsync's best fixed size was {_best(record, OURS):.2f} MiB; its own choice took "
+            f"{best:.2f} times as long as that, and {theirs:.2f} times as long as DDP tuned with its best size."
+        )
+
+    def draw(self, axes: "Axes", record: CellRecord) -> None:
+        for peer in (TUNED, OURS):
+            sizes = _sizes(record, peer)
+            taken = [(record, variant_name(peer, size)) for size in sizes]
+            fixed = times_of(f"{peer}, fixed size", taken, places=sizes, colour=colour_of(peer))
+            draw_curves(axes, [fixed], marker="o", markersize=4.5)
+        _mark_best(axes, record)
+        _mark_auto(axes, record)
+        limit = record.limit(AUTO)
+        if limit is not None:
+            limit_line(axes, limit * 1e3, label="limit")
+        sizes = record.facts.get("sizes in MiB", [1.0])
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        axes.set_xticks(sizes, [_short(size) for size in sizes], fontsize=8.5)
+        whole = "" if "sizes" in record.cell.options else " (the last: all in one)"
+        axes.set_xlabel(f"bucket size, MiB{whole}")
+        axes.set_ylim(0)
+
+
+def _sizes(record: CellRecord, peer: str) -> list[float]:
+    tried: list[float] = record.facts.get("sizes in MiB", [])
+    return sorted(size for size in tried if variant_name(peer, size) in record.samples)
+
+
+def _best(record: CellRecord, peer: str) -> float:
+    """The fixed size with the lowest median; 0 where none was measured."""
+    return min(_sizes(record, peer), key=lambda size: record.ms(variant_name(peer, size)), default=0.0)
+
+
+def _over_best(record: CellRecord, peer: str) -> float | None:
+    return record.times(AUTO, variant_name(peer, _best(record, peer)))
+
+
+def _landing(record: CellRecord) -> list[str]:
+    best, caps = _best(record, OURS), record.facts.get("auto", {}).get("caps", [])
+    fixed = [variant_name(peer, _best(record, peer)) for peer in AGAINST]
+    ratios = [MISSING if record.times(AUTO, name) is None else str(record.ratio(AUTO, name)) for name in fixed]
+    largest = " / ".join(f"{cap / MIB:.2f}" for cap in caps)
+    return [record.cell.name, f"{best:.2f} MiB" if best else MISSING, f"{largest} MiB" if caps else MISSING, *ratios]
+
+
+def _mark_best(axes: "Axes", record: CellRecord) -> None:
+    best, words = _best(record, OURS), []
+    if best:
+        height, blue = record.ms(variant_name(OURS, best)), colour_of(OURS)
+        axes.plot(best, height, "o", color=colour("card"), markeredgecolor=blue, markersize=10, zorder=2.5)
+        axes.plot(best, height, "o", color=blue, markersize=4.5, zorder=3)
+        words.append(f"best fixed, {_short(best)} MiB: {height:.1f} ms")
+    if AUTO in record.samples:
+        words.append(f"auto: {record.ms(AUTO):.1f} ms")
+    # Below the curves, where nothing else is.
+    axes.text(0.03, 0.04, "\n".join(words), transform=axes.transAxes, fontsize=9, va="bottom")
+
+
+def _mark_auto(axes: "Axes", record: CellRecord) -> None:
+    if AUTO not in record.samples:
+        return
+    height = record.ms(AUTO)
+    axes.axhline(height, color=colour_of(OURS), linewidth=1, linestyle=":", zorder=1)
+    largest = max(record.facts.get("auto", {}).get("caps", []), default=0) / MIB
+    if largest:
+        place = min(largest, max(record.facts["sizes in MiB"]))
+        axes.plot([place], [height], "D", color=colour_of(OURS), markersize=8, label="gradsync, auto", zorder=4)
+
+
+def _short(size: float) -> str:
+    return f"{size:.2f}" if size < 1 else f"{size:.1f}"

@@ -1,0 +1,322 @@
+"""The DDP paper's other side of skipped synchronization: what it does to the loss.
+
+This trains for real: a small network that reads eight bytes of Python's standard library and guesses the next. As in
+the paper, gradients add up over n iterations (under ``no_sync``, nothing divides them), are averaged over the ranks,
+and the optimizer steps once, with the same learning rate for every n. Every n starts from the same weights and reads
+the same bytes; other seeds have other weights and other bytes. A round is eight iterations, so that every n has whole
+windows in it, and ends with the loss on text that no rank trains on; that evaluation is not in the times.
+
+A variant has one curve a seed, no thirty repetitions: rounds are points of the curve. Times are medians over them.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradsync.observe.charts.canvas import INK, canvas, colour, legend
+from gradsync.observe.charts.kinds import Series, draw_curves
+from gradsync.tools.bench.measure import Parts, Rounds, Step
+from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.peers import Gradsync
+from gradsync.tools.bench.record import Cell, CellRecord
+from gradsync.tools.bench.scenario import MISSING, Picture, Table, known, spread
+from gradsync.tools.bench.text import SYMBOLS, read_symbols
+from gradsync.tools.bench.windows import Pattern, window_step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Convergence"]
+
+PERIODS = (1, 2, 4, 8)
+ITERATIONS = max(PERIODS)
+# Learning rates by samples an iteration, over all ranks. The paper has 0.02 and 0.06; this network bears more.
+RATES = {8: 0.02, 256: 0.2}
+COLOURS = {1: INK, 2: colour("sky"), 4: colour("green"), 8: colour("vermillion")}
+
+CONTEXT, WIDTH = 8, 128
+TEXT_BYTES, HELD_OUT, HELD_OUT_SAMPLES = 1_000_000, 0.1, 1024
+HELD_OUT_SEED = 1234
+# The last points of a curve, whose mean is its end.
+LAST = 3
+# A loss that ends higher by less than this share of it is called the same.
+NEGLIGIBLE = 0.01
+
+
+def variant_name(batch: int, period: int, seed: int) -> str:
+    return f"batch {batch} · every {period} · seed {seed}"
+
+
+class Convergence(MeasuredScenario):
+    """Loss over iterations and over time, with gradients averaged every, every 2nd, 4th and 8th iteration."""
+
+    name = "convergence"
+    title = "Convergence: what skipped synchronization does to the loss"
+    source = "After Li et al., PyTorch Distributed, VLDB 2020 (skipping harms at batch 256, not at batch 8)."
+    question = "Does averaging only every n-th iteration reach the same loss, and how many seconds does it save?"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        rounds = 40 if quick else 150
+        one = Cell(
+            name="1 host, 2 ranks, loopback",
+            warmup=0,
+            rounds=rounds,
+            seconds=rounds * 0.65,
+            emulated=False,
+            options={"seeds": 2 if quick else 3},
+        )
+        two = replace(one, name="2 hosts, 100 Mbit/s", hosts=2, rate="100mbit", seconds=rounds * 0.55)
+        return [one, replace(two, options={"seeds": 1})]
+
+    def measure(self, rounds: Rounds) -> None:
+        text = Text.read()
+        variants: dict[str, Step] = {}
+        for batch in RATES:
+            for period in PERIODS:
+                for seed in range(rounds.cell.options["seeds"]):
+                    variants[variant_name(batch, period, seed)] = _training(text, batch, period, seed)
+        network = sum(parameter.numel() for parameter in _network(0).parameters())
+        rounds.fact("gradient bytes", network * 4)
+        rounds.fact("learning rates", {str(batch): rate for batch, rate in RATES.items()})
+        rounds.run(variants)
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        return [_table(Trained(record)) for record in records]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        times = [_time_picture(Trained(record), place) for place, record in enumerate(records)]
+        return [_loss_picture(_most(records)), *times]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        savings = [saving for record in records if (saving := _saving(Trained(record)))]
+        return " ".join([_harm(_most(records)), *savings])
+
+
+# -- the training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Symbols to train on and symbols to check with."""
+
+    training: Tensor
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def read(cls) -> "Text":
+        symbols = read_symbols(TEXT_BYTES)
+        cut = int(TEXT_BYTES * (1 - HELD_OUT))
+        generator = torch.Generator().manual_seed(HELD_OUT_SEED)
+        inputs, targets = _samples(symbols[cut:], HELD_OUT_SAMPLES, generator)
+        return cls(training=symbols[:cut], inputs=inputs, targets=targets)
+
+
+def _samples(symbols: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    starts = torch.randint(0, len(symbols) - CONTEXT, (count, 1), generator=generator)
+    windows = symbols[starts + torch.arange(CONTEXT + 1)]
+    return windows[:, :CONTEXT], windows[:, CONTEXT]
+
+
+def _network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    features = 16
+    return nn.Sequential(
+        nn.Embedding(SYMBOLS, features),
+        nn.Flatten(),
+        nn.Linear(CONTEXT * features, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, SYMBOLS),
+    )
+
+
+def _training(text: Text, batch: int, period: int, seed: int) -> Step:
+    """Eight iterations of one variant, and the loss they lead to."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    network = _network(seed)
+    # Not told of the window: it would divide by its length.
+    wrapped = Gradsync().wrap(network, partial(torch.optim.SGD, lr=RATES[batch]))
+
+    def forward(model: nn.Module) -> Tensor:
+        # Everyone draws all samples and takes its own, so that the data depend on the seed alone.
+        inputs, targets = _samples(text.training, batch, generator)
+        return F.cross_entropy(model(inputs[rank::ranks]), targets[rank::ranks])
+
+    window = window_step(wrapped, forward, count=period, pattern=Pattern.NO_SYNC)
+
+    def step() -> Parts:
+        began = time.perf_counter()
+        for _ in range(ITERATIONS // period):
+            window()
+        seconds = time.perf_counter() - began
+        with torch.no_grad():
+            loss = F.cross_entropy(network(text.inputs), text.targets)
+        return {"training": seconds, "loss": float(loss)}
+
+    return step
+
+
+# -- what came of it --------------------------------------------------------------------------------------------------
+
+
+class Trained:
+    """A cell by batch and period: the losses of every seed, cut where the shortest ends, and the times."""
+
+    def __init__(self, record: CellRecord) -> None:
+        self.record = record
+        self.name, self.iterations = record.cell.name, record.rounds * ITERATIONS
+        self.seeds = sorted({int(name.rsplit(" ", 1)[1]) for name in record.samples})
+        self.curves = {(batch, period): self._curves(batch, period) for batch in RATES for period in PERIODS}
+
+    def _known(self, batch: int, period: int) -> list[str]:
+        names = (variant_name(batch, period, seed) for seed in self.seeds)
+        return [name for name in names if name in self.record.samples]
+
+    def _curves(self, batch: int, period: int) -> list[list[float]]:
+        taken = [self.record.samples[name] for name in self._known(batch, period)]
+        shortest = min(map(len, taken), default=0)
+        return [[samples[number].parts["loss"] for number in sorted(samples)[:shortest]] for samples in taken]
+
+    def ends(self, batch: int, period: int) -> list[float]:
+        return [statistics.fmean(curve[-LAST:]) for curve in self.curves[batch, period]]
+
+    def worse(self, batch: int, period: int) -> list[float]:
+        """By how much the loss ends above that of n = 1, seed by seed."""
+        both = zip(self.ends(batch, period), self.ends(batch, 1), strict=False)
+        return [mine - baseline for mine, baseline in both]
+
+    def iteration(self, batch: int, period: int) -> float | None:
+        """Median seconds of an iteration."""
+        rounds = [self.record.part(name, "training") for name in self._known(batch, period)]
+        return statistics.median(rounds) / ITERATIONS if rounds else None
+
+    def savings(self) -> dict[int, tuple[float, float]]:
+        """By batch: what the whole run takes if every iteration averages, and what it saves if every last one does."""
+        both = {batch: (self.iteration(batch, 1), self.iteration(batch, ITERATIONS)) for batch in RATES}
+        return {
+            batch: (first * self.iterations, (first - last) * self.iterations)
+            for batch, (first, last) in both.items()
+            if first is not None and last is not None
+        }
+
+
+def _most(records: Sequence[CellRecord]) -> Trained:
+    """The cell with most seeds shows best what is noise."""
+    return max(map(Trained, records), key=lambda cell: len(cell.seeds))
+
+
+def _table(cell: Trained) -> Table:
+    rows = []
+    for batch in RATES:
+        alone = cell.iteration(batch, 1)
+        for period in PERIODS:
+            taken = cell.iteration(batch, period)
+            if taken is None:
+                continue
+            saved = MISSING if alone is None else f"{(alone - taken) * cell.iterations:.2f}"
+            name = "every iteration" if period == 1 else f"every {period}"
+            worse = spread(cell.worse(batch, period), "+.3f") if period > 1 else MISSING
+            losses = spread(cell.ends(batch, period), ".3f"), worse
+            rows.append(
+                [f"batch {batch}, {name}", *losses, f"{taken * 1e3:.2f}", f"{taken * cell.iterations:.2f}", saved]
+            )
+    seeds = len(cell.seeds)
+    return Table(
+        title=f"{cell.name}: {cell.iterations} iterations, real computation",
+        columns=["averaged", "loss at the end", "above n = 1", "ms an iteration", "seconds", "seconds saved"],
+        rows=rows,
+        note=(
+            f"{seeds} seed{'s: the mean, lowest and highest' if seeds > 1 else ''}; one curve a seed, no repeated "
+            f"rounds. The loss is that of held-out text, mean of the last {LAST} points. Times are medians over "
+            "the rounds, without evaluation."
+        ),
+    )
+
+
+def _loss_picture(cell: Trained) -> Picture:
+    seeds, title = len(cell.seeds), "Loss over iterations"
+    worse = {batch: cell.worse(batch, ITERATIONS) for batch in RATES}
+    if all(worse.values()):
+        changes = [f"by {statistics.fmean(values):+.2f} at batch {batch}" for batch, values in worse.items()]
+        title = f"Averaging only every {ITERATIONS}th iteration changes the final loss {' and '.join(changes)}"
+    figure = _figure(title, cell, "iterations", dict.fromkeys(cell.curves, 1.0))
+    band = f" Lines are means of {seeds} seeds, bands reach from the lowest to the highest." if seeds > 1 else ""
+    return Picture(slug="loss", title=title, figure=figure, reading=_harm(cell) + band)
+
+
+def _time_picture(cell: Trained, place: int) -> Picture:
+    parts = [f"{saved:.1f} s at batch {batch}" for batch, (_, saved) in cell.savings().items()]
+    saving = f"every {ITERATIONS}th saves {' and '.join(parts)}" if parts else "no comparison"
+    title = f"Loss over time, {cell.name}: {saving}"
+    figure = _figure(title, cell, "seconds of training", {key: cell.iteration(*key) for key in cell.curves})
+    for panel in figure.axes:
+        panel.set_xlim(left=0)
+    return Picture(slug=f"time-{place}", title=title, figure=figure, reading=_saving(cell) or title)
+
+
+def _figure(title: str, cell: Trained, xlabel: str, lengths: Mapping[tuple[int, int], float | None]) -> "Figure":
+    """A panel a batch; an iteration of each batch and period is so long on the axis.
+
+    Its range is that of the curves that every iteration averages: what leaves it at the top has diverged.
+    """
+    panels = [f"batch {batch}, learning rate {rate}" for batch, rate in RATES.items()]
+    figure, axes = canvas(title, panels=panels, height=4.4)
+    losses = {key: [loss for curve in curves for loss in curve] for key, curves in cell.curves.items()}
+    every = [loss for values in losses.values() for loss in values]
+    low, high = min(every), max([loss for batch in RATES for loss in losses[batch, 1]] or every)
+    margin = (high - low) * 0.06 or 0.1
+    for panel, batch in zip(axes, RATES, strict=True):
+        each = known({period: lengths[batch, period] for period in PERIODS})
+        draw_curves(panel, [_curve(cell, batch, period, length) for period, length in each.items()])
+        panel.set_xlabel(xlabel)
+        panel.set_ylim(low - margin, high + margin * 4)
+    axes[0].set_ylabel("loss on held-out text")
+    legend(axes)
+    return figure
+
+
+def _curve(cell: Trained, batch: int, period: int, each: float) -> Series:
+    """The mean of all seeds, and their range; an iteration is ``each`` long on the axis."""
+    rounds = list(zip(*cell.curves[batch, period], strict=True))
+    places = [(number + 1) * ITERATIONS * each for number in range(len(rounds))]
+    return Series(
+        label="averaged every iteration" if period == 1 else f"every {period}",
+        points=[(place, statistics.fmean(losses)) for place, losses in zip(places, rounds, strict=True)],
+        spans=[(min(losses), max(losses)) for losses in rounds if len(losses) > 1],
+        colour=COLOURS[period],
+        # Curves that lie on each other still show that there are several.
+        width=1.5 + 3.0 * (len(PERIODS) - 1 - PERIODS.index(period)) / len(PERIODS),
+    )
+
+
+def _harm(cell: Trained) -> str:
+    """By how much each n ends above n = 1, and which of them do so with every seed."""
+    sentences = []
+    for batch in RATES:
+        worse = {period: values for period in PERIODS[1:] if (values := cell.worse(batch, period))}
+        if not worse:
+            continue
+        shown = ", ".join(f"n = {period} {statistics.fmean(values):+.3f}" for period, values in worse.items())
+        noise = NEGLIGIBLE * statistics.fmean(cell.ends(batch, 1))
+        always = [f"n = {period}" for period, values in worse.items() if min(values) > noise]
+        verdict = f"harmed with every seed: {', '.join(always)}" if always else "no harm"
+        sentences.append(f"Batch {batch}, final loss against averaging every iteration: {shown} ({verdict}).")
+    return " ".join(sentences) or "There is nothing to compare yet."
+
+
+def _saving(cell: Trained) -> str:
+    parts = [
+        f"{saved:.1f} s of {whole:.1f} s at batch {batch} ({saved / whole * 100:.0f} %)"
+        for batch, (whole, saved) in cell.savings().items()
+    ]
+    saves = f"{cell.name}: skipping 7 of {ITERATIONS} synchronizations saves {' and '.join(parts)}."
+    return saves if parts else ""

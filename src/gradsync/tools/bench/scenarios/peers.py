@@ -1,0 +1,310 @@
+"""Every wrapper people use today, at several links: its time, what it exposes, its bytes and its memory.
+
+Between hosts the computation is emulated, so that ranks do not fight over this machine's cores; on one host two real
+transformers are trained as well, one that mostly communicates and one that mostly computes.
+
+Memory is measured in cells of its own (see :mod:`gradsync.tools.bench.scenarios.peer_memory`).
+
+Where gradsync is behind a peer, the words say so: in time if the whole interval of the ratio lies above 1, in bytes,
+which hardly vary, if it sends 2 % more, in memory if it needs 2 % more in its best run than the peer in its worst.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradsync.observe.charts.canvas import canvas, colour, limit_line
+from gradsync.observe.charts.kinds import draw_rows
+from gradsync.tools.bench.measure import Rounds, Step
+from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.peers import ALONE, OURS, PEERS, TUNED
+from gradsync.tools.bench.record import Cell, CellRecord
+from gradsync.tools.bench.scenario import MISSING, Picture, Table, colour_of, gpu_cell, known, timing_table
+from gradsync.tools.bench.scenarios.peer_memory import (
+    MEMORY,
+    SAME,
+    SHOWN,
+    STOCK,
+    WHOLE,
+    Memory,
+    gpu_memory_cell,
+    heavier,
+    measure_memory,
+    memory_cell,
+    memory_table,
+)
+from gradsync.tools.bench.statistics import percent
+from gradsync.tools.bench.windows import plain_step, settle, tuned_ddp
+from gradsync.tools.bench.workload import EmulatedWorkload, RealWorkload, Workload, paper_models
+
+__all__ = ["Peers"]
+
+# Rounds of a cell whose times spread, against those of the others.
+MORE = 1.5
+# Model and computation of the emulated cells; what is sent takes about as long as what is computed.
+SMALL = {"layers": 2, "seconds": 0.02}
+SLOW_PARAMETERS, FAST_PARAMETERS = 300_000, 750_000
+# Computed for real, on a GPU: with the smaller batch it mostly communicates.
+GPU_WHOLE: dict[str, Any] = {"layers": 8, "width": 512, "batch": 8, "length": 256}
+# Allocators keep more or less of what is freed, so one run says little about a few percent.
+MEMORY_RUNS = 5
+
+
+class Peers(MeasuredScenario):
+    """gradsync beside naive averaging, torch's DDP, Accelerate, Lightning Fabric and FSDP2's replicate."""
+
+    name = "peers"
+    title = "Peers: the same model under every wrapper"
+    source = "The wrappers of torch 2.13, Accelerate and Lightning Fabric, as their documentation uses them."
+    question = "Which wrapper costs least: time, bytes on the wire, memory?"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        cells = _emulated(quick=quick) + _real(quick=quick)
+        memory = [memory_cell(name, repeat) for repeat in range(1 if quick else MEMORY_RUNS) for name in PEERS]
+        return cells + memory
+
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        (emulated, *_) = paper_models(quick=quick)
+        cells = [gpu_cell("ResNet-50, 2 ranks, NCCL", quick=quick, step_seconds=0.6, options=emulated)]
+        for batch, seconds in ((8, 0.3), (32, 0.4)):
+            options = {**GPU_WHOLE, "batch": batch}
+            name = f"{RealWorkload(**options).parameters / 1e6:.0f}M, batch {batch}, NCCL"
+            cells.append(gpu_cell(name, quick=quick, step_seconds=seconds, emulated=False, options=options))
+        return [*cells, gpu_memory_cell(**GPU_WHOLE)]
+
+    def measure(self, rounds: Rounds) -> None:
+        options = rounds.cell.options
+        if MEMORY in options:
+            measure_memory(rounds)
+        elif rounds.cell.emulated:
+            _measure_time(rounds, EmulatedWorkload.of(rounds))
+        else:
+            _measure_time(rounds, RealWorkload(**options, device=rounds.device))
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        memory = Memory(records)
+        return [_table(record) for record in _timed(records)] + ([memory_table(memory)] if memory.peak else [])
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        timed, memory = _timed(records), Memory(records)
+        emulated = [record for record in timed if record.cell.emulated]
+        hosts = [record for record in emulated if record.cell.hosts is not None]
+        real = [record for record in timed if not record.cell.emulated]
+        pictures = [_time_picture("links", emulated)] if emulated else []
+        pictures += [_bytes_picture(hosts)] if hosts else []
+        pictures += [_time_picture("real", real)] if real else []
+        return pictures + ([_memory_picture(memory)] if memory.peak else [])
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        sentences = [sentence for record in _timed(records) if (sentence := _lead(record))]
+        behind = [words for record in _timed(records) for words in _behind(record)] + heavier(Memory(records))
+        if behind:
+            sentences.append(f"gradsync is behind in: {'; '.join(behind)}.")
+        elif sentences:
+            sentences.append("No peer is ahead of gradsync in time, bytes or memory by more than the noise.")
+        return " ".join(sentences) or "There is nothing to compare yet."
+
+
+def _emulated(*, quick: bool) -> list[Cell]:
+    rounds, larger = (30, 1) if quick else (100, 4)
+    slow = {**SMALL, "parameters": SLOW_PARAMETERS * larger, "seconds": SMALL["seconds"] * larger}
+    fast = {**slow, "parameters": FAST_PARAMETERS * larger}
+    one = Cell(name="1 host, 2 ranks", rounds=rounds, seconds=(rounds + 15) * 0.4 * larger, options=fast)
+    two = replace(one, name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", options=slow)
+    faster = replace(two, name="2 hosts, 1 Gbit/s", rate="1gbit", options=fast)
+    # Four ranks on a machine with fewer cores are less regular.
+    rounds = round(rounds * MORE)
+    crowded = replace(two, name="2×2 ranks, 400 Mbit/s", ranks=4, rounds=rounds, seconds=two.seconds * 1.5 * MORE)
+    # Two real cells stand for one host in a quick run.
+    return [two, crowded] if quick else [one, two, faster, crowded]
+
+
+def _real(*, quick: bool) -> list[Cell]:
+    rounds = 30 if quick else 100
+    heavy: dict[str, Any] = {**WHOLE, "layers": 6, "width": 256} if quick else WHOLE
+    light: dict[str, Any] = {"layers": 4, "width": 128, "batch": 1, "length": 64}
+    return [
+        Cell(
+            name=f"1 host, {RealWorkload(**options).parameters / 1e6:.1f}M parameters",
+            rounds=count,
+            seconds=(count + 15) * seconds,
+            emulated=False,
+            options=options,
+        )
+        # Short steps are less regular.
+        for options, count, seconds in ((heavy, rounds, 0.6 if quick else 2.0), (light, round(rounds * MORE), 0.35))
+    ]
+
+
+def _measure_time(rounds: Rounds, workload: Workload) -> None:
+    # The ranks of a host can add up among themselves before anything crosses its link.
+    workload.note(rounds, senders=rounds.cell.hosts or 1)
+    peers = {**PEERS, TUNED: tuned_ddp(rounds, workload)}
+    variants: dict[str, Step] = {}
+    for name, peer in peers.items():
+        reason = peer.absent()
+        if reason is not None:
+            rounds.absent(name, reason)
+            continue
+        variants[name] = plain_step(workload, peer)
+    # DDP tuned had its trials; this is where gradsync makes its own choice of buckets.
+    settle(variants[OURS])
+    rounds.run(variants)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _timed(records: Sequence[CellRecord]) -> list[CellRecord]:
+    return [record for record in records if MEMORY not in record.cell.options]
+
+
+def _rivals(record: CellRecord) -> list[str]:
+    return [name for name in SHOWN if name in record.samples and name != OURS]
+
+
+def _exposed(record: CellRecord, variant: str) -> float | None:
+    """Median over the rounds of what the step takes longer than the computation alone."""
+    alone, mine = record.samples.get(ALONE, {}), record.samples[variant]
+    waits = [sample.seconds - alone[number].seconds for number, sample in mine.items() if number in alone]
+    return statistics.median(waits) if waits else None
+
+
+def _share_sent(record: CellRecord) -> float:
+    return record.sent(OURS) / max(record.sent(STOCK), 1.0)
+
+
+def _lead(record: CellRecord) -> str:
+    rivals = _rivals(record)
+    if OURS not in record.samples or not rivals:
+        return ""
+    best = min(rivals, key=lambda name: record.summary(name).median)
+    names = [STOCK, best] if STOCK in rivals and best != STOCK else [best]
+    faster = " and ".join(f"{record.ratio(name, OURS).median:.2f}× {name}" for name in names)
+    limit = record.limit(OURS)
+    near = "" if limit is None else f", a step takes {record.summary(OURS).median / limit:.2f} of the limit"
+    sent = ""
+    if record.cell.hosts is not None and STOCK in rivals and _share_sent(record) < 1 - SAME:
+        sent = f", with {percent(_share_sent(record))} of the bytes of {STOCK}"
+    return f"{record.cell.name}: the speed of gradsync is {faster} (the best other){near}{sent}."
+
+
+def _behind(record: CellRecord) -> list[str]:
+    """Where a peer of this cell is ahead, outside the noise."""
+    if OURS not in record.samples:
+        return []
+    words = []
+    for name in _rivals(record):
+        slower = record.ratio(OURS, name)
+        if slower.low > 1:
+            words.append(f"time, {record.cell.name}, {slower} of {name}")
+    lightest = min(_rivals(record), key=record.sent, default=None)
+    if record.cell.hosts is not None and lightest is not None:
+        more = record.sent(OURS) / max(record.sent(lightest), 1.0)
+        if more > 1 + SAME:
+            words.append(f"bytes, {record.cell.name}, {more:.2f} of {lightest}")
+    return words
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _table(record: CellRecord) -> Table:
+    def exposed(name: str) -> str:
+        waited = _exposed(record, name)
+        return MISSING if waited is None or name == ALONE else f"{waited * 1e3:.1f}"
+
+    table = timing_table(record, baseline=OURS, note=_bucket_note(record), more={"exposed ms": exposed})
+    kind = "emulated computation" if record.cell.emulated else "real computation"
+    size = f"{record.facts.get('gradient bytes', 0) / 1e6:.1f} MB of gradients"
+    return replace(table, title=f"{record.cell.name}: {size}, {kind} ({record.rounds} rounds)")
+
+
+def _bucket_note(record: CellRecord) -> str:
+    tuned = record.facts.get("DDP bucket MiB")
+    if tuned is None:
+        return ""
+    small = record.facts.get("gradient bytes", 0) < 25 * 2**20
+    whole = " DDP stock, Accelerate and Lightning Fabric have buckets of 25 MiB, which hold this model whole."
+    return f"Buckets of DDP tuned, in MiB: {tuned}.{whole if small else ''}"
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One bar a peer, from the top down, or why it has none; what of it is ``grey``, and where the ``limit`` is."""
+
+    name: str
+    values: Mapping[str, float]
+    absent: Mapping[str, str]
+    grey: float | None = None
+    limit: float | None = None
+
+
+def _picture(
+    slug: str, title: str, panels: Sequence[Panel], *, form: str, xlabel: str, reading: str, height: float = 3.7
+) -> Picture:
+    figure, axes = canvas(title, panels=[panel.name for panel in panels], height=height)
+    for each, panel in zip(axes, panels, strict=True):
+        rows = {name: panel.values.get(name, panel.absent.get(name, MISSING)) for name in SHOWN}
+        draw_rows(each, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)
+        if panel.grey is not None:
+            places = [place for place, name in enumerate(SHOWN) if name in panel.values]
+            each.barh(places, [panel.grey] * len(places), 0.7, color=colour("palest"))
+        if panel.limit is not None:
+            limit_line(each, panel.limit, across=False)
+        each.set_xlabel(xlabel)
+    return Picture(slug=slug, title=title, figure=figure, reading=reading)
+
+
+def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
+    # Not stock: where its one bucket holds a scaled model whole, it is easily beaten.
+    gains = known({record.cell.name: record.times(TUNED, OURS) for record in records}).values()
+    title = _title("Speed of gradsync against tuned DDP", [f"{times:.2f}×" for times in gains]) or "Time of a step"
+    panels = []
+    for record in records:
+        times = {name: record.ms(name) for name in record.samples}
+        limit = record.limit(OURS)
+        bound = None if limit is None else limit * 1e3
+        # What is left of colour is the cost of synchronization.
+        grey = times.get(ALONE)
+        panels.append(Panel(name=record.cell.name, values=times, absent=record.absent, grey=grey, limit=bound))
+    words = " ".join(sentence for record in records if (sentence := _lead(record)))
+    reading = f"{words} Grey is the computation without a wrapper, the dashed line the limit."
+    return _picture(slug, title, panels, form="{:.0f}", xlabel="ms a step", reading=reading, height=3.9)
+
+
+def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
+    shares = [percent(_share_sent(record)) for record in records if {OURS, STOCK} <= record.samples.keys()]
+    title = _title("Bytes of gradsync against stock DDP", shares) or "Bytes that a host sends"
+    panels = []
+    for record in records:
+        sent = {name: record.sent(name) / 1e6 for name in record.samples}
+        panels.append(Panel(name=record.cell.name, values=sent, absent=record.absent))
+    reading = "Read from the counters of the hosts' interfaces; where a host has two ranks, both send through one link."
+    return _picture("bytes", title, panels, form="{:.2f}", xlabel="MB a step, sent by a host", reading=reading)
+
+
+def _memory_picture(memory: Memory) -> Picture:
+    panels = []
+    for when, runs in (("Peak, first steps included", memory.peak), ("Settled", memory.settled)):
+        sizes = {name: statistics.median(values) / 1e6 for name, values in runs.items()}
+        panels.append(Panel(name=when, values=sizes, absent=memory.absent, limit=sizes.get(ALONE)))
+    title, settled = "Memory of a rank", panels[-1].values
+    rivals = [name for name in settled if name in SHOWN and name != OURS]
+    if OURS in settled and rivals:
+        best = min(rivals, key=lambda name: settled[name])
+        other = f"the best other, {best} {settled[best]:.0f} MB"
+        title = f"Memory in the long run: gradsync {settled[OURS]:.0f} MB a rank; {other}"
+    xlabel = f"MB a rank, {memory.gradients / 1e6:.1f} MB of gradients"
+    reading = "The dashed line is the model without a wrapper. Memory that ranks share is counted once."
+    return _picture("memory", title, panels, form="{:.0f}", xlabel=xlabel, reading=reading)
+
+
+def _title(words: str, values: Sequence[str]) -> str:
+    """With the values of the panels, if there are any."""
+    order = ", from left to right" if len(values) > 1 else ""
+    return f"{words}{order}: {', '.join(values)}" if values else ""

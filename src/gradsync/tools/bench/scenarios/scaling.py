@@ -1,0 +1,197 @@
+"""Weak scaling: every rank is a host of its own with the same work, and more and more of them synchronize.
+
+The efficiency is the time of one process without a wrapper over the time of N ranks. All ranks share the cores of one
+machine, so what the hosts themselves have to do (Python, copies, sums, sockets) adds up, which it would not on real
+hosts. How much of the cores that takes is measured and shown.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+
+from gradsync.observe.charts.canvas import canvas
+from gradsync.observe.charts.kinds import Series, name_ends
+from gradsync.tools.bench.measure import Parts, Rounds, Step
+from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
+from gradsync.tools.bench.record import Cell, CellRecord
+from gradsync.tools.bench.scenario import MISSING, Picture, Table, colour_of, gpu_cell, known, times_of
+from gradsync.tools.bench.statistics import percent
+from gradsync.tools.bench.windows import plain_step, settle, tuned_ddp
+from gradsync.tools.bench.workload import EmulatedWorkload, Workload, paper_models
+
+__all__ = ["Scaling"]
+
+NCCL = "NCCL"
+RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
+SHOWN = (ALONE, TUNED, OURS)
+MODEL = {"parameters": 160_000, "layers": 2, "seconds": 0.05}
+# Of all gradients: the bucket sizes from which torch's DDP gets its best. Fewer than elsewhere, and after a shorter
+# warm-up: every rank more costs time here.
+SHARES = (1, 4)
+HOST = "host work"
+
+
+class Scaling(MeasuredScenario):
+    """Time of a step and efficiency over the number of ranks, at two link rates."""
+
+    name = "scaling"
+    title = "Scaling: what each further host costs"
+    source = (
+        "After the scalability figures of Li et al., PyTorch Distributed, VLDB 2020 (256 GPUs take about 2 times the "
+        "local iteration with NCCL, 3 times with Gloo on ResNet-50 and 6 on BERT)."
+    )
+    question = "How much of the speed of N hosts is left when their gradients are averaged?"
+    baseline = ALONE
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        rounds = 30 if quick else 60
+        counts = (2, 4, 8) if quick else (2, 4, 8, 16)
+        one = Cell(name="1 rank", ranks=1, rounds=rounds, seconds=(rounds + 40) * 0.2, options={"link": "", **MODEL})
+        return [one] + [
+            Cell(
+                name=f"{count} hosts, {words}",
+                ranks=count,
+                hosts=count,
+                rate=rate,
+                rounds=rounds,
+                seconds=(rounds + 15) * (0.2 + 0.025 * count) + 1 + count * 0.3,
+                options={"link": words, **MODEL},
+            )
+            for rate, words in RATES.items()
+            for count in counts
+        ]
+
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        model, counts = paper_models(quick=quick)[0], (1, 2, 4) if quick else (1, 2, 4, 8)
+        return [
+            gpu_cell(
+                f"{count} ranks, NCCL" if count > 1 else "1 rank",
+                quick=quick,
+                ranks=count,
+                step_seconds=model["seconds"] * (3 + count / 2),
+                options={"link": NCCL if count > 1 else "", **model},
+            )
+            for count in counts
+        ]
+
+    def measure(self, rounds: Rounds) -> None:
+        workload = EmulatedWorkload.of(rounds)
+        workload.note(rounds)
+        rounds.fact("cores", len(os.sched_getaffinity(0)))
+        tuned = tuned_ddp(rounds, workload, shares=SHARES, warmup=2)
+        variants = {peer.name: _step(workload, peer) for peer in (NoWrapper(), tuned, Gradsync())}
+        settle(variants[OURS])
+        rounds.run(variants)
+
+    def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        return [
+            Table(
+                title="Weak scaling",
+                columns=["ranks and link", "variant", "median ms", "efficiency", "host work of a step"],
+                rows=[_row(each, records, peer) for each in records for peer in SHOWN if peer in each.samples],
+                note="Efficiency: one process without a wrapper over this. Host work: the share of all cores that the "
+                "ranks together keep busy during a step. Real hosts would have cores of their own.",
+            )
+        ]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        links = _links(records) or list(RATES.values())
+        title, time_title = _message(records), "Time of a step over the number of ranks"
+        names = [_with_sharing(words, records) for words in links]
+        figure, axes = canvas(title, panels=names)
+        times, panels = canvas(time_title, panels=names)
+        for words, share, time_taken in zip(links, axes, panels, strict=True):
+            shown = _of_link(records, words)
+            ranks = [str(record.cell.ranks) for record in shown]
+            name_ends(share, ranks, [_shares(shown, records, peer) for peer in SHOWN], form="{:.0f} %", room=1.5)
+            share.set_ylim(0, 108)
+            name_ends(time_taken, ranks, [_times(shown, peer) for peer in SHOWN], form="{:.0f} ms", room=1.6)
+            for panel in (share, time_taken):
+                panel.set_xlabel("ranks" if words == NCCL else "ranks, each on a host of its own")
+        axes[0].set_ylabel("efficiency, %")
+        panels[0].set_ylabel("ms a step (median, p5–p95)")
+        return [
+            Picture(slug="efficiency", title=title, figure=figure, reading=self.reading(records)),
+            Picture(slug="time", title=time_title, figure=times, reading=_host_words(records)),
+        ]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        sentences = []
+        for words in _links(records):
+            shown = [record for record in _of_link(records, words) if record.cell.ranks > 1]
+            for last in shown[-1:]:
+                shares = known({peer: _efficiency(last, records, peer) for peer in (TUNED, OURS)})
+                parts = [f"{peer} {percent(value)}" for peer, value in shares.items()]
+                sentences.append(f"{last.cell.name}: {', '.join(parts)} of the speed of as many single processes.")
+        return " ".join([*sentences, _host_words(records)])
+
+
+def _step(workload: Workload, peer: Peer) -> Step:
+    window = plain_step(workload, peer)
+
+    def step() -> Parts:
+        began = time.process_time()
+        window()
+        return {HOST: time.process_time() - began}
+
+    return step
+
+
+def _links(records: Sequence[CellRecord]) -> list[str]:
+    """Those between several ranks."""
+    return list(dict.fromkeys(link for record in records if (link := record.cell.options["link"])))
+
+
+def _with_sharing(link: str, records: Sequence[CellRecord]) -> str:
+    """The link, and how its ranks have their GPUs, if they have any: most of them."""
+    *_, last = [record.cell for record in _of_link(records, link)] or [Cell(name="")]
+    return f"{link}, {last.sharing}" if link and last.sharing else link
+
+
+def _of_link(records: Sequence[CellRecord], words: str) -> list[CellRecord]:
+    """The cells of a link by ranks, with the one rank that needs none in front."""
+    cells = [record for record in records if record.cell.options["link"] in ("", words)]
+    return sorted(cells, key=lambda record: record.cell.ranks)
+
+
+def _efficiency(record: CellRecord, records: Sequence[CellRecord], peer: str) -> float | None:
+    single = next((other for other in records if other.cell.ranks == 1 and ALONE in other.samples), None)
+    return None if single is None or peer not in record.samples else single.ms(ALONE) / record.ms(peer)
+
+
+def _shares(shown: Sequence[CellRecord], records: Sequence[CellRecord], peer: str) -> Series:
+    values = known({place: _efficiency(record, records, peer) for place, record in enumerate(shown)})
+    points = [(float(place), value * 100) for place, value in values.items()]
+    return Series(label=peer, points=points, colour=colour_of(peer), style="dashed" if peer == ALONE else "line")
+
+
+def _times(shown: Sequence[CellRecord], peer: str) -> Series:
+    return times_of(peer, [(record, peer) for record in shown], style="dashed" if peer == ALONE else "line")
+
+
+def _host_share(record: CellRecord, peer: str) -> str:
+    """Seconds of processor time of all ranks, over those that the cores have during a step."""
+    cores = int(record.facts.get("cores", 1))
+    return percent(record.part(peer, HOST) * record.cell.ranks / (cores * record.summary(peer).median))
+
+
+def _row(record: CellRecord, records: Sequence[CellRecord], peer: str) -> list[str]:
+    share = _efficiency(record, records, peer)
+    efficiency = MISSING if share is None else percent(share)
+    return [record.cell.name, peer, f"{record.ms(peer):.1f}", efficiency, _host_share(record, peer)]
+
+
+def _host_words(records: Sequence[CellRecord]) -> str:
+    largest = max(records, key=lambda record: record.cell.ranks)
+    shares = [f"{_host_share(largest, peer)} ({peer})" for peer in (TUNED, OURS) if peer in largest.samples]
+    many = f"with {largest.cell.ranks} ranks on one machine, the work of the hosts themselves"
+    return f"Emulated compute: {many} keeps {', '.join(shares)} of its cores busy during a step." if shares else ""
+
+
+def _message(records: Sequence[CellRecord]) -> str:
+    largest = max((record.cell.ranks for record in records if record.cell.ranks > 1), default=0)
+    most = [record for record in records if record.cell.ranks == largest]
+    shares = known({record.cell.options["link"]: _efficiency(record, records, OURS) for record in most})
+    parts = [f"{percent(value)} {'over' if link == NCCL else 'at'} {link}" for link, value in shares.items()]
+    return f"{largest} ranks with gradsync: efficiency {' and '.join(parts)}" if parts else "Efficiency over ranks"

@@ -1,0 +1,329 @@
+"""The wire alone, as nccl-tests measures it: how long collectives of 4 KiB to 100 MiB take on each communicator.
+
+Algorithm bandwidth is bytes over time. Bus bandwidth multiplies it by 2(N-1)/N, which is what every rank of N must send
+at least, so that it can be held against the link whatever N is. Small messages are repeated within a sample. MPI is not
+among the wires: its ranks must be started by mpirun.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
+from gradsync.communicator.hierarchical import HierarchicalCommunicator
+from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
+from gradsync.communicator.round_robin import RoundRobinCommunicator
+from gradsync.observe.charts.canvas import canvas, colour, legend, limit_line
+from gradsync.observe.charts.kinds import Series, draw_curves
+from gradsync.observe.charts.words import size as size_words
+from gradsync.tools.bench.device import Device
+from gradsync.tools.bench.measure import Rounds, Step
+from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.record import Cell, CellRecord
+from gradsync.tools.bench.scenario import MISSING, Picture, Table, gpu_cell, known
+from gradsync.tools.bench.scenarios.wire_times import (
+    COLOURS,
+    COPY,
+    EXCHANGE,
+    GLOO,
+    GROUPS,
+    HALVES,
+    LAYERS,
+    NCCL,
+    NCCL_HALVES,
+    SHARED,
+    TURNS,
+    WIRES,
+    PlaceTimes,
+    calls_of,
+    fit_line,
+    places_of,
+    variant_name,
+)
+from gradsync.tools.bench.statistics import percent
+from gradsync.tools.bench.windows import MIB, repeated
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Wire"]
+
+Sizes = tuple[int, ...]
+KIB = 2**10
+IN_TURN = 3
+SMALL: Sizes = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
+LARGE: Sizes = (MIB, 4 * MIB, 25 * MIB, 100 * MIB)
+QUICK_SMALL, QUICK_LARGE, QUICK_SHAPED = (4 * KIB, 64 * KIB, 256 * KIB), (MIB, 4 * MIB, 25 * MIB), (MIB, 4 * MIB)
+
+# Reduces so many bytes once, or copies them.
+Call = Callable[[], None]
+
+# Where ranks are.
+PLACES = (
+    Cell(name="1 host × 2 ranks, loopback", emulated=False),
+    Cell(name="2 hosts × 1 rank, 400 Mbit/s", hosts=2, rate="400mbit", emulated=False),
+    Cell(name="2 hosts × 1 rank, unshaped", hosts=2, emulated=False),
+    Cell(name="2 hosts × 2 ranks, 400 Mbit/s", hosts=2, ranks=4, rate="400mbit", emulated=False),
+    Cell(name="2 hosts × 2 ranks, unshaped", hosts=2, ranks=4, emulated=False),
+)
+
+
+class Wire(MeasuredScenario):
+    """Time and bandwidth of every communicator over the size of the message."""
+
+    name = "wire"
+    title = "The wire: time and bandwidth of every communicator"
+    source = "After NVIDIA's nccl-tests (time, algorithm bandwidth, bus bandwidth over message size)."
+    question = "How fast do bytes travel here, on each of the wires that gradsync can take?"
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        return [cell for place in PLACES for cell in _cells(place, quick=quick)]
+
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        kinds = {"small": QUICK_SMALL, "large": LARGE} if quick else {"small": SMALL, "large": LARGE}
+        return [
+            gpu_cell(
+                f"{place}, {kind} messages",
+                quick=quick,
+                ranks=ranks,
+                step_seconds=0.02 if kind == "small" else 0.2 * ranks / 2,
+                emulated=False,
+                options={"place": place, "sizes": list(sizes)},
+            )
+            for ranks in ((2,) if quick else (2, 4))
+            for place in [f"{ranks} ranks, NCCL"]
+            for kind, sizes in kinds.items()
+        ]
+
+    def measure(self, rounds: Rounds) -> None:
+        wires = _gpu_wires(rounds) if rounds.cell.transport == "NCCL" else _wires(rounds)
+        variants: dict[str, Step] = {}
+        for size in rounds.cell.options["sizes"]:
+            for wire, call in _calls(wires, size, rounds.device).items():
+                variants[variant_name(wire, size)] = repeated(call, calls_of(rounds.cell, wire, size))
+        rounds.run(variants)
+
+    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
+        places = places_of(records)
+        return [_fit_table(places), *(table for place in places for table in _size_tables(place))]
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        return [_picture(place, number) for number, place in enumerate(places_of(records))]
+
+    def reading(self, records: Sequence[CellRecord]) -> str:
+        return " ".join(_sentence(place) for place in places_of(records))
+
+
+def _cells(place: Cell, *, quick: bool) -> list[Cell]:
+    """One of small messages, and one of large ones, which are repeated less often."""
+    shaped = place.rate is not None
+    # Sizes, rounds to warm up, rounds, seconds.
+    kinds: dict[str, tuple[Sizes, int, int, float]]
+    kinds = {"small": (SMALL, 3, 100, 30.0), "large": (LARGE, 1, 20, 300.0 if shaped else 50.0)}
+    if quick:
+        small = QUICK_SMALL if place.ranks == 2 else QUICK_SMALL[::2]
+        large = (QUICK_SHAPED, 1, 5, 4.0) if shaped else (QUICK_LARGE, 1, 8, 4.0)
+        kinds = {"small": (small, 3, 30, 4.0), "large": large}
+    return [
+        replace(
+            place,
+            name=f"{place.name}, {kind} messages",
+            warmup=warmup,
+            rounds=rounds,
+            seconds=seconds,
+            options={"place": place.name, "sizes": list(sizes)},
+        )
+        for kind, (sizes, warmup, rounds, seconds) in kinds.items()
+    ]
+
+
+def _wires(rounds: Rounds) -> dict[str, Communicator]:
+    """The communicators that work here. Making them is collective."""
+    group, cell = dist.group.WORLD, rounds.cell
+    assert group is not None
+    plain = ProcessGroupCommunicator(group)
+    wires: dict[str, Communicator] = {GLOO: plain, EXCHANGE: PeerExchangeCommunicator(group)}
+    wires[TURNS] = RoundRobinCommunicator.over(group, IN_TURN)
+    if cell.hosts is None:
+        wires[SHARED] = SharedMemoryCommunicator(plain)
+        rounds.absent(LAYERS, "needs several hosts")
+    else:
+        rounds.absent(SHARED, "needs all ranks on one host")
+        rounds.absent(COPY, "is the yardstick of one host")
+        if cell.ranks_per_host > 1:
+            wires[LAYERS] = HierarchicalCommunicator.over(group, inside=_share_memory)
+        else:
+            rounds.absent(LAYERS, "needs several ranks on a host")
+    rounds.absent("MPI", "needs ranks that mpirun has started")
+    return wires
+
+
+def _gpu_wires(rounds: Rounds) -> dict[str, Communicator]:
+    group = dist.group.WORLD
+    assert group is not None
+    for wire in (EXCHANGE, SHARED, LAYERS):
+        rounds.absent(wire, "is for CPU tensors")
+    return {NCCL: ProcessGroupCommunicator(group), TURNS: RoundRobinCommunicator.over(group, IN_TURN)}
+
+
+def _calls(wires: Mapping[str, Communicator], size: int, device: Device) -> dict[str, Call]:
+    """What to time, by the name of the wire."""
+
+    def allocate(wire: str) -> torch.Tensor:
+        # Written once, or all of it would be one page of zeros.
+        return wires[wire].allocate(size // 4, torch.float32, device.torch_device).zero_()
+
+    group = GROUPS[device.name]
+    tensor = allocate(group)
+    calls = {group: _reducing(wires[group], tensor), TURNS: _in_parts(wires[TURNS], tensor)}
+    halves = {EXCHANGE: HALVES, NCCL: NCCL_HALVES}
+    calls |= {halves[wire]: _halves(wires[wire], tensor) for wire in halves if wire in wires}
+    if EXCHANGE in wires:
+        calls[EXCHANGE] = _reducing(wires[EXCHANGE], tensor)
+    calls |= {wire: _reducing(wires[wire], allocate(wire)) for wire in (SHARED, LAYERS) if wire in wires}
+    if SHARED in wires:
+        calls[COPY] = _copying(tensor)
+    return {name: calls[name] for name in WIRES if name in calls}
+
+
+def _share_memory(group: dist.ProcessGroup) -> Communicator:
+    return SharedMemoryCommunicator(ProcessGroupCommunicator(group))
+
+
+def _reducing(communicator: Communicator, tensor: torch.Tensor) -> Call:
+    return lambda: communicator.all_reduce(tensor).wait()
+
+
+def _halves(communicator: Communicator, tensor: torch.Tensor) -> Call:
+    """In place, as an all-reduce is: the share of a rank is a part of the tensor."""
+    share = tensor.view(communicator.world_size, -1)[communicator.rank]
+
+    def call() -> None:
+        communicator.reduce_scatter(share, tensor).wait()
+        communicator.all_gather(tensor, share).wait()
+
+    return call
+
+
+def _in_parts(communicator: Communicator, tensor: torch.Tensor) -> Call:
+    """A part for every group, all under way together: one message alone would have nobody to take turns with."""
+    parts = tensor.chunk(IN_TURN)
+
+    def call() -> None:
+        for handle in [communicator.all_reduce(part) for part in parts]:
+            handle.wait()
+
+    return call
+
+
+def _copying(tensor: torch.Tensor) -> Call:
+    target = torch.empty_like(tensor)
+
+    def call() -> None:
+        target.copy_(tensor)
+
+    return call
+
+
+# -- what came of it --------------------------------------------------------------------------------------------------
+
+
+def _size_tables(place: PlaceTimes) -> Iterator[Table]:
+    """Times and bandwidths of the wires, by the size of the message."""
+
+    def milliseconds(wire: str, size: int) -> str:
+        faster = place.over_group(wire, size)
+        against = f" ({faster:.1f}×)" if faster is not None and wire != place.group else ""
+        return f"{place.seconds[wire][size] * 1e3:.3g}{against}"
+
+    def bandwidths(wire: str, size: int) -> str:
+        return f"{size / place.seconds[wire][size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}"
+
+    note = f"In brackets: how many times as fast as the {place.group}. The round-robin gets messages in three parts. "
+    missing = "; ".join(f"{wire}: {reason}" for wire, reason in place.absent.items())
+    link = "" if place.rate is None else f"The link carries {place.rate / 1e6:.0f} MB/s in each direction."
+    for unit, words, remark in (
+        ("ms", milliseconds, note + (f"Not here: {missing}." if missing else "")),
+        ("algorithm / bus bandwidth, MB/s", bandwidths, link),
+    ):
+        rows = []
+        for size in place.sizes:
+            cells = (words(wire, size) if size in taken else MISSING for wire, taken in place.seconds.items())
+            rows.append([size_words(size), *cells])
+        yield Table(title=f"{place.name}: {unit}", columns=["message", *place.seconds], rows=rows, note=remark)
+
+
+def _fit_table(places: Sequence[PlaceTimes]) -> Table:
+    rows = []
+    for place in places:
+        for wire, times in place.seconds.items():
+            latency, slope = fit_line(times)
+            rate = MISSING if slope <= 0 else f"{1 / slope / 1e6:.4g}"
+            share = MISSING if place.rate is None else percent(place.bus(wire, max(times)) / place.rate)
+            rows.append([place.name, wire, f"{latency * 1e6:.0f}", rate, share])
+    return Table(
+        title="Fitted: a message of n bytes takes latency + n / bandwidth",
+        columns=["place", "wire", "latency µs", "bandwidth MB/s", "largest message: bus bandwidth / link"],
+        rows=rows,
+        note="Least squares of relative errors. A shaped link lets the first 256 kB after a pause pass at once, which "
+        "flatters small messages. A hierarchy may exceed the link: it sends less than every rank's share.",
+    )
+
+
+def _picture(place: PlaceTimes, number: int) -> Picture:
+    title = _message(place)
+    figure, axes = canvas(title, panels=["time of a collective", "bus bandwidth"], height=4.6, shared=False)
+    for wire, times in place.seconds.items():
+        took = [(float(size), times[size] * 1e3) for size in sorted(times)]
+        carried = [(float(size), place.bus(wire, size) / 1e6) for size in sorted(times)]
+        style: Any = "dashed" if wire in (HALVES, COPY) else "line"
+        for panel, points in zip(axes, (took, carried), strict=True):
+            one = Series(label=wire, points=points, colour=colour(COLOURS[wire]), style=style)
+            draw_curves(panel, [one], marker="o", markersize=4)
+    for panel, label in zip(axes, ("ms", "MB/s"), strict=True):
+        _log_axes(panel, place.sizes, label)
+    if place.rate is not None:
+        limit_line(axes[1], place.rate / 1e6, f"link\n{place.rate / 1e6:.0f} MB/s")
+    legend(axes, columns=4)
+    return Picture(slug=f"place-{number}", title=title, figure=figure, reading=_sentence(place))
+
+
+def _log_axes(axes: "Axes", sizes: Sequence[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.set_xticks(list(sizes), [size_words(size).replace(" ", "\n") for size in sizes], fontsize=8.5)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel(label)
+    axes.grid(True)
+
+
+def _message(place: PlaceTimes) -> str:
+    """The title: the fastest of the whole all-reduces at the largest size, against torch's own group."""
+    largest = place.sizes[-1]
+    gains = known({wire: place.over_group(wire, largest) for wire in WIRES if wire != COPY})
+    best = max(gains, key=lambda wire: gains[wire], default=place.group)
+    if best == place.group:
+        return f"{place.name}: nothing is faster than the {place.group} at {size_words(largest)}"
+    return f"{place.name}: {best} is {gains[best]:.1f}× as fast as the {place.group} at {size_words(largest)}"
+
+
+def _sentence(place: PlaceTimes) -> str:
+    largest = place.sizes[-1]
+    parts = []
+    for wire in (HALVES, NCCL_HALVES, SHARED, LAYERS):
+        gains = known({size: place.over_group(wire, size) for size in place.sizes})
+        if gains:
+            first, last = (f"{gains[size]:.1f}× at {size_words(size)}" for size in (min(gains), max(gains)))
+            parts.append(f"{wire} {first} and {last}")
+    group = place.group
+    words = place.name + (f", speed against the {group}: {', '.join(parts)}." if parts else f": only the {group}.")
+    if place.rate is not None and largest in place.seconds.get(HALVES, {}):
+        words += f" Peer exchange fills {percent(place.bus(HALVES, largest) / place.rate)} of the link."
+    if largest in place.seconds.get(COPY, {}) and largest in place.seconds.get(SHARED, {}):
+        times = place.seconds[SHARED][largest] / place.seconds[COPY][largest]
+        words += f" Shared memory takes {times:.1f} times as long as a plain copy of {size_words(largest)}."
+    return words

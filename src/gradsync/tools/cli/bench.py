@@ -1,0 +1,134 @@
+"""``gradsync bench``: what synchronization costs here, as pictures, tables and a page."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradsync.base.errors import ConfigurationError, GradsyncError
+from gradsync.tools.cli.options import refusing
+
+if TYPE_CHECKING:
+    from gradsync.tools.bench.runner import RunPlan
+    from gradsync.tools.bench.screen import Screen
+
+__all__ = ["bench"]
+
+ALL, REPORT = "all", "report"
+INTERRUPTED = 130
+
+
+def bench(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(metavar="SCENARIO", help="Its name; 'all'; or 'report', to draw a folder again."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Argument(help="With 'report': the folder of results.")] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu; or cuda: NCCL ranks, one per GPU if there are enough, else all on one GPU.")
+    ] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cells and rounds: minutes instead of hours.")] = False,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results; bench-results/TIME without it.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on in this folder: what it has results of is not measured again.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", "--seeds", help="Measured rounds of every cell; seeds of 'faults'.")
+    ] = None,
+    cases: Annotated[str | None, typer.Option(help="Only these cells, by name, with commas between them.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Of 'faults': only these peers, with commas between them.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no cell after so long, and no trial of 'faults'.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(help="Of 'faults': so many trials at once, each of three ranks. Two cores for each are good.")
+    ] = 1,
+    report: Annotated[
+        bool, typer.Option(help="Draw pictures and a page at the end; else 'bench report' does, here or elsewhere.")
+    ] = True,
+    listing: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
+) -> None:
+    """Measure what synchronization costs, beside torch's DDP, Accelerate and others.
+
+    Results go to a folder: raw lines, tables, pictures, and report.html with all of it. Scenarios with hosts need root
+    (gradsync lab makes them); without it they are skipped, and the report says so. With --device cuda the ranks talk
+    through NCCL: one per GPU, or several on one GPU, under MPS where it can be used.
+    """
+    # Pictures and pages are not needed by the other commands, so their packages are imported here.
+    try:
+        from gradsync.tools.bench.placing import find_placement
+        from gradsync.tools.bench.record import ResultFolder
+        from gradsync.tools.bench.runner import RunPlan
+        from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
+        from gradsync.tools.bench.screen import Screen
+    except ModuleNotFoundError as error:
+        raise GradsyncError(f"{error.name} is missing: pip install 'gradsync[bench]'") from error
+
+    screen = Screen()
+    if listing or scenario is None:
+        if scenario is not None:
+            raise ConfigurationError("--list stands alone: it lists all scenarios")
+        for each in SCENARIOS:
+            print(f"{each.name:<14} {each.question}")
+    elif scenario == REPORT:
+        _draw_again(folder, screen)
+    else:
+        if folder is not None:
+            raise ConfigurationError(f"expected one scenario, or 'all', but {folder} follows. For a folder say --out")
+        if resume is not None and out is not None:
+            raise ConfigurationError("expected --out for a new folder, or --resume for one with results, got both")
+        if resume is not None:
+            with refusing("--resume"):
+                ResultFolder.open(resume)
+        asked, placement = find_scenarios(scenario), find_placement(device)
+        plan = RunPlan(
+            scenarios=placement.scenarios(asked, all_of_them=scenario == ALL),
+            placement=placement,
+            reports=report,
+            out=resume or out or Path("bench-results") / time.strftime("%Y%m%d-%H%M%S"),
+            resumes=resume is not None,
+            quick=quick,
+            rounds=rounds,
+            cases=_listed(cases),
+            peers=_listed(peers),
+            minutes=minutes,
+            jobs=jobs,
+            command=shlex.join(["gradsync", *sys.argv[1:]]),
+        )
+        _run(plan, screen)
+
+
+def _listed(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
+
+
+def _draw_again(path: Path | None, screen: "Screen") -> None:
+    from gradsync.tools.bench.record import ResultFolder
+    from gradsync.tools.bench.report import REPORT as PAGE
+    from gradsync.tools.bench.report import build_report
+    from gradsync.tools.bench.scenarios import SCENARIOS
+
+    if path is None:
+        raise ConfigurationError("expected the folder of results after 'report', got nothing")
+    folder = ResultFolder.open(path)
+    screen.results(build_report(folder, SCENARIOS))
+    print(f"\nreport: {folder.path / PAGE}")
+
+
+def _run(plan: "RunPlan", screen: "Screen") -> None:
+    from gradsync.tools.bench.report import REPORT as PAGE
+    from gradsync.tools.bench.runner import run
+
+    outcome = run(plan, screen)
+    screen.results(outcome.sections)
+    path = outcome.folder.path
+    print(
+        f"\nreport: {path / PAGE}" if plan.reports else f"\nresults: {path} (gradsync bench report {path} shows them)"
+    )
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if outcome.failed:
+        raise GradsyncError(f"failed: {', '.join(outcome.failed)}. The results of the others are complete")

@@ -1,0 +1,166 @@
+"""``gradsync lab``: hosts with shaped links on this machine, or ranks that share its GPU, and programs run on them."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradsync.base.errors import ConfigurationError, GradsyncError
+from gradsync.tools.cli.options import refusing
+from gradsync.tools.lab import Lab, LabPlan, Rate, SharedGpu, SharedGpuPlan
+from gradsync.tools.lab.inventory import lab_names
+from gradsync.tools.lab.lab import take_down
+from gradsync.tools.lab.system import check_fit
+
+__all__ = ["lab"]
+
+UNSHAPED = "none"
+COLUMNS = ("Host", "Address", "Rate", "Link", "Processes")
+
+lab = typer.Typer(
+    help="Make hosts with slow links on this machine (as root), or share its GPU between ranks; run programs there.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None:
+        with refusing("--name"):
+            LabPlan(name=name)
+    return name
+
+
+Name = Annotated[str, typer.Option(callback=_checked_name, help="Which lab; several may be up.")]
+HostIndex = Annotated[int, typer.Argument(min=0, help="Its number, from 0.", show_default=False)]
+
+
+@lab.command()
+def up(
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    rate: Annotated[
+        str, typer.Option(help="Of each link, both ways: 400mbit, 2.5gbit, 50MB/s; none for no limit.")
+    ] = "1gbit",
+    name: Name = "default",
+) -> None:
+    """Make a lab. It stays until it is taken down."""
+    with refusing("--hosts"):
+        LabPlan(hosts=hosts)
+    with refusing("--rate"):
+        chosen = None if rate == UNSHAPED else Rate.parse(rate)
+    _show(Lab.up(LabPlan(name=name, hosts=hosts, rate=chosen)))
+
+
+@lab.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes on each host.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the ranks are ended.")] = 86400.0,
+    name: Name = "default",
+) -> None:
+    """Run a command on all hosts, once a rank, with torchrun's environment.
+
+    What rank 0 writes is shown; what another rank writes, if it fails. The exit code is that of the first to fail.
+    """
+    raise typer.Exit(Lab.find(name).run(command, ranks_per_host=ranks_per_host, timeout=timeout))
+
+
+@lab.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def gpu(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
+    ranks: Annotated[int, typer.Option(help="Processes that share the GPU.")] = 2,
+    mps: Annotated[
+        bool, typer.Option("--mps", help="Kernels of the ranks run side by side, under a private MPS daemon.")
+    ] = False,
+    gpu: Annotated[int, typer.Option(help="Which GPU, from 0.")] = 0,
+    channels: Annotated[int, typer.Option(help="The most channels NCCL may use.")] = 2,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the ranks are ended.")] = 86400.0,
+) -> None:
+    """Run a command as several NCCL ranks on one GPU, with torchrun's environment. Needs no root.
+
+    Each rank sees one GPU, number 0, and a host of its own; NCCL connects them by sockets over loopback. Without --mps
+    the ranks take turns on the GPU, which shows missing synchronization; with it they run side by side, for measuring.
+    The memory of the GPU is shared by all ranks. Nothing is left behind.
+    """
+    for option, value in (("ranks", ranks), ("gpu", gpu), ("channels", channels)):
+        with refusing(f"--{option}"):
+            SharedGpuPlan(**{option: value})  # type: ignore[arg-type]
+    with SharedGpu(SharedGpuPlan(ranks=ranks, gpu=gpu, mps=mps, channels=channels)) as shared:
+        raise typer.Exit(shared.run(command, timeout=timeout))
+
+
+@lab.command()
+def status(
+    name: Annotated[str | None, typer.Option(callback=_checked_name, help="Which lab; all without it.")] = None,
+) -> None:
+    """Show the hosts, their addresses, the rates and the links."""
+    check_fit()
+    names = lab_names() if name is None else [name]
+    if not names:
+        print("No lab is up. Make one with: gradsync lab up")
+    for each in names:
+        try:
+            _show(Lab.find(each))
+        except GradsyncError as error:
+            if name is not None:
+                raise
+            # Of several labs the others are shown.
+            print(f"gradsync: {error}", file=sys.stderr)
+
+
+@lab.command()
+def rate(
+    rate: Annotated[str, typer.Argument(help="400mbit, 2.5gbit, 50MB/s; none for no limit.", show_default=False)],
+    name: Name = "default",
+) -> None:
+    """Give all links another rate. They stay up."""
+    chosen = None if rate == UNSHAPED else Rate.parse(rate)
+    found = Lab.find(name)
+    found.set_rate(chosen)
+    _show(found)
+
+
+@lab.command()
+def cut(host: HostIndex, name: Name = "default") -> None:
+    """Take the link of a host down, as if its cable were pulled."""
+    Lab.find(name).cut(host)
+
+
+@lab.command()
+def heal(host: HostIndex, name: Name = "default") -> None:
+    """Bring the link of a host up again."""
+    Lab.find(name).heal(host)
+
+
+@lab.command()
+def down(name: Name = "default") -> None:
+    """Remove a lab and end all that runs in it, whoever made it."""
+    if not take_down(name):
+        others = ", ".join(lab_names())
+        raise ConfigurationError(f"the lab {name} is not up" + (f"; these are: {others}" if others else ""))
+
+
+def _show(found: Lab) -> None:
+    links, processes = found.links(), found.processes()
+    rows = [
+        (
+            host.name,
+            host.address,
+            str(links[host.index].rate or "unshaped"),
+            "up" if links[host.index].up else "cut",
+            str(len(processes[host.index])),
+        )
+        for host in found.hosts
+    ]
+    console = Console(highlight=False)
+    console.print(Text(f"Lab {found.plan.name}: {len(rows)} hosts", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(Text(cell, style="bold red" if cell == "cut" else "") for cell in row))
+    console.print(table)

@@ -1,0 +1,210 @@
+"""Starts the ranks of a command on this node, passes signals on to them and returns their exit code.
+
+The ranks are what ``torchrun --standalone`` makes of a module: the same variables, and a store to meet at that their
+launcher holds. So torch.distributed takes them for torchrun's, and what runs under torchrun runs here unchanged.
+torchrun's agent is left out for three reasons: after a signal it forgets the ranks' exit codes, so that a checkpoint
+that failed would look like one that was written; it takes ``$`` in arguments for its own macros; and it listens for
+ranks on all interfaces, where loopback is enough. The layer of processes below it, a ``Popen`` a rank, can neither
+fork a function nor enter the network of a host, so :mod:`gradsync.tools.launch` starts all ranks of gradsync.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from gradsync.base.environment import read_environment
+from gradsync.base.errors import ConfigurationError
+from gradsync.communicator.naming import listed
+from gradsync.tools.cli.last_words import WRONG_USE, Statements
+from gradsync.tools.cli.root_cause import Inquest
+from gradsync.tools.lab import SharedGpu, SharedGpuPlan
+from gradsync.tools.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
+
+__all__ = ["inside_a_launch", "run_ranks_of", "times_restarted", "usable_cores"]
+
+# What a rank may take after a signal: to finish its step and to write a checkpoint.
+GRACE_SECONDS = 60
+# After a failure there is nothing to finish: the others only say what they saw of it.
+FAILURE_SECONDS = 5
+# If those that have failed have only lost another rank: how long that one has to say why, before it is asked to end.
+CAUSE_SECONDS = 3
+LOOK_SECONDS = 0.05
+# When it is said what is waited for.
+SLOW_SECONDS = 5
+SHOW_CURSOR = "\x1b[?25h"
+
+# What `python -m` does, except that Ctrl-C while torch is imported is no reason for a traceback from every rank.
+RANK_PROGRAM = """\
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def inside_a_launch(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, mpirun or srun started this process: then it is a rank and launches nothing."""
+    return read_environment(variables).launcher != "none"
+
+
+def times_restarted(variables: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun, or :func:`run_ranks_of`, has started the ranks again after a failure."""
+    count = variables.get(RESTART_COUNT, "0")
+    return int(count) if count.isdecimal() else 0
+
+
+def usable_cores() -> int:
+    """The cores this process may run on, which a container or a job may have narrowed."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_ranks_of(
+    module: str,
+    arguments: list[str],
+    *,
+    nproc: int,
+    grace_seconds: int = GRACE_SECONDS,
+    explained: Collection[int] = (),
+    max_restarts: int = 0,
+    sharing: SharedGpuPlan | None = None,
+) -> int:
+    """Run ``nproc`` ranks of ``python -m module arguments`` here, and return the exit code for this process.
+
+    It is 0 if all ranks ended with 0, else that of the rank that failed first; 128 + n stands for signal n, as in a
+    shell. SIGINT, SIGTERM and SIGHUP go to all ranks as such. They then have ``grace_seconds`` to end by themselves; a
+    second signal kills them at once. Must be called in the main thread, the only one that hears of signals.
+
+    Of ranks that leave last words the error of the first that failed is shown, and a line for each other one. Else a
+    line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is. After a
+    failure, which no signal to this process is, all ranks are started again, ``max_restarts`` times at most, and are
+    told so by torchrun's variable. Not after a refusal of what they were given, which would be the same again.
+
+    ``sharing``: the ranks share a GPU in this way. Each then is alone on its node, as far as it can tell.
+    """
+    if nproc < 1:
+        raise ConfigurationError(f"nproc must be at least 1, got {nproc}")
+    if max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts must be at least 0, got {max_restarts}")
+    if inside_a_launch():
+        raise ConfigurationError(
+            "this process is a rank already (torchrun, mpirun or srun started it), so it starts no others. Run the "
+            "command without them, or leave the number of ranks to them"
+        )
+    if nproc > usable_cores():
+        _say(f"warning: {nproc} ranks share {usable_cores()} usable cores and will wait for each other")
+    command = [sys.executable, "-c", RANK_PROGRAM, module, *arguments]
+    failure: Failure | None = None
+    for count in range(max_restarts + 1):
+        with (
+            _places(nproc, (count, max_restarts), sharing) as places,
+            Statements(nproc) as statements,
+            RankProcesses(grace_seconds) as ranks,
+        ):
+            places = [replace(each, more={**each.more, **statements.variables(each.rank)}) for each in places]
+            inquest = _run(ranks, places, command, grace_seconds, statements)
+        if not inquest.failed:
+            return 0
+        failure = inquest.first
+        _tell(inquest, places, explained)
+        if inquest.signals or failure.code == WRONG_USE or count == max_restarts:
+            break
+        _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
+    assert failure is not None
+    return failure.exit_code
+
+
+@contextmanager
+def _places(nproc: int, restarts: tuple[int, int], sharing: SharedGpuPlan | None) -> Iterator[list[RankPlace]]:
+    with standalone(nproc, restarts) as places:
+        if sharing is None:
+            yield places
+        else:
+            with SharedGpu(sharing) as gpu:
+                yield gpu.share(places)
+
+
+def _run(
+    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float, statements: Statements
+) -> Inquest:
+    """The ranks from their start to the end of all: which have failed, and the signals that had come before."""
+    with ranks.noting_signals():
+        for place in places:
+            ranks.start(place, partial(os.execv, sys.executable, command))
+        statements.tell(ranks.processes())
+        ranks.wait()
+        early = _await_cause(ranks, statements, min(grace, CAUSE_SECONDS)) if ranks.failures() else []
+        signals, told_at = [] if early else ranks.signals, time.time()
+        _end(ranks, signals, grace)
+        return Inquest(
+            early=early, failures=ranks.failures(), words=statements.words(), signals=signals, told_at=told_at
+        )
+
+
+def _await_cause(ranks: RankProcesses, statements: Statements, seconds: float) -> list[Failure]:
+    """Those that have failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
+    its connections may be closed long before it ends, by a ``finally``."""
+    deadline = time.monotonic() + seconds
+    while (
+        not Inquest(early=[], failures=ranks.failures(), words=statements.words()).has_cause
+        and not ranks.signals
+        and time.monotonic() < deadline
+        and ranks.running_after(LOOK_SECONDS)
+    ):
+        pass
+    return ranks.failures()
+
+
+def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) -> None:
+    """Have all ranks end by themselves, and kill those that do not."""
+    ranks.tell(signals[0] if signals else signal.SIGTERM)
+    if not signals:
+        ranks.running_after(min(grace, FAILURE_SECONDS))
+    elif grace > SLOW_SECONDS and (late := ranks.running_after(SLOW_SECONDS)) and len(signals) == 1:
+        names = listed([str(place) for place in late])
+        verb = "finishes its step" if len(late) == 1 else "finish their step"
+        _say(f"{names} still {verb}, and write a checkpoint. A second Ctrl-C or SIGTERM kills without one")
+        ranks.running_after(grace - SLOW_SECONDS)
+    elif signals:
+        ranks.running_after(grace)
+    ranks.kill()
+
+
+def _tell(inquest: Inquest, places: Sequence[RankPlace], explained: Collection[int]) -> None:
+    failure, passed_on = inquest.first, inquest.signals
+    lines = inquest.lines(places)
+    # That a signal was obeyed needs no words.
+    if inquest.explanation is None and failure.code not in explained:
+        lines = [*([] if any(map(failure.obeys, passed_on)) else [_told(inquest)]), *lines]
+    if lines and sys.stderr.isatty():
+        # Rank 0 may have been in the middle of a line, with the cursor hidden.
+        print(SHOW_CURSOR, file=sys.stderr)
+    for line in lines:
+        _say(line)
+
+
+def _told(inquest: Inquest) -> str:
+    failure, passed_on = inquest.first, inquest.signals
+    killed = failure.code == -signal.SIGKILL
+    if killed and len(passed_on) > 1:
+        return f"the ranks were killed by the second {passed_on[1].name}, without time to finish"
+    if killed and passed_on:
+        return f"{failure.place} had not ended in time after {passed_on[0].name} and was killed"
+    if failure.place.rank in inquest.words:
+        return f"{failure}, after its script had ended"
+    if failure.code > 0 and inquest.words:
+        return f"{failure}, and left no error: it called os._exit(), or a library of its did"
+    if failure.code > 0:
+        return f"{failure}; its own message is above"
+    hint = ". Out of memory? The kernel's log (dmesg) says so" if killed else ""
+    return f"{failure}; the others were stopped{hint}"
+
+
+def _say(line: str) -> None:
+    print(f"gradsync: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,172 @@
+"""``gradsync run SCRIPT …``: an unchanged DDP or Accelerate script on gradsync's classes, or only watched."""
+
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from gradsync.base.environment import read_environment
+from gradsync.base.errors import ConfigurationError, PeerFailedError
+from gradsync.observe.explain import explain_recordings
+from gradsync.observe.recording import find_recordings, read_models
+from gradsync.tools.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
+from gradsync.tools.cli.last_words import FAILED, last_words_of, write_last_words
+from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of
+from gradsync.tools.run.account import Account, find_accounts, read_account
+from gradsync.tools.run.rank import all_accounts, common_folder, end_rank, run_rank
+from gradsync.tools.run.script import Script, traceback_of
+from gradsync.tools.run.words import tell
+
+__all__ = ["SETTINGS", "run"]
+
+# What follows the script is the script's, whatever it looks like.
+SETTINGS = {"allow_interspersed_args": False}
+# Of errors that nobody catches: torch's, which names the rank, and that of our own command line.
+USUAL_HOOKS = ("torch.", "typer.")
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and what it is given.", show_default=False),
+    ],
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start here: one a GPU, else one a core up to 4. 0: the script starts its own."),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave torch's and Accelerate's own classes in place, and only watch.")
+    ] = False,
+    record: Annotated[Path | None, typer.Option(help="Keep in this folder what was recorded.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
+    one_gpu: Annotated[bool, typer.Option("--one-gpu", help=ONE_GPU_HELP)] = False,
+    mps: Annotated[bool, typer.Option("--mps", help=MPS_HELP)] = False,
+    accounts: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run an unchanged DDP or Accelerate script on gradsync, and say where its time went.
+
+    For the script torch's DistributedDataParallel and Accelerate's Accelerator are gradsync's. It runs on ranks of this
+    machine; under torchrun, mpirun or srun it joins the ranks that they have started.
+    """
+    script = Script(target=command[0], arguments=tuple(command[1:]), is_module=module)
+    script.require()
+    if accounts is not None:
+        # Who started this rank speaks at the end.
+        shown: list[bool] = []
+        ended = run_rank(
+            script, keep=keep, folder=accounts, on_end=lambda error: shown.append(_tell_the_launcher(error))
+        )[1]
+        if isinstance(ended, Exception) and any(shown):
+            raise typer.Exit(FAILED)
+        end_rank(ended)
+    if inside_a_launch():
+        if nproc is not None:
+            raise ConfigurationError(
+                f"--nproc {nproc} was given, but torchrun, mpirun or srun has started this process as one of its "
+                "ranks. Leave their number to it"
+            )
+        _run_here(script, keep, record)
+    gpus = GpuChoice(one_gpu=one_gpu, mps=mps)
+    ranks = gpus.default_ranks if nproc is None else nproc
+    if ranks < 0:
+        raise ConfigurationError(f"--nproc must be at least 0, got {ranks}")
+    if ranks == 0 and one_gpu:
+        raise ConfigurationError("--one-gpu is for ranks that are started here: it does not go with --nproc 0")
+    sharing = gpus.sharing(ranks)
+    if too_many := gpus.too_many(ranks):
+        # Not refused: what the script does with GPUs is not known.
+        print(f"gradsync: warning: if the script wants a GPU per rank: {too_many}", file=sys.stderr, flush=True)
+    if ranks == 0:
+        _run_here(script, keep, record)
+    with _folder(record) as folder:
+        options = [*(["--keep"] if keep else []), "--accounts", str(folder)]
+        code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks, sharing=sharing)
+        _say(script, folder, [read_account(path) for path in find_accounts(folder)])
+    raise typer.Exit(code)
+
+
+def _tell_the_launcher(ended: BaseException | None) -> bool:
+    """Returns whether it shows how the script ended: the error of the rank that failed first, and a line for each
+    other one."""
+    at, is_printed = time.time(), isinstance(ended, KeyboardInterrupt) or _prints_its_errors()
+    if not isinstance(ended, Exception):
+        return write_last_words(last_words_of(ended, at=at, is_printed=is_printed))
+    # Where a script was when another rank failed says nothing of why.
+    has_trace = not isinstance(ended, PeerFailedError)
+    trace = traceback.format_exception(ended.with_traceback(traceback_of(ended))) if has_trace else []
+    words = last_words_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
+    return write_last_words(replace(words, code=FAILED)) and not is_printed
+
+
+def _prints_its_errors() -> bool:
+    """A script that has a hook for its errors has it called; one that is alone has nobody to be told apart from."""
+    # Of a hook that was made by exec() nobody knows the module.
+    module = str(getattr(sys.excepthook, "__module__", None))
+    has_own_hook = sys.excepthook is not sys.__excepthook__ and not module.startswith(USUAL_HOOKS)
+    return has_own_hook or read_environment().world_size == 1
+
+
+def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
+    """As a rank of another launcher, or as the process that starts ranks. Rank 0 speaks, of all that it can see."""
+    place = read_environment()
+    common = record is not None or (place.launcher != "none" and place.local_world_size == place.world_size)
+    with _folder(record) if record is not None or not common else common_folder(place) as folder:
+        account, ended = run_rank(script, keep=keep, folder=folder)
+        if account is None:
+            end_rank(ended)
+        if account.rank == 0:
+            # A script that is a rank itself and has started others, as Lightning's launcher does, has them here.
+            expected = account.world_size if common or account.wrappers else 1
+            _say(script, folder, all_accounts(folder, expected))
+    end_rank(ended)
+
+
+@contextmanager
+def _folder(record: Path | None) -> Iterator[Path]:
+    if record is not None:
+        try:
+            record.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--record {record} cannot be made a folder: {error}") from error
+        if find_accounts(record) or find_recordings(record):
+            raise ConfigurationError(f"--record {record} holds the recording of another run: give every run its own")
+        yield record.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="gradsync-run-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(script: Script, folder: Path, accounts: list[Account]) -> None:
+    """Beside what the script writes, which may be read by another program."""
+    if not accounts:
+        # It failed, and has said why.
+        return
+    explained = _explained(folder)
+    for line in tell(accounts, str(script), times=not explained):
+        print(f"gradsync: {line}", file=sys.stderr)
+    for line in explained:
+        print(line, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _explained(folder: Path) -> list[str]:
+    """Of gradsync's wrappers there are recordings. Nothing where they do not make a whole: of too few steps, or of
+    ranks that write elsewhere."""
+    lines: list[str] = []
+    try:
+        for recordings in read_models(folder):
+            lines += ["", *explain_recordings(recordings).lines()]
+    except ConfigurationError:
+        return []
+    return lines

@@ -1,0 +1,188 @@
+"""``gradsync train``: a language model, data-parallel, with one command."""
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from gradsync.base.environment import read_environment
+from gradsync.base.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
+from gradsync.health.elastic import require_torchft
+from gradsync.health.watch import say_goodbye
+from gradsync.tools.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
+from gradsync.tools.cli.last_words import is_heard, leave_last_words
+from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of, times_restarted
+from gradsync.tools.cli.options import refusing
+from gradsync.tools.llm.settings import TrainSettings
+
+__all__ = ["train"]
+
+# A rank that has nothing to add to an error lets rank 0 end first: its exit code is the one that tells.
+SECONDS_FOR_RANK_0 = 3
+
+# Options under the headings of the help.
+HEADINGS = ("Model and data", "Batch and length", "Learning", "Ranks and wire", "Run folder")
+MODEL, BATCH, LEARNING, WIRE, RUN = (partial(typer.Option, rich_help_panel=heading) for heading in HEADINGS)
+
+
+def train(
+    model: Annotated[str, MODEL(help="nano, tiny, mini, gpt2; or hf:NAME; or a folder.")] = "tiny",
+    data: Annotated[str, MODEL(help="stdlib, a text file, a folder, or hf:NAME.")] = "stdlib",
+    tokenizer: Annotated[str | None, MODEL(help="A Hugging Face tokenizer; bytes without it.")] = None,
+    micro_batch: Annotated[int, BATCH("--batch", help="Sequences in a micro-batch of one rank.")] = 8,
+    grad_accum: Annotated[int, BATCH(help="Micro-batches a step and rank.")] = 4,
+    sequence_length: Annotated[int, BATCH("--length", help="Tokens in a sequence.")] = 128,
+    steps: Annotated[int | None, BATCH(help="Optimizer steps; 130 unless --epochs is given.")] = None,
+    epochs: Annotated[float | None, BATCH(help="Passes over the data, instead of --steps.")] = None,
+    learning_rate: Annotated[float, LEARNING("--lr", help="At its highest, after the warm-up.")] = 1e-3,
+    warmup: Annotated[int, LEARNING(help="Steps until then; a cosine follows.")] = 20,
+    weight_decay: Annotated[float, LEARNING(help="AdamW's.")] = 0.1,
+    clip: Annotated[float, LEARNING(help="Largest norm of the gradient.")] = 1.0,
+    precision: Annotated[str, LEARNING(help="fp32, bf16, fp16 or fp64.")] = "fp32",
+    seed: Annotated[int, LEARNING(help="Of weights, order and dropout.")] = 0,
+    nproc: Annotated[int | None, WIRE(help="Ranks to start here: one a GPU, else one a core up to 4.")] = None,
+    max_restarts: Annotated[
+        int, WIRE(help="Start all ranks again, from the newest checkpoint, after so many failures.")
+    ] = 0,
+    elastic: Annotated[
+        bool, WIRE("--elastic", help="Go on without ranks that are lost, and with others that come (needs torchft).")
+    ] = False,
+    min_ranks: Annotated[int, WIRE(help="Fewer elastic ranks wait for others.")] = 1,
+    elastic_ranks: Annotated[
+        int | None, WIRE(help="Elastic ranks of all nodes at the beginning; those of this one without it.")
+    ] = None,
+    cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
+    one_gpu: Annotated[bool, WIRE("--one-gpu", help=ONE_GPU_HELP)] = False,
+    mps: Annotated[bool, WIRE("--mps", help=MPS_HELP)] = False,
+    bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
+    reduction: Annotated[
+        str, WIRE(help="What is sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16.")
+    ] = "mean",
+    shard_optimizer: Annotated[
+        bool, WIRE("--shard-optimizer", help="Every rank updates its share; gathered behind the next forward.")
+    ] = False,
+    overlap: Annotated[
+        str | None, WIRE(help="Hide the wire behind: backward, next-forward, or auto, the faster of both.")
+    ] = None,
+    on_veto: Annotated[
+        str | None,
+        WIRE(help="Where gradients of a rank are not finite: raise, skip-window or drop-rank."),
+    ] = None,
+    fingerprints: Annotated[
+        int | None, WIRE(help="Steps after which ranks compare their parameters; one that differs is named.")
+    ] = None,
+    run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
+    resume: Annotated[bool, RUN("--resume", help="Go on from the newest checkpoint in --run-folder.")] = False,
+    checkpoint_every: Annotated[int, RUN(help="Steps between checkpoints.")] = 100,
+    keep: Annotated[int, RUN(help="Checkpoints to keep.")] = 2,
+    validate_every: Annotated[int, RUN(help="Steps between validations.")] = 50,
+    tensorboard: Annotated[bool, RUN("--tensorboard", help="Write TensorBoard events too.")] = False,
+) -> None:
+    """Train a language model on several ranks, with gradient accumulation.
+
+    Without options: a small GPT on the source of Python's standard library, on all cores of this machine. Under
+    torchrun, mpirun or srun it joins the ranks that they have started.
+    """
+    chosen = dict(locals())
+    ranks, on_cpu, restarts = chosen.pop("nproc"), chosen.pop("cpu"), chosen.pop("max_restarts")
+    gpus = GpuChoice(one_gpu=chosen.pop("one_gpu"), mps=chosen.pop("mps"), cpu=on_cpu)
+    del chosen["elastic_ranks"]
+    # A launcher that starts ranks again wants them to go on.
+    chosen["resume"] = resume = resume or times_restarted() > 0
+    if resume and run_folder is None:
+        raise ConfigurationError("--resume needs --run-folder, the folder of the run that goes on")
+    if run_folder is None:
+        chosen["run_folder"] = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    settings = TrainSettings(**chosen)
+    if inside_a_launch():
+        try:
+            code = _run_rank(settings, on_cpu)
+        except BaseException as error:
+            leave_last_words(error, at=time.time(), then=say_goodbye)
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        say_goodbye()
+        # Not through the interpreter's end, where threads of the wire may still want it and abort the process.
+        os._exit(code)
+    ranks = gpus.default_ranks if ranks is None else ranks
+    if ranks < 1:
+        raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
+    if too_many := gpus.too_many(ranks):
+        raise ConfigurationError(f"{too_many}, or --cpu to use none")
+    if elastic_ranks is not None and not elastic:
+        raise ConfigurationError(f"--elastic-ranks {elastic_ranks} says how many --elastic ranks there are: give both")
+    sharing = gpus.sharing(ranks)
+    _check_early(settings, ranks)
+    arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
+    if elastic:
+        if sharing is not None:
+            raise ConfigurationError("--one-gpu is for a fixed number of ranks: leave it out, or --elastic")
+        raise typer.Exit(_run_elastic(settings, arguments, ranks, elastic_ranks, restarts))
+    if ranks == 1 and not restarts:
+        raise typer.Exit(_run_rank(settings, on_cpu))
+    raise typer.Exit(
+        run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts, sharing=sharing)
+    )
+
+
+def _run_elastic(
+    settings: TrainSettings, arguments: list[str], ranks: int, all_ranks: int | None, restarts: int
+) -> int:
+    from gradsync.tools.cli.elastic_launching import run_elastic_ranks_of
+
+    if restarts:
+        raise ConfigurationError("--max-restarts starts all ranks again; --elastic replaces those that are lost")
+    require_torchft()
+    return run_elastic_ranks_of(
+        "gradsync",
+        arguments,
+        nproc=ranks,
+        ranks=ranks if all_ranks is None else all_ranks,
+        min_ranks=settings.min_ranks,
+    )
+
+
+def _check_early(settings: TrainSettings, ranks: int) -> None:
+    """What can be found out before ranks are started is said once, and at once."""
+    from gradsync.tools.llm.batches import Batches, BatchPlan
+    from gradsync.tools.llm.model import build_model
+    from gradsync.tools.llm.tokens import prepare_tokens
+
+    with refusing("--data"):
+        tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
+    plan = BatchPlan(
+        sequence_length=settings.sequence_length,
+        # Of a run that goes on, the checkpoint says it; of an elastic one, its ranks.
+        global_batch=1 if settings.resume or settings.elastic else settings.micro_batch * settings.grad_accum * ranks,
+        micro_batch=settings.micro_batch,
+        seed=settings.seed,
+    )
+    asked = f"--batch {settings.micro_batch} times --grad-accum {settings.grad_accum} times --nproc {ranks}"
+    with refusing(f"{asked}, at --length {settings.sequence_length}"):
+        Batches(tokens.split()[0], plan, 0, 1)
+    with torch.device("meta"), refusing("--model"):
+        build_model(settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length)
+
+
+def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
+    from gradsync.tools.llm.elastic_run import run_elastic
+    from gradsync.tools.llm.run import exit_code_of, run
+
+    rank = read_environment().rank
+    try:
+        return exit_code_of((run_elastic if settings.elastic else run)(settings, cpu=on_cpu))
+    except OSError as error:
+        # A full disk, a folder that went away: no reason for a traceback.
+        raise GradsyncError(str(error)) from error
+    except (ConfigurationError, PeerFailedError) as error:
+        # Bad input is the same everywhere, and rank 0 says it once; what failed on another rank alone that rank says.
+        if rank > 0 and not is_heard() and type(error) in (ConfigurationError, PeerFailedError, WireLostError):
+            time.sleep(SECONDS_FOR_RANK_0)
+            return 1
+        raise

@@ -1,0 +1,69 @@
+"""Whether this machine is fit for data-parallel training: :func:`examine` makes all checks.
+
+One function a check; each returns a :class:`Finding` and changes nothing.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from gradsync.tools.doctor import machine, network, software
+from gradsync.tools.doctor.finding import Finding, Status, guarded
+from gradsync.tools.doctor.wire import Wire
+from gradsync.tools.lab import SharedGpuPlan
+
+__all__ = ["Finding", "Status", "examine"]
+
+
+def examine(
+    *,
+    timeout: float = 8.0,
+    variables: Mapping[str, str] = os.environ,
+    sharing: SharedGpuPlan | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Finding]:
+    """All checks, in the order of the table.
+
+    ``timeout``: seconds for each measurement of the wire. ``sharing``: how the ranks of NCCL share a GPU, if they do.
+    """
+    with ExitStack() as stack:
+        # First of all, since the processes need seconds to import torch; the other checks fill that time.
+        shared = {"nccl": sharing}
+        wires = [Wire(*each, timeout, stack, shared.get(each[0])) for each in _wires(sharing)]
+        findings = [guarded(name, check) for name, check in _checks(variables).items()]
+        for wire in wires:
+            progress(f"measuring the {wire.name}")
+            findings.append(guarded(wire.name, wire.finding))
+    return findings
+
+
+def _checks(variables: Mapping[str, str]) -> dict[str, Callable[[], Finding]]:
+    return {
+        "python": software.check_python,
+        "torch": software.check_torch,
+        "backends": software.check_backends,
+        "packages": software.check_packages,
+        "launcher": partial(software.check_launcher, variables),
+        "gpus": software.check_gpus,
+        "cores": partial(machine.check_cores, variables),
+        "memory": machine.check_memory,
+        "shared memory": machine.check_shared_memory,
+        "open files": machine.check_open_files,
+        "interfaces": lambda: network.check_interfaces(network.list_interfaces()),
+        "gloo": lambda: network.check_gloo_interface(network.list_interfaces(), variables),
+        "ports": network.check_ports,
+    }
+
+
+def _wires(sharing: SharedGpuPlan | None = None) -> list[tuple[str, int]]:
+    """Backends that can be tried here, with the number of ranks."""
+    wires = []
+    if dist.is_available() and dist.is_gloo_available():
+        wires.append(("gloo", 2))
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        wires.append(("nccl", torch.cuda.device_count() if sharing is None else sharing.ranks))
+    return wires

@@ -1,0 +1,30 @@
+"""Hosts with shaped links on one machine, NCCL ranks that share a GPU, and models that take an accelerator's time."""
+
+from gradsync.tools.lab.emulated import EmulatedModel
+from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan, fork_gpu_ranks
+from gradsync.tools.lab.host import Counters, Host, read_counters
+from gradsync.tools.lab.lab import Lab, LabPlan, Link, fork_ranks
+from gradsync.tools.lab.profile import Layer, Profile, bert_base, resnet50, transformer
+from gradsync.tools.lab.rate import Rate
+from gradsync.tools.lab.system import LabError
+
+__all__ = [
+    "Counters",
+    "EmulatedModel",
+    "Host",
+    "Lab",
+    "LabError",
+    "LabPlan",
+    "Layer",
+    "Link",
+    "Profile",
+    "Rate",
+    "SharedGpu",
+    "SharedGpuPlan",
+    "bert_base",
+    "fork_gpu_ranks",
+    "fork_ranks",
+    "read_counters",
+    "resnet50",
+    "transformer",
+]

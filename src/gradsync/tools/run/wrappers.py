@@ -1,0 +1,241 @@
+"""What becomes of the backwards of one wrapped model: how many there are, which synchronize, and which of those for
+nothing.
+
+A window ends when an optimizer steps. Of its backwards only the last one has to synchronize, since the mean of a sum is
+the sum of the means; what the others send is sent again. Backwards inside of a step, which LBFGS asks for by a closure,
+and those whose gradients were thrown away before the next forward, are windows of their own.
+
+torch's class does not tell how often it synchronized. It decides in the forward, so the flag is read there, and a hook
+on the output says whether that forward has had its backward. gradsync's class counts by itself.
+"""
+
+import statistics
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsync.core.engine.backward_watch import tensors_in
+from gradsync.parallel.data_parallel import DistributedDataParallel
+from gradsync.parallel.torch_names import TorchDDP
+from gradsync.tools.run.account import Kind, WrapperAccount
+
+__all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
+
+
+# Backwards after which torch's class is asked. It makes its buckets anew once, after the first synchronization, and
+# measures the first ten and every hundredth.
+ASKED = 12
+# Of those that it has measured, the first ones are not like the others.
+WARM_UP = 2
+
+
+class WatchedWrapper(ABC):
+    """The counts of one wrapper; a subclass says how often it has synchronized, and what each time takes."""
+
+    kind: Kind
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._model = type(wrapper.module).__name__
+        parameters = [each for each in wrapper.module.parameters() if each.requires_grad]
+        self._trained = [weakref.ref(each) for each in parameters]
+        self._parameters = sum(each.numel() for each in parameters)
+        self._nbytes = sum(each.numel() * each.element_size() for each in parameters)
+        self.parameter_ids = {id(each) for each in parameters}
+        self._steps = self._backwards = self._synchronized = self._wasted = self._broadcasts = 0
+        # Of the window that has not ended yet.
+        self._open_backwards = self._open_synchronized = self._open_collectives = 0
+        # What was remembered of forwards whose backward has come since the last look.
+        self._reached: list[bool] = []
+        # A step that runs backwards itself has run one.
+        self._stepping = False
+        # Seconds of backwards that synchronized and of those that did not, each with their number.
+        self._took: dict[bool, tuple[float, int]] = {True: (0.0, 0), False: (0.0, 0)}
+        self._collectives = 0
+        self._facts: tuple[int, float | None, float | None] = (0, None, None)
+
+    def before_forward(self) -> None:
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.will_sync_module_buffers():
+            self._broadcasts += 1
+        if self._open_backwards and not self._has_gradients():
+            self._end_window()
+
+    def after_forward(self, output: Any) -> None:
+        """A hook on the output says whether the forward gets its backward: those of other models come in between."""
+        flag, reached = self._flag(), self._reached
+
+        def backward_comes(gradient: torch.Tensor) -> None:
+            reached.append(flag)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_comes)
+
+    def _flag(self) -> bool:
+        """What to remember of the forward."""
+        return False
+
+    def after_backward(self, seconds: float, *, inside_step: bool = False) -> None:
+        """A backward, of whatever model, has taken so long."""
+        reached, synchronized = self._look()
+        if not reached:
+            return
+        self._open_backwards += 1
+        self._open_synchronized += synchronized
+        before, number = self._took[synchronized > 0]
+        self._took[synchronized > 0] = (before + seconds, number + 1)
+        self._open_collectives += synchronized * self._collectives_each()
+        if inside_step:
+            self._end_window()
+            self._stepping = True
+
+    def step(self) -> bool:
+        """An optimizer has stepped on parameters of the model; whether that ended a window."""
+        # A synchronization may have waited for the step.
+        late = self._look()[1]
+        self._open_synchronized += late
+        self._open_collectives += late * self._collectives_each()
+        if not self._open_backwards and not self._stepping:
+            return False
+        self._end_window()
+        self._stepping = False
+        self._steps += 1
+        return True
+
+    def _end_window(self) -> None:
+        self._backwards += self._open_backwards
+        self._synchronized += self._open_synchronized
+        self._wasted += max(0, self._open_synchronized - 1)
+        self._collectives += self._open_collectives
+        self._open_backwards = self._open_synchronized = self._open_collectives = 0
+
+    def _has_gradients(self) -> bool:
+        return any(each is not None and each.grad is not None for each in (trained() for trained in self._trained))
+
+    def account(self) -> WrapperAccount:
+        buckets, wire, hidden = self._read_facts()
+        return WrapperAccount(
+            kind=self.kind,
+            model=self._model,
+            parameters=self._parameters,
+            nbytes=self._nbytes,
+            buckets=buckets,
+            steps=self._steps,
+            backwards=self._backwards,
+            synchronized=self._synchronized,
+            wasted=self._wasted,
+            collectives=self._collectives,
+            broadcasts=self._broadcasts,
+            backward_with=_mean(self._took[True]),
+            backward_without=_mean(self._took[False]),
+            wire=wire,
+            hidden=hidden,
+        )
+
+    @abstractmethod
+    def _look(self) -> tuple[bool, int]:
+        """Whether the model has had a backward since the last look, and how many synchronizations."""
+
+    @abstractmethod
+    def _collectives_each(self) -> int:
+        """What a synchronization puts on the wire now."""
+
+    def _read_facts(self) -> tuple[int, float | None, float | None]:
+        """Buckets, and the seconds that they were under way in a backward and under way behind its computation, where
+        the wrapper tells; the last that were known, of one that is gone."""
+        return self._facts
+
+
+class OursWatched(WatchedWrapper):
+    """gradsync's class, whose synchronizer counts."""
+
+    kind = "gradsync"
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        super().__init__(wrapper)
+        self._seen = wrapper.synchronizer.synchronizations
+
+    def _look(self) -> tuple[bool, int]:
+        wrapper = self._wrapper()
+        if wrapper is None:
+            return False, 0
+        now = wrapper.synchronizer.synchronizations
+        # Another wire begins to count anew.
+        new, self._seen = max(0, now - self._seen), now
+        reached = bool(self._reached) or new > 0
+        self._reached.clear()
+        self._facts = len(wrapper.synchronizer.buckets), None, None
+        return reached, new
+
+    def _collectives_each(self) -> int:
+        return self._facts[0]
+
+
+class TorchsWatched(WatchedWrapper):
+    """torch's class: the flag in the forward, a hook on its output, and what its logger says."""
+
+    kind = "torch"
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper)
+        self._synchronizes = False
+        self._asked = 0
+        # By when it began: seconds that collectives of a backward were under way, and those behind its computation.
+        self._measured: dict[int, tuple[float, float]] = {}
+
+    def before_forward(self) -> None:
+        super().before_forward()
+        wrapper = self._wrapper()
+        self._synchronizes = wrapper is not None and bool(wrapper.require_backward_grad_sync)
+
+    def _flag(self) -> bool:
+        return self._synchronizes
+
+    def _look(self) -> tuple[bool, int]:
+        reached = list(self._reached)
+        self._reached.clear()
+        return bool(reached), int(any(reached))
+
+    def _collectives_each(self) -> int:
+        # To ask takes longer than all else here.
+        if self._asked < ASKED:
+            self._asked += 1
+            self._read_facts()
+        return self._facts[0]
+
+    def _read_facts(self) -> tuple[int, float | None, float | None]:
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.logger is not None:
+            told = wrapper._get_ddp_logging_data()
+            sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", "")
+            buckets = len(sizes.split(",")) if sizes else 0
+            began = told.get("backward_comm_time_start", 0)
+            if began:
+                names = ("backward_comm_time", "backward_compute_comm_overlap_time")
+                wire, hidden = (told.get(name, 0) * 1e-9 for name in names)
+                self._measured[began] = wire, hidden
+            self._facts = buckets, *self._usual()
+        return self._facts
+
+    def _usual(self) -> tuple[float | None, float | None]:
+        """Medians: in torch's own means one backward that waited for another rank's start outweighs all others."""
+        found = list(self._measured.values())
+        found = found[WARM_UP:] or found
+        if not found:
+            return None, None
+        wire = statistics.median(each for each, _ in found)
+        exposed = statistics.median(each - hidden for each, hidden in found)
+        return wire, max(0.0, wire - exposed)
+
+
+def watched(wrapper: nn.Module) -> WatchedWrapper:
+    """The right one for the wrapper's class."""
+    return TorchsWatched(wrapper) if isinstance(wrapper, TorchDDP) else OursWatched(wrapper)  # type: ignore[arg-type]
+
+
+def _mean(total: tuple[float, int]) -> float | None:
+    return total[0] / total[1] if total[1] else None

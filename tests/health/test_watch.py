@@ -1,0 +1,578 @@
+"""The watch by itself: what is thought of ranks, who waits for whom, what is said, and what strangers cannot do."""
+
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from gradsync.communicator import InProcessWorld
+from gradsync.communicator.collective import Collective
+from gradsync.health.watch import dump
+from gradsync.health.watch.door import Door, Invitation, enter, own_addresses
+from gradsync.health.watch.guards import GRACE_SECONDS, Guards
+from gradsync.health.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
+from gradsync.health.watch.pace import PaceMeter
+from gradsync.health.watch.post import Plan, Post
+from gradsync.health.watch.protocol import LARGEST, Frames, Line, ProtocolError, join, pack
+from gradsync.health.watch.standing import Sampler, Standing, Wait, Whereabouts
+from gradsync.health.watch.waiting import at_odds, roots
+from gradsync.health.watch.words import Member, ended, sort_key, suspected
+from gradsync.tools.cli.main import app
+from tests.ranks import pool_of
+
+pytestmark = pytest.mark.timeout(120)
+
+MEMBERS = tuple(Member(rank=number, host="here", process=100 + number) for number in range(4))
+
+
+def stands(
+    started: int = 0, *, waits: int = 0, seconds: float = 0.0, what: str = "all_reduce", **more: Any
+) -> Standing:
+    """A rank that has started so many collectives on its only wire, and waits in one of them, or in none."""
+    awaited = (Wait(wire=0, place=waits, what=f"collective {waits} ({what})", seconds=seconds),) if waits else ()
+    given = {"windows": 7, "phase": "synchronizing", "progress": "", "seconds": 0.0, **more}
+    return Standing(started=(started,), waits=awaited, **given)
+
+
+# -- who waits for whom -----------------------------------------------------------------------------------------------
+
+
+def test_who_has_started_less_is_waited_for() -> None:
+    standings = {0: stands(12, waits=12), 1: stands(11), 2: stands(14, waits=12)}
+    assert {rank: sorted(waiters) for rank, waiters in roots(standings).items()} == {1: [0, 2]}
+
+
+def test_a_rank_that_is_held_up_itself_is_not_the_cause() -> None:
+    standings = {0: stands(12, waits=12), 1: stands(11, waits=11), 2: stands(10)}
+    assert set(roots(standings)) == {2}
+    # Unless there is nobody else: then each is in something that others are not in.
+    crossed = {
+        0: Standing(windows=1, phase="idle", progress="", seconds=0, started=(5, 2), waits=(wait_on(0, 5),)),
+        1: Standing(windows=1, phase="idle", progress="", seconds=0, started=(4, 3), waits=(wait_on(1, 3),)),
+    }
+    assert set(roots(crossed)) == {0, 1}
+
+
+def wait_on(wire: int, place: int) -> Wait:
+    return Wait(wire=wire, place=place, what="collective 1 (broadcast)", seconds=9.0)
+
+
+def test_nobody_is_blamed_while_all_are_in_the_same_collective() -> None:
+    standings = {rank: stands(12, waits=12, seconds=60.0) for rank in range(3)}
+    assert roots(standings) == at_odds(standings) == {}
+
+
+def test_other_collectives_in_the_same_place_are_seen() -> None:
+    standings = {0: stands(12, waits=12), 1: stands(12, waits=12), 2: stands(12, waits=12, what="broadcast")}
+    assert {rank: other for rank, (other, _, _) in at_odds(standings).items()} == {2: 0}
+
+
+# -- what is thought of ranks -----------------------------------------------------------------------------------------
+
+
+def judge_of(*standings: Standing, now: float = 100.0) -> Judge:
+    judge = Judge(0, range(1, len(standings)), now)
+    for rank, standing in enumerate(standings):
+        judge.hear(rank, standing, now)
+    return judge
+
+
+def hear_all(judge: Judge, now: float, *standings: Standing) -> None:
+    for rank, standing in enumerate(standings):
+        judge.hear(rank, standing, now)
+
+
+def test_a_slow_rank_is_warned_about_ever_more_seldom_and_then_forgotten() -> None:
+    judge = judge_of(stands(12), stands(11))
+    told = []
+    for second in range(100):
+        now = 100.0 + second
+        hear_all(judge, now, stands(12, waits=12, seconds=float(second)), stands(11))
+        told += [(second, each.kind, each.member, each.waiters) for each in judge.due(now)]
+    assert told == [(second, "behind", 1, (0,)) for second in (5, 10, 20, 40, 80)]
+    hear_all(judge, 200.0, stands(12), stands(12))
+    assert judge.due(200.0) == []
+    hear_all(judge, 206.0, stands(13, waits=13, seconds=5.5), stands(12))
+    assert [each.member for each in judge.due(206.0)] == [1]
+
+
+def test_silence_is_noticed_when_somebody_waits() -> None:
+    judge = judge_of(stands(12), stands(12), stands(12))
+    judge.hear(2, stands(12), 106.0)
+    judge.hear(0, stands(12), 106.0)
+    assert judge.suspicions(106.0) == [], "nobody waits, and a step may be long"
+    judge.hear(0, stands(13, waits=13, seconds=2.0), 106.0)
+    (silent,) = judge.due(106.0)
+    assert (silent.member, silent.kind, silent.waiters) == (1, "silent", (0,))
+    assert silent.seconds == pytest.approx(6.0)
+
+
+def test_who_was_stopped_itself_thinks_nothing_of_others() -> None:
+    judge = judge_of(stands(12, waits=12, seconds=3.0), stands(12))
+    judge.wake(200.0)
+    judge.hear(0, stands(12, waits=12, seconds=3.0), 200.0)
+    assert judge.suspicions(200.0) == []
+
+
+def test_only_the_hub_says_who_is_behind() -> None:
+    judge = Judge(1, [0], 0.0, sees_all=False)
+    judge.hear(0, stands(11), 10.0)
+    judge.hear(1, stands(12, waits=12, seconds=9.0), 10.0)
+    assert judge.suspicions(10.0) == []
+    judge.hear(1, stands(12, waits=12, seconds=15.0), 16.0)
+    assert [each.kind for each in judge.suspicions(16.0)] == ["silent"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.floats(0.0, 4.9)), max_size=60))
+def test_ranks_that_speak_and_wait_little_are_never_suspected(steps: list[tuple[int, int, float]]) -> None:
+    """However they wait for each other: no wait that is shorter than the limit, heard of in time, is worth a word."""
+    now = 0.0
+    judge = Judge(0, [1, 2], now)
+    for rank, place, seconds in steps:
+        now += 0.1
+        hear_all(judge, now, *(stands(5) for _ in range(3)))
+        judge.hear(rank, stands(5, waits=place, seconds=seconds), now)
+        assert [each for each in judge.suspicions(now) if each.seconds >= SLOW_SECONDS] == []
+        assert judge.due(now) == []
+
+
+def test_a_rank_that_left_strands_only_those_it_did_not_serve() -> None:
+    left = Ending(member=1, left=True, words="has ended its script", at=0.0, standing=stands(12))
+    gone = Ending(member=1, left=False, words="was killed", at=0.0, standing=stands(12))
+    served, unserved = stands(12, waits=12).waits[0], stands(13, waits=13).waits[0]
+    assert [left.strands(served), left.strands(unserved)] == [False, True]
+    assert gone.strands(served)
+    judge = judge_of(stands(), stands())
+    assert judge.end(left)
+    assert not judge.end(gone), "the connection of one that has left closes, too"
+    assert judge.endings == {1: left}
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_causes_are_told_before_consequences() -> None:
+    def ending(member: int, words: str, left: bool = True) -> Ending:
+        return Ending(member=member, left=left, words=words, at=float(-member), standing=stands())
+
+    endings = [
+        ending(0, "has ended its script"),
+        ending(1, "raised WireLostError: rank 3 …"),
+        ending(2, "raised ValueError: no luck"),
+        ending(3, "was killed", left=False),
+    ]
+    assert [each.member for each in sorted(endings, key=sort_key)] == [3, 2, 1, 0]
+
+
+def test_words_say_who_where_and_what_to_do() -> None:
+    standing = stands(12, waits=12, progress="2 of 5 buckets started")
+    said = ended(MEMBERS, Ending(member=1, left=False, words="is gone", at=0.0, standing=standing, age=0.4))
+    assert said.startswith("rank 1 (process 101 on here) is gone at ")
+    assert "0.4 s before it was in window 8, synchronizing (2 of 5 buckets started), waiting in collective 12" in said
+    assert "Start all ranks again" in said
+    suspicion = Suspicion(
+        member=1, kind="behind", seconds=5.2, waiters=(0, 2, 3), what="collective 13 (all_reduce)", standing=stands(12)
+    )
+    said = suspected(MEMBERS, suspicion, is_here=False)
+    assert "rank 1 (process 101 on here) keeps others waiting for 5 s: rank 0, rank 2 and rank 3 wait in" in said
+
+
+def test_what_the_kernel_says_of_a_stopped_process_is_said() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        members = (MEMBERS[0], Member(rank=1, host="here", process=child))
+        silent = Suspicion(member=1, kind="silent", seconds=6.0, waiters=(0,), what="x", standing=stands())
+        assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in suspected(members, silent, is_here=True)
+        assert "It is stopped, its link is cut, or" in suspected(members, silent, is_here=False)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# -- standings --------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A model as the watch sees it."""
+
+    def __init__(self, windows: int, busy: bool = False) -> None:
+        self.windows, self.busy, self.fails = windows, busy, False
+        self.pace = PaceMeter()
+
+    def whereabouts(self) -> Whereabouts:
+        if self.fails:
+            raise IndexError("buckets are laid anew")
+        return Whereabouts(windows=self.windows, phase="idle", progress="no backward runs", busy=self.busy)
+
+    def describe(self) -> str:
+        return f"window {self.windows}"
+
+
+def test_a_sampler_sees_waits_and_how_long_nothing_has_changed() -> None:
+    first, second = Engine(3), Engine(1, busy=True)
+    wire = InProcessWorld(1).communicator(0)
+    guards = Guards(wire)
+    for _ in range(2):
+        guards.add(wire, str)
+    assert guards.fates == [wire.fate]
+    sampler = Sampler(guards)
+    sampler.add(first)
+    sampler.add(second)
+    assert sampler.look(10.0).windows == 1, "the one that is at work"
+    second.busy = False
+    assert sampler.look(20.0).windows == 3
+    wire.all_reduce(torch.ones(1)).wait()
+    assert sampler.look(30.0).started == (1,)
+    assert sampler.look(34.0).seconds == pytest.approx(4.0)
+    collective = Collective(wire, "all_reduce", "sum", 3, torch.float32)
+    collective.place = 2
+    wire.fate.waits[collective] = 35.0
+    (wait,) = sampler.look(37.5).waits
+    assert (wait.wire, wait.place, wait.seconds) == (0, 2, 2.5)
+    assert "all_reduce sum of 3" in wait.what
+    first.fails = second.fails = True
+    assert sampler.look(40.0).phase == "idle", "whatever cannot be seen now is looked at again later"
+    del first, second
+    assert sampler.models == []
+
+
+data = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+fields = ("windows", "phase", "progress", "seconds", "started", "waits", "stack", "wire", "place", "what")
+
+
+@given(data | st.dictionaries(st.sampled_from(fields), data | st.lists(st.dictionaries(st.sampled_from(fields), data))))
+def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
+    standing = Standing.read(told)
+    assert Standing.read(json.loads(json.dumps(standing.as_data()))) == standing
+    judge = judge_of(stands(12, waits=12, seconds=9.0), standing)
+    for each in judge.suspicions(110.0):
+        suspected(MEMBERS, each, is_here=False)
+    Suspicion.read(told, 4)
+    Ending.read(told, 4)
+
+
+# -- frames and doors -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=5), st.randoms(use_true_random=False))
+def test_frames_come_out_whole_however_they_are_cut(messages: list[dict[str, Any]], chance: random.Random) -> None:
+    stream = b"".join(pack(message) for message in messages)
+    frames, heard = Frames(), []
+    while stream:
+        size = chance.randint(1, len(stream))
+        heard += frames.feed(stream[:size])
+        stream = stream[size:]
+    assert heard == messages
+
+
+@given(st.lists(st.binary(max_size=64), max_size=20))
+def test_bytes_of_any_kind_are_frames_or_refused(pieces: list[bytes]) -> None:
+    frames = Frames()
+    try:
+        for piece in pieces:
+            assert all(isinstance(message, dict) for message in frames.feed(piece))
+            assert len(frames._held) <= LARGEST + 4
+    except ProtocolError:
+        pass
+
+
+def test_a_frame_is_refused_before_it_has_come() -> None:
+    with pytest.raises(ProtocolError, match="4294967295 bytes"):
+        Frames().feed(struct.pack(">I", 2**32 - 1))
+    with pytest.raises(ProtocolError, match="at most"):
+        pack({"long": "x" * (LARGEST + 1)})
+
+
+class Hub:
+    """A real hub with real sockets, in a rank of its own world, and what is told to those it waits for.
+
+    Over a group of its own: what it loses is lost, and the rank's own group is for the tests that follow.
+    """
+
+    def __init__(self, size: int = 2, timeout: float = 60.0) -> None:
+        self.group: Any = dist.new_group([dist.get_rank()])
+        door = Door(set(range(1, size)), others_elsewhere=True)
+        plan = Plan(members=MEMBERS[:size], me=0, here=(True,) * size, timeout=timeout)
+        self.post = Post(plan, self.group, door=door)
+        assert self.post.invitation is not None
+        self.invitation: Invitation = self.post.invitation
+        self.missing = door.missing
+        self.post.start()
+
+    def __enter__(self) -> "Hub":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.post.leave("has ended its test")
+        dist.destroy_process_group(self.group)
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        # Without a limit: with one, a full queue is an error at once.
+        connection.connect(bytes.fromhex(self.invitation["name"]))
+        connection.settimeout(20.0)
+        return connection
+
+
+def attack(seed: int, count: int) -> dict[str, Any]:
+    """Strangers of every kind, and then the rank that is missing, while some of them still stand there."""
+    chance = random.Random(seed)
+    with Hub() as hub:
+        standing: list[socket.socket] = []
+        for _ in range(count):
+            connection = hub.connect()
+            kind = chance.randrange(6)
+            nonce = {"nonce": "00" * 16, "rank": 1, "proof": "00" * 32}
+            says = [
+                b"",
+                chance.randbytes(chance.randint(1, 600)),
+                struct.pack(">I", chance.randint(600, 2**32 - 1)),
+                pack({**nonce, "rank": chance.choice([1, 0, 7, "1", None, True])}),
+                pack(nonce)[: chance.randint(1, 40)],
+                pack({"beat": {}}) + pack({"bye": "x"}) + pack({"ended": {"member": 0}}),
+            ][kind]
+            try:
+                connection.sendall(says)
+            except OSError:
+                connection.close()
+                continue
+            if chance.random() < 0.5:
+                connection.close()
+            else:
+                standing.append(connection)
+        wrong = {**hub.invitation, "secret": "11" * 32}
+        try:
+            join(hub.connect(), 1, bytes.fromhex(wrong["secret"]), 5.0)
+            joined = True
+        except (ProtocolError, OSError):
+            joined = False
+        missing = set(hub.missing)
+        line = enter(hub.invitation, 1, is_here=True)
+        alive = hub.post._thread.is_alive()
+        for connection in standing:
+            connection.close()
+        line.close()
+        return {"joined": joined, "missing": missing, "then": set(hub.missing), "alive": alive}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_strangers_neither_join_nor_keep_a_rank_out(seed: int) -> None:
+    (outcome,) = pool_of(1).run(attack, seed, 1000)
+    assert outcome == {"joined": False, "missing": {1}, "then": set(), "alive": True}
+
+
+def come_by_an_address() -> tuple[bool, bool]:
+    with Hub() as hub:
+        addresses = hub.invitation["addresses"]
+        enter(hub.invitation, 1, is_here=False).close()
+        deadline = time.monotonic() + 20
+        while hub.post._door is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            socket.create_connection(addresses[0], 1.0).close()
+            open_still = True
+        except OSError:
+            open_still = False
+        return any(address == "0.0.0.0" for address, _ in addresses), open_still
+
+
+def test_the_door_is_at_addresses_of_the_group_and_is_shut_when_all_are_in() -> None:
+    assert pool_of(1).run(come_by_an_address) == [(False, False)]
+
+
+def test_addresses_are_those_of_the_chosen_interface_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no_such_thing")
+    assert own_addresses() == [(socket.AF_INET, "127.0.0.1")]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_thing")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_addresses()
+    told = [(2, ("127.0.1.1", 0)), (2, ("10.1.2.3", 0)), (10, ("fe80::1%2", 0, 0, 2)), (2, ("10.1.2.3", 0))]
+    answers = [(family, 1, 6, "", address) for family, address in told]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
+    assert own_addresses() == [(2, "10.1.2.3")], "the loopback is for hosts by name only"
+
+
+def until(condition: Any, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def lines_that_end() -> dict[str, Any]:
+    """One rank says goodbye, one is cut off by a line that breaks, one is gone: who hears what."""
+    with Hub(4) as hub:
+        lines = {rank: enter(hub.invitation, rank, is_here=True) for rank in (1, 2, 3)}
+        assert until(lambda: len(hub.post._lines) == 3)
+        lines[1].send({"bye": "has ended its script", "beat_at_end": stands(12).as_data()})
+        lines[1].close()
+        lines[2].connection.sendall(b"\xff" * 100)
+        lines[3].close()
+        endings = hub.post._judge.endings
+        assert until(lambda: {1, 3} <= set(endings) and 2 not in hub.post._lines)
+        told = hub.post.testify("The wire failed")
+        return {"endings": {rank: each.left for rank, each in endings.items()}, "told": told}
+
+
+def test_a_goodbye_a_broken_line_and_an_end_are_told_apart() -> None:
+    (outcome,) = pool_of(1).run(lines_that_end)
+    assert outcome["endings"] == {1: True, 3: False}
+    assert outcome["told"].startswith("rank 3 (process 103 on here) has ended without a word")
+    assert outcome["told"].endswith("The wire failed")
+
+
+def watch_that_fails() -> tuple[list[dict[str, Any]], str]:
+    """Its thread dies of something unforeseen."""
+    with Hub() as hub:
+        line = enter(hub.invitation, 1, is_here=True)
+
+        def fail(now: float) -> Standing:
+            raise ZeroDivisionError("unforeseen")
+
+        hub.post.sampler.look = fail  # type: ignore[method-assign]
+        assert until(lambda: not hub.post._thread.is_alive())
+        line.connection.settimeout(5.0)
+        messages = []
+        while not line.end:
+            messages += line.receive()
+        return [message for message in messages if "beat" not in message], line.end
+
+
+def test_a_watch_that_fails_is_no_sign_of_a_lost_rank() -> None:
+    ((messages, end),) = pool_of(1).run(watch_that_fails)
+    assert messages == [{"off": True}]
+    assert end == "closed"
+
+
+def lose_what_waits() -> tuple[str, str, str]:
+    """Of two wires the one on which somebody waits for a rank that has gone, and not the other."""
+    with Hub() as hub:
+        line = enter(hub.invitation, 1, is_here=True)
+        busy, idle = (InProcessWorld(2).communicator(0) for _ in range(2))
+        engine = Engine(3)
+        for wire in (busy, idle):
+            hub.post.guard(wire)
+        hub.post.look_at(engine)
+        said: list[str] = []
+
+        def wait() -> None:
+            try:
+                busy.all_reduce(torch.ones(3)).wait()
+            except Exception as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert until(lambda: bool(busy.fate.waits))
+        line.close()
+        thread.join(20)
+        time.sleep(2 * GRACE_SECONDS)
+        return said[0], str(busy.failure), str(idle.failure)
+
+
+def test_only_who_waits_for_a_lost_rank_loses_its_wire() -> None:
+    ((said, failure, other),) = pool_of(1).run(lose_what_waits)
+    assert said == failure
+    assert said.startswith("rank 1 (process 101 on here) has ended without a word")
+    assert "rank 0 waited for it in window 4, in collective 1 (all_reduce sum of 3" in said
+    assert other == "None"
+
+
+# -- dumps ------------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, rank: int, standing: Standing, **more: Any) -> None:
+    group = {"ranks": [0, 1, 2], "standing": standing.as_data(), "known": "", "others": {}}
+    content = {"format": dump.FORMAT, "rank": rank, "host": "here", "process": 100 + rank, "groups": [group], **more}
+    times = {"time": "2026-01-01T12:00:00+0000", "models": [], "stacks": {"MainThread 1": ["train.py:3 load"]}}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(times | content))
+
+
+@pytest.fixture
+def cli() -> Any:
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["explain", *map(str, arguments)])
+
+
+def test_explain_says_who_waits_for_whom(tmp_path: Path, cli: Any) -> None:
+    write(tmp_path, 0, stands(12, waits=12, seconds=8.0))
+    write(tmp_path, 1, stands(11))
+    write(tmp_path, 2, stands(12, waits=12, seconds=7.0))
+    said = cli(tmp_path).output
+    assert "rank 0 and rank 2 wait for rank 1 in collective 12 (all_reduce). rank 1 is at train.py:3 load." in said
+    assert "rank 0 (process 100 on here) at 12:00:00: in window 8, synchronizing, waiting in collective 12" in said
+
+
+def test_explain_says_who_wrote_nothing_and_who_is_elsewhere(tmp_path: Path, cli: Any) -> None:
+    write(tmp_path, 0, stands(12, waits=12, seconds=8.0))
+    write(tmp_path, 1, stands(12, waits=12, seconds=8.0, what="broadcast"))
+    said = cli(tmp_path).output
+    assert "rank 2 wrote nothing" in said
+    assert "rank 1 is in collective 12 (broadcast), where rank 0 is in collective 12 (all_reduce)." in said
+    write(tmp_path, 1, stands(12))
+    write(tmp_path, 2, stands(12))
+    write(tmp_path, 0, stands(12))
+    assert "Nobody waits for anybody." in cli(tmp_path).output
+
+
+def test_explain_leaves_out_what_is_of_another_request(tmp_path: Path, cli: Any) -> None:
+    write(tmp_path, 0, stands(12, waits=12, seconds=8.0))
+    write(tmp_path, 1, stands(12))
+    write(tmp_path, 2, stands(12), time="2026-01-01T11:00:00+0000")
+    said = cli(tmp_path).output
+    assert "rank 2 (process 102 on here) wrote before, at 11:00:00, and not with the others." in said
+    assert "rank 2 wrote nothing" in said
+    assert "rank 0 may wait for what wrote nothing." in said
+
+
+def test_explain_without_a_watch_says_where_each_rank_is(tmp_path: Path, cli: Any) -> None:
+    write(tmp_path, 0, stands(), groups=[])
+    said = cli(tmp_path).output
+    assert "rank 0 (process 100 on here): at train.py:3 load" in said
+    assert "No watch was set up" in said
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\0", '{"format": 1, "stacks": []}'])
+def test_explain_refuses_what_no_rank_wrote(tmp_path: Path, cli: Any, text: str) -> None:
+    (tmp_path / "rank-0.json").write_text(text)
+    answer = cli(tmp_path)
+    assert answer.exit_code != 0
+    assert "rank-0.json is not what a rank writes" in str(answer.exception)
+
+
+def test_explain_of_nothing_says_how_to_get_something(tmp_path: Path, cli: Any) -> None:
+    assert "GRADSYNC_DUMP=" in str(cli(tmp_path).exception)
+    assert "is no folder" in str(cli(tmp_path / "none").exception)
+
+
+def test_a_line_whose_way_is_broken_is_not_closed() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        line = Line(ours)
+        line._note(OSError(110, "Connection timed out"))
+        assert line.end == "broken"
+        line.close()

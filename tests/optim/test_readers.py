@@ -1,0 +1,602 @@
+"""Any thread and any signal handler may read parameters at any moment: each gets them after a whole step, and training
+computes what it would have computed without. An interrupt is raised once, and the model stays readable.
+
+A signal handler runs between two bytecodes of the main thread. A trace function runs there, too, and does not depend on
+time: it stands for handlers and interrupts here, but for the tests that send real signals.
+"""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
+from gradsync.communicator import Communicator, choose_communicator
+from gradsync.errors import GradsyncError, MisuseError
+from gradsync.optim.sharded.gather import AwaitedParameter, Gather, Gathers
+from gradsync.optim.sharded.update_thread import UpdateThread
+from tests.optim.test_sharded import assert_same, batch, filled, parameters_of
+from tests.ranks import Ranks
+from tests.wires import fresh_wire
+
+pytestmark = pytest.mark.timeout(120)
+
+KINDS = ["sharded", "overlapped"]
+in_processes = pytest.mark.parametrize("ranks", [("processes", 2)], indirect=True, ids=["processes-2"])
+in_threads_and_processes = pytest.mark.parametrize(
+    "ranks", [("threads", 2), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
+)
+
+# A layer is a bucket.
+TINY = 7e-4
+
+
+class Layers(nn.Module):
+    """A chain of layers, and a parameter that has no place in a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.EmbeddingBag(5, 9, sparse=True)
+        self.layers = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(9, 9), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.rows(torch.tensor([[0, 3]])))
+
+
+def wrapped(wire: Communicator | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(filled(Layers().double()), bucket_cap_mb=TINY, communicator=wire)
+
+
+def optimizer_of(kind: str, model: nn.Module) -> Any:
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if kind == "plain":
+        return plain
+    return ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+
+
+def train(kind: str, steps: int) -> list[list[torch.Tensor]]:
+    """The parameters before the first step, and after each."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, states = optimizer_of(kind, model), [parameters_of(model)]
+    for step in range(steps):
+        model(batch(rank, step, width=9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(parameters_of(model))
+    return states
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+READS: dict[str, Callable[[DistributedDataParallel], Any]] = {
+    "save": lambda model: torch.save(model.module.state_dict(), io.BytesIO()),
+    "deepcopy": lambda model: copy.deepcopy(model.module),
+    "evaluation": lambda model: model.module(torch.ones(1, 9, dtype=torch.float64)),
+    "sum": lambda model: [parameter.sum() for parameter in reversed(list(model.parameters()))],
+}
+
+
+def train_beside_readers(kind: str, steps: int) -> list[torch.Tensor]:
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, is_over, errors = optimizer_of(kind, model), threading.Event(), list[BaseException]()
+
+    def read(how: str) -> None:
+        while not is_over.is_set():
+            try:
+                with torch.no_grad():
+                    READS[how](model)
+            except BaseException as error:
+                errors.append(error)
+                raise
+            time.sleep(0.0005)
+
+    readers = [threading.Thread(target=read, args=(how,)) for how in READS] if rank == 0 else []
+    for reader in readers:
+        reader.start()
+    try:
+        for step in range(steps):
+            model(batch(rank, step, width=9)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = parameters_of(model)
+    finally:
+        is_over.set()
+        for reader in readers:
+            reader.join()
+    assert not errors
+    return parameters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_threads_and_processes
+def test_threads_that_read_change_nothing(ranks: Ranks, kind: str) -> None:
+    theirs = ranks.run(train, "plain", 30)[0][-1]
+    assert_same(ranks.run(train_beside_readers, kind, 30), theirs)
+
+
+class Crowded(torch.optim.SGD):
+    """Lets somebody else in while it updates, and counts who is inside at the same time."""
+
+    parameter_wise = True
+    inside = most = 0
+    when_inside: Callable[[], None] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        Crowded.inside += 1
+        Crowded.most = max(Crowded.most, Crowded.inside)
+        if (call := Crowded.when_inside) is not None:
+            Crowded.when_inside = None
+            call()
+        result = super().step(closure)
+        Crowded.inside -= 1
+        return result
+
+
+def read_two_buckets_at_once() -> tuple[int, list[torch.Tensor]]:
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer = OverlappedOptimizer(model, Crowded(model.parameters(), lr=0.05, momentum=0.9))
+    model(batch(rank, 0, width=9)).square().mean().backward()
+    optimizer.step()
+    first, *_, last = model.module.layers.parameters()
+    reader = threading.Thread(target=last.sum)
+
+    def meet() -> None:
+        reader.start()
+        # Long enough for it to get inside, if it could.
+        reader.join(0.2)
+
+    Crowded.inside = Crowded.most = 0
+    Crowded.when_inside = meet
+    first.sum()
+    reader.join()
+    optimizer.flush()
+    return Crowded.most, parameters_of(model)
+
+
+@in_processes
+def test_two_threads_never_update_at_the_same_time(ranks: Ranks) -> None:
+    results = ranks.run(read_two_buckets_at_once)
+    assert [most for most, _ in results] == [1, 1]
+    assert_same([parameters for _, parameters in results], ranks.run(train, "plain", 1)[0][-1])
+
+
+def flush_from_all_sides(kind: str) -> list[torch.Tensor]:
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, errors = optimizer_of(kind, model), list[BaseException]()
+
+    def flush() -> None:
+        try:
+            optimizer.flush()
+        except BaseException as error:
+            errors.append(error)
+
+    for step in range(30):
+        model(batch(rank, step, width=9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        threads = [threading.Thread(target=flush) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        flush()
+        assert not any(type(parameter) is AwaitedParameter for parameter in model.parameters())
+        for thread in threads:
+            thread.join()
+    assert not errors
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_several_threads_may_flush(ranks: Ranks, kind: str) -> None:
+    assert_same(ranks.run(flush_from_all_sides, kind), ranks.run(train, "plain", 30)[0][-1])
+
+
+def test_all_who_flush_wait_for_the_end() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    gathers, may_arrive, results = Gathers(torch.device("cpu")), threading.Event(), list[Any]()
+
+    def arrive(parameter: nn.Parameter) -> None:
+        may_arrive.wait()
+        parameter.add_(1)
+
+    def make(started: Any) -> None:
+        for gather, parameter in zip(started, parameters, strict=True):
+            gather.started(lambda parameter=parameter: arrive(parameter))
+
+    def flush() -> None:
+        gathers.finish()
+        results.append([parameter.tolist() for parameter in parameters])
+
+    gathers.change([[parameter] for parameter in parameters], make)
+    threads = [threading.Thread(target=flush) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    may_arrive.set()
+    for thread in threads:
+        thread.join()
+    assert results == [[[1.0, 1.0]] * 3] * 4
+
+
+# -- signal handlers and interrupts, at any moment --------------------------------------------------------------------
+
+
+OURS = (f"optim{os.sep}sharded",)
+
+
+@contextmanager
+def at_moment(number: int, call: Callable[[], None], where: tuple[str, ...] = OURS) -> Iterator[list[int]]:
+    """Have ``call`` run before the bytecode of that number in these files on this thread. Yields their number."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not any(name in frame.f_code.co_filename for name in where):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count[0] += 1
+            if count[0] == number:
+                call()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def train_with_a_handler(
+    kind: str, steps: int, where: tuple[str, ...] = OURS
+) -> tuple[list[list[torch.Tensor] | None], list[torch.Tensor], int]:
+    """In each step rank 0 reads all parameters at another moment. What it has read; None where it was refused."""
+    rank, model = choose_communicator().rank, wrapped()
+    assert threading.current_thread() is threading.main_thread()
+    optimizer, seen, most = optimizer_of(kind, model), list[list[torch.Tensor] | None](), 1
+
+    def handle() -> None:
+        try:
+            seen.append([parameter.detach().clone() for parameter in model.parameters()])
+        except MisuseError:
+            seen.append(None)
+
+    for step in range(steps):
+        loss = model(batch(rank, step, width=9)).square().mean()
+        loss.backward()
+        moment = 1 + most * step // steps if rank == 0 else 0
+        with at_moment(moment, handle, where) as count:
+            optimizer.step()
+            optimizer.zero_grad()
+            READS["sum"](model)
+        most = max(most, count[0])
+        if rank == 0 and len(seen) == step:
+            # There is no such moment in this step.
+            handle()
+    return seen, parameters_of(model), most
+
+
+# What torch's optimizers do around a step.
+RECORDS = (f"autograd{os.sep}profiler.py", f"torch{os.sep}_ops.py")
+
+
+@pytest.mark.parametrize("where", [OURS, RECORDS], ids=["ours", "records"])
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_a_signal_handler_reads_parameters_of_one_step(ranks: Ranks, kind: str, where: tuple[str, ...]) -> None:
+    steps = 80
+    states = ranks.run(train, "plain", steps)[0]
+    results = ranks.run(train_with_a_handler, kind, steps, where)
+    assert_same([parameters for _, parameters, _ in results], states[-1])
+    seen, _, _ = results[0]
+    assert len(seen) == steps
+    befores = 0
+    for step, snapshot in enumerate(seen):
+        assert snapshot is not None
+        is_old, is_new = (
+            all(
+                torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+                for mine, theirs in zip(snapshot, state, strict=True)
+            )
+            for state in states[step : step + 2]
+        )
+        assert is_old or is_new
+        befores += is_old
+    # Moments of both kinds were there.
+    assert 0 < befores < steps
+
+
+def pickle_at_every_moment(kind: str, steps: int) -> int:
+    """Modules are pickled with their parameters, and not by way of a state_dict()."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, most = optimizer_of(kind, model), 1
+    for step in range(steps):
+        model(batch(rank, step, width=9)).square().mean().backward()
+        moment = 1 + most * step // steps if rank == 0 else 0
+        with at_moment(moment, lambda: pickle.dumps(model.module), ANNOUNCING) as count:
+            optimizer.step()
+        most = max(most, count[0])
+        optimizer.zero_grad()
+    return most
+
+
+ANNOUNCING = (f"sharded{os.sep}gather.py",)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_a_signal_handler_pickles_the_model(ranks: Ranks, kind: str) -> None:
+    assert ranks.run(pickle_at_every_moment, kind, 80)[0] > 80
+
+
+def test_a_parameter_arrives_while_it_is_pickled() -> None:
+    """By a handler that reads it, at any moment."""
+    gathers, most, moment = Gathers(torch.device("cpu")), 1, 1
+    while moment <= most:
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.note = "kept"  # type: ignore[attr-defined]
+        gathers.change([[parameter]], partial(_add_one, parameter))
+        with at_moment(moment, parameter.sum, ANNOUNCING) as count:
+            pickled = pickle.dumps(parameter)
+        again = pickle.loads(pickled)
+        assert again.tolist() == [1.0, 1.0]
+        assert vars(again) == {"note": "kept"}
+        most, moment = max(most, min(count[0], 150)), moment + 1
+    assert most > 50
+
+
+def _add_one(parameter: nn.Parameter, started: Sequence[Gather]) -> None:
+    started[0].started(lambda: parameter.detach().add_(1))
+
+
+def train_and_interrupt(kind: str, steps: int) -> tuple[list[torch.Tensor], int]:
+    """In each step rank 0 is interrupted at another moment while it waits for parameters, and goes on."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, interrupts, most = optimizer_of(kind, model), 0, 1
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for step in range(steps):
+        model(batch(rank, step, width=9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # The first steps tell how many moments there are.
+        moment = 1 + most * (step - 3) // steps if rank == 0 and step > 2 else 0
+        try:
+            with at_moment(moment, interrupt) as count:
+                torch.save(model.module.state_dict(), io.BytesIO())
+        except KeyboardInterrupt:
+            interrupts += 1
+        most = max(most, count[0])
+        torch.save(model.module.state_dict(), io.BytesIO())
+    return parameters_of(model), interrupts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_an_interrupted_wait_goes_on(ranks: Ranks, kind: str) -> None:
+    results = ranks.run(train_and_interrupt, kind, 60)
+    assert_same([parameters for parameters, _ in results], ranks.run(train, "plain", 60)[0][-1])
+    assert results[0][1] > 50
+
+
+def interrupt_a_step(kind: str, part: float) -> str:
+    """Rank 0 is interrupted somewhere in its third step, and reads: old parameters, or new ones."""
+    wire = fresh_wire("shared-memory", 30.0)
+    model = wrapped(wire)
+    optimizer, most, before = optimizer_of(kind, model), 0, parameters_of(model)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for step in range(3):
+        model(batch(wire.rank, step, width=9)).square().mean().backward()
+        moment = 1 + int(most * part) if wire.rank == 0 and step == 2 else 0
+        try:
+            with at_moment(moment, interrupt) as count:
+                optimizer.step()
+        except KeyboardInterrupt:
+            # If its step has not begun, rank 1 waits for it in vain.
+            read = parameters_of(model)
+            wire.abort("interrupted")
+            are_old = [torch.equal(mine, theirs) for mine, theirs in zip(read, before, strict=True)]
+            assert all(are_old) or not any(are_old)
+            return "old" if all(are_old) else "new"
+        most = count[0]
+        if step < 2:
+            before = parameters_of(model)
+            optimizer.zero_grad()
+    with suppress(GradsyncError):
+        optimizer.flush()
+    return "not interrupted"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_an_interrupted_step_leaves_a_model_that_can_be_read(ranks: Ranks, kind: str) -> None:
+    # Most moments are those before it begins.
+    parts = [0.0, 0.5, 0.9, 0.97, 0.98, 0.99]
+    found = [ranks.run(interrupt_a_step, kind, part)[0] for part in parts]
+    assert {"old", "new"} <= set(found)
+
+
+def optimize_anew(kind: str) -> list[torch.Tensor]:
+    """After a step that was interrupted while it was announced, another optimizer takes the parameters."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer = optimizer_of(kind, model)
+    model(batch(rank, 0, width=9)).square().mean().backward()
+    with patch.object(UpdateThread, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert any(type(parameter) is AwaitedParameter for parameter in model.parameters())
+    optimizer.close()
+    optimizer = optimizer_of(kind, model)
+    model(batch(rank, 0, width=9)).square().mean().backward()
+    optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_after_an_interrupted_step_another_optimizer_may_be_made(ranks: Ranks, kind: str) -> None:
+    assert_same(ranks.run(optimize_anew, kind), ranks.run(train, "plain", 1)[0][-1])
+
+
+# -- real signals -----------------------------------------------------------------------------------------------------
+
+
+def interrupt_a_wait(kind: str, folder: str) -> list[torch.Tensor]:
+    """Rank 1 comes to its step when rank 0 was interrupted in the wait for it."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, was_interrupted = optimizer_of(kind, model), Path(folder) / "interrupted"
+    model(batch(rank, 0, width=9)).square().mean().backward()
+    if rank == 1:
+        while not was_interrupted.exists():
+            time.sleep(0.001)
+        optimizer.step()
+        return parameters_of(model)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    optimizer.step()
+    waits = model.synchronizer.engine.communicator.fate.waits
+
+    def interrupt() -> None:
+        while not waits:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        model.module.state_dict()["layers.0.weight"].sum()
+        next(model.parameters()).sum()
+    helper.join()
+    was_interrupted.touch()
+    torch.save(model.module.state_dict(), io.BytesIO())
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_after_ctrl_c_in_a_wait_the_model_can_be_saved(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    assert_same(ranks.run(interrupt_a_wait, kind, str(tmp_path)), ranks.run(train, "plain", 1)[0][-1])
+
+
+def save_on_a_signal(kind: str, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The handler of a signal waits for parameters that rank 1 has not sent yet, inside of a wait for them."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer, is_waiting = optimizer_of(kind, model), Path(folder) / "waiting"
+    model(batch(rank, 0, width=9)).square().mean().backward()
+    saved: list[torch.Tensor] = []
+    if rank == 1:
+        while not is_waiting.exists():
+            time.sleep(0.001)
+        optimizer.step()
+        return [], parameters_of(model)
+
+    def save(*_: Any) -> None:
+        is_waiting.touch()
+        saved.extend(parameters_of(model))
+
+    before = signal.signal(signal.SIGUSR1, save)
+    optimizer.step()
+    waits = model.synchronizer.engine.communicator.fate.waits
+
+    def send() -> None:
+        while not waits:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    helper = threading.Thread(target=send)
+    helper.start()
+    parameters = parameters_of(model)
+    helper.join()
+    signal.signal(signal.SIGUSR1, before)
+    return saved, parameters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_a_handler_that_saves_waits_inside_of_a_wait(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    (saved, parameters), (_, theirs) = ranks.run(save_on_a_signal, kind, str(tmp_path))
+    assert_same([saved, parameters], theirs)
+
+
+# -- several ----------------------------------------------------------------------------------------------------------
+
+
+def train_two_models() -> list[list[torch.Tensor]]:
+    """Parameters of several optimizers in one operation."""
+    rank, models = choose_communicator().rank, [wrapped(), wrapped()]
+    optimizers = [optimizer_of(kind, model) for kind, model in zip(KINDS, models, strict=True)]
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(batch(rank, step, width=9)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch._foreach_norm([parameter for model in models for parameter in model.parameters()])
+    return [parameters_of(model) for model in models]
+
+
+@in_threads_and_processes
+def test_several_optimizers(ranks: Ranks) -> None:
+    for each in ranks.run(train_two_models):
+        assert_same(each, ranks.run(train, "plain", 5)[0][-1])
+
+
+def train_and_forget(kind: str, mode: Any) -> list[bool]:
+    """Whether the engine, the optimizer and a parameter of a model are gone that was trained and dropped."""
+    rank = choose_communicator().rank
+
+    def work() -> list[Any]:
+        model = wrapped()
+        plain = torch.optim.SGD(model.parameters(), lr=0.05)
+        made: Any = ShardedOptimizer.of(plain, model, mode) if kind == "sharded" else None
+        optimizer = made or OverlappedOptimizer(model, plain, mode=mode)
+        model(batch(rank, 0, width=9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.flush()
+        return [weakref.ref(each) for each in (model.synchronizer.engine, optimizer, next(model.parameters()))]
+
+    references = work()
+    gc.collect()
+    return [reference() is None for reference in references]
+
+
+@pytest.mark.parametrize("mode", ["next-forward", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+@in_processes
+def test_a_model_that_is_not_used_any_more_goes_away(ranks: Ranks, kind: str, mode: Any) -> None:
+    assert ranks.run(train_and_forget, kind, mode) == [[True] * 3] * 2
+
+
+def test_an_optimizer_that_is_not_used_any_more_has_no_thread() -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "gradsync updates"]
+
+    before = len(names())
+    gathers = Gathers(torch.device("cpu"))
+    gathers.change([[nn.Parameter(torch.zeros(1))]], lambda _: None)
+    assert len(names()) == before + 1
+    thread = next(each for each in reversed(threading.enumerate()) if each.name == "gradsync updates")
+    del gathers
+    thread.join()
+    assert len(names()) == before

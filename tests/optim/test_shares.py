@@ -1,0 +1,201 @@
+"""Shares and parts of several sizes, all operations, and what is refused before it is sent: on every communicator.
+
+Values are small whole numbers, which every dtype here holds exactly, so that results are compared by equality.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.communicator import Communicator, choose_communicator
+from gradsync.errors import ConfigurationError
+from tests.communicator.test_communicators import pattern, patterns
+from tests.ranks import Ranks
+from tests.wires import EVERYWHERE, ranks_of
+
+pytestmark = pytest.mark.timeout(120)
+
+# By the number of ranks: without anything for somebody, equal after all, and more than a message or a stage holds.
+COUNTS = {
+    1: [(0,), (3,), (200_001,)],
+    2: [(0, 5), (3, 3), (4, 0), (0, 0), (170_000, 3)],
+    3: [(2, 0, 5), (0, 0, 4), (3, 3, 3), (50_000, 1, 90_001)],
+    4: [(1, 0, 2, 5), (0, 0, 0, 3), (2, 2, 2, 2), (9_000, 0, 30_001, 7)],
+}
+
+
+@pytest.fixture(scope="session", params=EVERYWHERE, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return ranks_of(*request.param)
+
+
+def gather_uneven(all_counts: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every other one into memory of the wire's own, and with the share in its place already."""
+    wire = choose_communicator()
+    outputs, handles = [], []
+    for number, counts in enumerate(all_counts):
+        tensor = pattern(wire.rank, counts[wire.rank], dtype)
+        output = torch.zeros(sum(counts), dtype=dtype)
+        if number % 2:
+            output = wire.allocate(sum(counts), dtype, wire.device)
+            mine = output.split(counts)[wire.rank]
+            tensor = mine.copy_(tensor)
+        handles.append(wire.all_gather(output, tensor, counts))
+        outputs.append(output)
+    for handle in handles:
+        handle.wait()
+    return [output.clone() for output in outputs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64, torch.int16], ids=str)
+def test_shares_of_several_sizes_are_gathered(ranks: Ranks, dtype: torch.dtype) -> None:
+    all_counts = COUNTS[ranks.world_size]
+    for outputs in ranks.run(gather_uneven, all_counts, dtype):
+        for counts, output in zip(all_counts, outputs, strict=True):
+            expected = torch.cat([pattern(rank, count, dtype) for rank, count in enumerate(counts)])
+            assert torch.equal(output, expected), counts
+
+
+def scatter_uneven(all_counts: list[tuple[int, ...] | None], op: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    wire = choose_communicator()
+    outputs, handles = [], []
+    for number, counts in enumerate(all_counts):
+        sizes = counts or (7,) * wire.world_size
+        tensor = pattern(wire.rank, sum(sizes), dtype)
+        if number % 2:
+            tensor = wire.allocate(sum(sizes), dtype, wire.device).copy_(tensor)
+        output = torch.zeros(sizes[wire.rank], dtype=dtype)
+        handles.append(wire.reduce_scatter(output, tensor, op, counts))  # type: ignore[arg-type]
+        outputs.append(output)
+    for handle in handles:
+        handle.wait()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [("sum", torch.float64), ("average", torch.float64), ("max", torch.float32), ("max", torch.int64)],
+    ids=str,
+)
+def test_shares_of_several_sizes_are_reduced(ranks: Ranks, op: str, dtype: torch.dtype) -> None:
+    all_counts = [None, *COUNTS[ranks.world_size]]
+    for rank, outputs in enumerate(ranks.run(scatter_uneven, all_counts, op, dtype)):
+        for counts, output in zip(all_counts, outputs, strict=True):
+            sizes = counts or (7,) * ranks.world_size
+            everybodys = patterns(ranks.world_size, sum(sizes), dtype)
+            expected = {"sum": everybodys.sum(0), "average": everybodys.sum(0) / ranks.world_size}.get(op)
+            if expected is None:
+                expected = everybodys.amax(0)
+            torch.testing.assert_close(output, expected.split(sizes)[rank].to(dtype), rtol=1e-15, atol=0)
+
+
+def scatter_in_place(counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    wire = choose_communicator()
+    tensor = pattern(wire.rank, sum(counts), torch.float64)
+    share = tensor.split(counts)[wire.rank]
+    wire.reduce_scatter(share, tensor, "sum", counts).wait()
+    kept = share.clone()
+    wire.all_gather(tensor, share, counts).wait()
+    return kept, tensor
+
+
+def test_uneven_shares_may_lie_in_the_tensor_they_are_shares_of(ranks: Ranks) -> None:
+    for counts in COUNTS[ranks.world_size]:
+        total = patterns(ranks.world_size, sum(counts), torch.float64).sum(0)
+        for rank, (kept, tensor) in enumerate(ranks.run(scatter_in_place, counts)):
+            assert torch.equal(kept, total.split(counts)[rank])
+            assert torch.equal(tensor, total)
+
+
+def part(sender: int, receiver: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return pattern(sender + 3 * receiver, count, dtype)
+
+
+def exchange(sizes: list[list[int]] | None, dtype: torch.dtype) -> torch.Tensor:
+    """`sizes[sender][receiver]`, or five each, and then nothing is said of sizes."""
+    wire = choose_communicator()
+    everybody = range(wire.world_size)
+    known = sizes or [[5] * wire.world_size] * wire.world_size
+    tensor = torch.cat([part(wire.rank, receiver, known[wire.rank][receiver], dtype) for receiver in everybody])
+    arriving = [known[sender][wire.rank] for sender in everybody]
+    output = torch.zeros(sum(arriving), dtype=dtype)
+    counts = () if sizes is None else (arriving, known[wire.rank])
+    wire.all_to_all(output, tensor, *counts).wait()
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64, torch.int16], ids=str)
+@pytest.mark.parametrize("kind", ["even", "uneven", "large", "nothing"])
+def test_everybody_sends_to_everybody(ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
+    n = ranks.world_size
+    sizes = {
+        "even": None,
+        "uneven": [[(sender * receiver + sender) % 4 for receiver in range(n)] for sender in range(n)],
+        "large": [[60_000 * (sender == 0) + receiver for receiver in range(n)] for sender in range(n)],
+        "nothing": [[0] * n for _ in range(n)],
+    }[kind]
+    for receiver, output in enumerate(ranks.run(exchange, sizes, dtype)):
+        count = (lambda sender: 5) if sizes is None else (lambda sender: sizes[sender][receiver])  # noqa: B023
+        assert torch.equal(output, torch.cat([part(sender, receiver, count(sender), dtype) for sender in range(n)]))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refusals(wire: Communicator) -> list[tuple[str, Callable[[], Any]]]:
+    n = wire.world_size
+    floats, whole, complex_numbers = torch.ones(2 * n), torch.ones(2 * n).long(), torch.ones(2 * n).cfloat()
+    one = [1] * n
+    return [
+        ("op must be one of sum, average, max, got 'mean'", lambda: wire.all_reduce(floats, "mean")),  # type: ignore[arg-type]
+        ("no average, got torch.int64", lambda: wire.all_reduce(whole, "average")),
+        ("no maximum, got torch.complex64", lambda: wire.all_reduce(complex_numbers, "max")),
+        ("dense tensors, got layout torch.sparse_coo", lambda: wire.all_reduce(floats.to_sparse())),
+        ("cannot add up torch.float8_e5m2", lambda: wire.all_reduce(floats.to(torch.float8_e5m2))),
+        (f"source must be in 0..{n - 1}, got {n}", lambda: wire.broadcast(floats, n)),
+        ("got -1", lambda: wire.broadcast(floats, -1)),
+        ("one dtype", lambda: wire.all_gather(whole, torch.ones(2))),
+        (f"{n} equal shares: output is {2 * n} ×", lambda: wire.all_gather(floats, torch.ones(3))),
+        ("contiguous", lambda: wire.all_gather(torch.ones(4 * n)[::2], torch.ones(2))),
+        ("no average", lambda: wire.reduce_scatter(torch.ones(2).long(), whole, "average")),
+        (f"{n} equal shares: tensor is {2 * n} ×", lambda: wire.reduce_scatter(torch.ones(3), floats)),
+        (f"counts {one} make {n} elements", lambda: wire.reduce_scatter(torch.ones(1), floats, "sum", one)),
+        (f"{n} numbers", lambda: wire.reduce_scatter(torch.ones(2), floats, "sum", [2] * (n + 1))),
+        (
+            "not negative",
+            lambda: wire.all_gather(floats, torch.ones(2), [2 * n + 1, -1, *[0] * n][:n] if n > 1 else [-1]),
+        ),
+        ("tensor is 3 ×", lambda: wire.all_gather(floats, torch.ones(3), [2] * n)),
+        ("one dtype", lambda: wire.all_to_all(whole, floats)),
+        ("counts", lambda: wire.all_to_all(floats, floats, [1] * n, [1] * n)),
+        ("sends itself", lambda: wire.all_to_all(floats, torch.ones(3 * n), [2] * n, [3] * n)),
+    ]
+
+
+def be_refused() -> list[tuple[str, str]]:
+    """All of them, and then the communicator is as good as new, and has counted none."""
+    wire = choose_communicator()
+    first = wire.all_reduce(torch.ones(1))
+    first.wait()
+    said = []
+    for words, attempt in refusals(wire):
+        with pytest.raises(ConfigurationError) as raised:
+            attempt()
+        said.append((words, str(raised.value)))
+    assert wire.failure is None
+    tensor = torch.ones(2)
+    handle = wire.all_reduce(tensor)
+    handle.wait()
+    assert tensor.tolist() == [wire.world_size] * 2
+    numbers = [int(each.describe().split()[1]) for each in (first, handle)]
+    assert numbers[1] == numbers[0] + 1
+    return said
+
+
+def test_what_cannot_be_honoured_is_refused_alike(ranks: Ranks) -> None:
+    results = ranks.run(be_refused)
+    for words, text in results[0]:
+        assert words in text
+    assert all(result == results[0] for result in results)

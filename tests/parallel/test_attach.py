@@ -1,0 +1,328 @@
+"""``synchronize_gradients``: the engine on a model that stays what it is."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from gradsync import GradientSynchronization, MismatchError, MisuseError, synchronize_gradients
+from gradsync.communicator import InProcessWorld, choose_communicator
+from gradsync.core.engine.synchronizer import synchronizer_of
+from tests.ranks import Ranks
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    return mse_loss(model(inputs), torch.randn(4, 3, generator=generator, dtype=torch.float64))
+
+
+def rank_here() -> int:
+    return choose_communicator().rank
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def means(micro_batches: Sequence[Sequence[int]], seed: int = 0) -> list[torch.Tensor | None]:
+    """The reference: for each rank the steps it ran, in one process. The mean is over the ranks."""
+    model = net(seed)
+    for rank, steps in enumerate(micro_batches):
+        for step in steps:
+            (loss_of(model, rank, step) / len(micro_batches)).backward()
+    return gradients(model)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def alone() -> Any:
+    return InProcessWorld(1).communicator(0)
+
+
+# -- attached ---------------------------------------------------------------------------------------------------------
+
+
+def describe_attached() -> dict[str, Any]:
+    model, plain = net(seed=rank_here()), net()
+    handle = synchronize_gradients(model)
+    return {
+        "handle": type(handle) is GradientSynchronization,
+        "class": type(model) is type(plain),
+        "keys": list(model.state_dict()) == list(plain.state_dict()),
+        "loaded": str(plain.load_state_dict(model.state_dict())),
+        "values": [parameter.detach().clone() for parameter in model.parameters()],
+    }
+
+
+def test_the_model_keeps_its_class_and_its_keys_and_takes_rank_0s_values(ranks: Ranks) -> None:
+    for described in ranks.run(describe_attached):
+        assert described["handle"]
+        assert described["class"]
+        assert described["keys"]
+        assert described["loaded"] == "<All keys matched successfully>"
+        torch.testing.assert_close(described["values"], [p.detach() for p in net().parameters()], rtol=0, atol=0)
+
+
+def without_init_sync() -> list[torch.Tensor]:
+    model = net(seed=rank_here())
+    synchronize_gradients(model, init_sync=False)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_without_init_sync_every_rank_keeps_its_own_values(ranks: Ranks) -> None:
+    for rank, values in enumerate(ranks.run(without_init_sync)):
+        torch.testing.assert_close(values, [p.detach() for p in net(rank).parameters()], rtol=0, atol=0)
+
+
+def backward_every_way(kwargs: dict[str, Any]) -> list[list[torch.Tensor | None]]:
+    model = net()
+    synchronize_gradients(model, **kwargs)
+    found = []
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, rank_here(), step).backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"bucket_cap_mb": 1e-6}, {"schedule": "bucketed"}, {"schedule": "naive"}],
+    ids=lambda kwargs: "-".join(map(str, kwargs.values())) or "default",
+)
+def test_every_backward_leaves_the_exact_mean_and_the_same_bits(ranks: Ranks, kwargs: dict[str, Any]) -> None:
+    results = ranks.run(backward_every_way, kwargs)
+    expected = [means([[step]] * ranks.world_size) for step in range(4)]
+    assert_same(results[0], expected)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+def accumulate() -> tuple[list[Any], list[Any]]:
+    model = net()
+    handle = synchronize_gradients(model)
+    with handle.no_sync():
+        for step in range(2):
+            loss_of(model, rank_here(), step).backward()
+    local = gradients(model)
+    loss_of(model, rank_here(), 2).backward()
+    return local, gradients(model)
+
+
+def test_no_sync_accumulates_on_this_rank_and_the_next_backward_averages(ranks: Ranks) -> None:
+    expected = means([range(3)] * ranks.world_size)
+    for rank, (local, mean) in enumerate(ranks.run(accumulate)):
+        model = net()
+        for step in range(2):
+            loss_of(model, rank, step).backward()
+        assert_same(local, gradients(model))
+        assert_same(mean, expected)
+
+
+def synchronize_by_hand(idle_rank: int) -> list[list[Any]]:
+    """Some windows without a single synchronizing backward; one rank has no backward at all."""
+    model, found = net(), []
+    handle = synchronize_gradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for window in range(4):
+        optimizer.zero_grad()
+        with handle.no_sync():
+            for step in range(2):
+                if rank_here() != idle_rank:
+                    loss_of(model, rank_here(), 2 * window + step).backward()
+        handle.synchronize()
+        found.append(gradients(model))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("idle_rank", [None, 0, 1], ids="idle-{}".format)
+def test_synchronize_averages_by_hand_also_on_a_rank_without_a_backward(ranks: Ranks, idle_rank: int | None) -> None:
+    expected = [
+        means([[] if rank == idle_rank else [2 * w, 2 * w + 1] for rank in range(ranks.world_size)]) for w in range(4)
+    ]
+    for found in ranks.run(synchronize_by_hand, -1 if idle_rank is None else idle_rank):
+        assert_same(found, expected)
+
+
+def meet_in_backward() -> list[Any]:
+    """Rank 0 calls synchronize() for what the others do in their backward."""
+    model = net()
+    handle = synchronize_gradients(model)
+    if rank_here() == 0:
+        handle.synchronize()
+    else:
+        loss_of(model, rank_here()).backward()
+    return gradients(model)
+
+
+def test_synchronize_meets_the_backward_of_the_other_ranks(ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        pytest.skip("needs somebody to meet")
+    expected = means([[], *[[0]] * (ranks.world_size - 1)])
+    for found in ranks.run(meet_in_backward):
+        assert_same(found, expected)
+
+
+def test_a_step_on_unsynchronized_gradients_is_refused_unless_it_is_meant() -> None:
+    model = net()
+    handle = synchronize_gradients(model, communicator=alone())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with handle.no_sync():
+        loss_of(model, 0).backward()
+    with pytest.raises(MisuseError, match="synchronize"):
+        optimizer.step()
+    with handle.local_steps():
+        optimizer.step()
+
+
+def attach_different_models() -> None:
+    synchronize_gradients(nn.Linear(3, 2 + rank_here()))
+
+
+def test_different_models_are_refused(ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        pytest.skip("there is nobody to differ from")
+    if hasattr(ranks, "pids"):
+        errors = ranks.run(attach_different_models, expect_errors=True)
+        assert [error.kind for error in errors] == ["MismatchError"] * ranks.world_size
+    else:
+        with pytest.raises(MismatchError, match="weight"):
+            ranks.run(attach_different_models)
+
+
+def train_two() -> tuple[list[Any], list[Any]]:
+    first, second = net(seed=1), net(seed=2)
+    handles = [synchronize_gradients(first), synchronize_gradients(second, schedule="bucketed")]
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with handles[0].no_sync():
+            loss_of(first, rank_here(), 0).backward()
+        (loss_of(first, rank_here(), 1) + loss_of(second, rank_here(), 2)).backward()
+        optimizer.step()
+    return gradients(first), gradients(second)
+
+
+def test_two_attached_models_are_synchronized_side_by_side(ranks: Ranks) -> None:
+    expected = means([[0, 1]] * ranks.world_size, seed=1), means([[2]] * ranks.world_size, seed=2)
+    for found in ranks.run(train_two):
+        assert_same(found, expected)
+
+
+# -- detached and copied ----------------------------------------------------------------------------------------------
+
+
+def hooks_on(model: nn.Module) -> int:
+    modules = [
+        hooks
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if name.endswith("_hooks") and isinstance(hooks, dict)
+    ]
+    parameters = [getattr(parameter, "_post_accumulate_grad_hooks", None) or {} for parameter in model.parameters()]
+    return sum(map(len, modules)) + sum(map(len, parameters))
+
+
+def train_and_detach() -> tuple[list[Any], list[Any], list[Any], int]:
+    model = net()
+    handle = synchronize_gradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank_here(), step).backward()
+    before = gradients(model)
+    handle.detach()
+    kept = gradients(model)
+    optimizer.zero_grad()
+    loss_of(model, rank_here(), 3).backward()
+    optimizer.step()  # of gradients that only this rank has: nobody minds any more
+    assert all(synchronizer_of(parameter) is None for parameter in model.parameters())
+    return before, kept, gradients(model), hooks_on(model)
+
+
+def test_detach_keeps_the_gradients_stops_the_averaging_and_leaves_no_hook(ranks: Ranks) -> None:
+    for rank, (before, kept, after, hooks) in enumerate(ranks.run(train_and_detach)):
+        assert_same(before, means([[2]] * ranks.world_size))
+        torch.testing.assert_close(kept, before, rtol=0, atol=0)
+        model = net()
+        loss_of(model, rank, 3).backward()
+        assert_same(after, gradients(model))
+        assert hooks == 0
+
+
+def attach_again() -> list[Any]:
+    model = net()
+    synchronize_gradients(model).detach()
+    synchronize_gradients(model)
+    loss_of(model, rank_here()).backward()
+    return gradients(model)
+
+
+def test_a_detached_model_can_be_attached_again(ranks: Ranks) -> None:
+    expected = means([[0]] * ranks.world_size)
+    for found in ranks.run(attach_again):
+        assert_same(found, expected)
+
+
+def by_pickle(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def train_a_copy(copier: Callable[[Any], Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Only rank 0 uses its copy: it would wait for ever if the copy were still attached."""
+    model = net()
+    synchronize_gradients(model)
+    loss_of(model, rank_here(), 0).backward()
+    copied = copier(model)
+    model.zero_grad()
+    copied.zero_grad()
+    if rank_here() == 0:
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.0)
+        loss_of(copied, rank_here(), 1).backward()
+        optimizer.step()
+    loss_of(model, rank_here(), 1).backward()
+    unattached = [synchronizer_of(parameter) for parameter in copied.parameters()]
+    return gradients(copied), gradients(model), unattached
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, by_pickle, by_torch_save])
+def test_a_copy_of_the_model_works_alone(ranks: Ranks, copier: Callable[[Any], Any]) -> None:
+    results = ranks.run(train_a_copy, copier)
+    assert_same(results[0][0], means([[1]]))
+    for copied, original, unattached in results:
+        assert_same(original, means([[1]] * ranks.world_size))
+        assert unattached == [None] * len(unattached)
+        assert copied is results[0][0] or set(copied) == {None}
+
+
+def test_a_handle_that_is_forgotten_goes_on_averaging() -> None:
+    model = net()
+    synchronize_gradients(model, communicator=alone())
+    loss_of(model, 0).backward()
+    assert all(synchronizer_of(parameter) is not None for parameter in model.parameters())

@@ -1,0 +1,254 @@
+"""One root cause: the launcher shows the error of the rank that failed first, and a line for each other one."""
+
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradsync.errors import WireLostError
+from gradsync.tools.cli.last_words import LastWords, Statements, is_heard, last_words_of, write_last_words
+from gradsync.tools.cli.launching import run_ranks_of
+from gradsync.tools.cli.root_cause import Inquest
+from gradsync.tools.launch import Failure, RankPlace
+
+pytestmark = pytest.mark.timeout(120)
+
+PLACES = [RankPlace(local=(rank, 3), master=("127.0.0.1", 1)) for rank in range(3)]
+
+
+def failure(rank: int, code: int = 1, at: float = 0.0) -> Failure:
+    return Failure(place=PLACES[rank], code=code, at=at)
+
+
+def words(at: float, message: str = "no luck", *, kind: str = "ValueError", consequence: bool = False) -> LastWords:
+    return LastWords(at=at, kind=kind, message=message, trace="" if consequence else "a\nb", is_consequence=consequence)
+
+
+def test_the_first_to_raise_an_error_of_its_own_is_the_cause() -> None:
+    lost = words(1.0, "rank 1 is gone", kind="WireLostError", consequence=True)
+    failures = [failure(0, at=1.5), failure(1, at=2.5), failure(2, at=2.0)]
+    inquest = Inquest(early=failures[:1], failures=failures, words={0: lost, 1: words(2.0), 2: words(2.3)})
+    assert inquest.first.place.rank == 1
+    assert inquest.lines(PLACES) == [
+        "rank 1 failed first:\na\nb",
+        "rank 0 then raised WireLostError: rank 1 is gone",
+        "rank 2 failed in the same way, 0.3 s later",
+    ]
+
+
+def test_a_rank_that_was_killed_is_the_cause_of_what_others_say_of_it() -> None:
+    lost = words(2.0, "rank 1 is gone", kind="WireLostError", consequence=True)
+    failures = [failure(0, at=2.1), failure(1, -9, at=1.0), failure(2, -9, at=7.0)]
+    inquest = Inquest(early=failures[:2], failures=failures, words={0: lost})
+    assert inquest.first.place.rank == 1
+    assert inquest.lines(PLACES) == [
+        "rank 0 then raised WireLostError: rank 1 is gone",
+        "rank 2 was ended with the others",
+    ]
+
+
+def test_a_refusal_is_said_once() -> None:
+    same = {
+        rank: words(float(3 - rank), "no such file", kind="ConfigurationError", consequence=True) for rank in (0, 2)
+    }
+    failures = [failure(rank, 2) for rank in (0, 2)]
+    assert Inquest(early=failures, failures=failures, words=same).lines(PLACES) == ["no such file"]
+
+
+def test_who_obeys_a_signal_is_blamed_last() -> None:
+    failures = [failure(0, 130), failure(1, -9), failure(2, 130)]
+    inquest = Inquest(early=[], failures=failures, words={}, signals=[signal.SIGINT])
+    assert inquest.first.place.rank == 1
+    assert inquest.lines(PLACES) == []
+
+
+def exits(code: int, at: float, *, consequence: bool = False) -> LastWords:
+    message = f"called sys.exit({code}) in line 7 of train.py"
+    return LastWords(at=at, kind="SystemExit", message=message, code=code, is_consequence=consequence)
+
+
+def test_a_rank_that_is_ended_on_its_way_out_keeps_its_code() -> None:
+    lost = words(1.1, "rank 1 called sys.exit(3)", kind="WireLostError", consequence=True)
+    failures = [failure(0, at=1.5), failure(1, -15, at=2.0), failure(2, -15, at=2.0)]
+    inquest = Inquest(early=failures[:1], failures=failures, words={0: lost, 1: exits(3, 1.0)}, told_at=1.8)
+    assert (inquest.first.place.rank, inquest.first.exit_code) == (1, 3)
+    assert inquest.lines(PLACES) == [
+        "rank 1 failed first: it called sys.exit(3) in line 7 of train.py",
+        "rank 0 then raised WireLostError: rank 1 called sys.exit(3)",
+        "rank 2 was ended with the others",
+    ]
+
+
+def test_a_rank_that_had_ended_with_0_has_not_failed_by_being_ended() -> None:
+    failures = [failure(0, at=1.5), failure(1, -15, at=2.0)]
+    inquest = Inquest(early=failures[:1], failures=failures, words={0: words(1.0), 1: exits(0, 0.5)}, told_at=1.8)
+    assert [each.place.rank for each in inquest.failed] == [0]
+    assert inquest.lines(PLACES[:2])[-1] == "rank 1 had ended, without an error"
+    # Ended by somebody else, before the launcher asked for it, it has.
+    assert len(Inquest(early=failures, failures=failures, words=inquest.words, told_at=1.8).failed) == 2
+
+
+def test_who_finds_another_one_gone_has_not_failed_before_it() -> None:
+    """Whenever the launcher has seen that one end, and whatever the error looks like."""
+    after = replace(words(1.0), gone=(2,))
+    failures = [failure(0, at=1.2), failure(2, -11, at=1.3)]
+    assert Inquest(early=failures, failures=failures, words={0: after}).first.place.rank == 2
+    assert Inquest(early=failures, failures=failures, words={0: words(1.0)}).first.place.rank == 0
+    # One that the launcher has ended is gone, too.
+    assert Inquest(early=failures[:1], failures=failures, words={0: after}).first.place.rank == 0
+
+
+def test_what_is_said_after_the_launcher_has_asked_ranks_to_end_is_no_cause() -> None:
+    lost = words(1.0, "rank 2 has ended", kind="WireLostError", consequence=True)
+    failures = [failure(0, at=1.2), failure(1, 7, at=2.1)]
+    told = {0: lost, 1: exits(7, 2.0)}
+    assert Inquest(early=failures[:1], failures=failures, words=told, told_at=1.9).first.place.rank == 0
+    assert Inquest(early=failures[:1], failures=failures, words=told, told_at=2.1).first.place.rank == 1
+
+
+def test_an_exit_with_2_is_no_refusal() -> None:
+    failures = [failure(0, at=1.2), failure(1, 2, at=1.1)]
+    told = {0: words(1.0), 1: exits(2, 1.1)}
+    inquest = Inquest(early=failures, failures=failures, words=told)
+    assert inquest.first.place.rank == 0
+    assert inquest.lines(PLACES[:2])[-1] == "rank 1 then called sys.exit(2) in line 7 of train.py"
+
+
+def test_ranks_that_are_seen_to_end_at_once() -> None:
+    """A lost rank makes others abort or exit, and kills nobody."""
+    for killed, other in ((-9, 1), (-11, -6), (3, -6)):
+        failures = [failure(0, other, at=1.0), failure(1, killed, at=1.0)]
+        assert Inquest(early=failures, failures=failures, words={}).first.place.rank == 1
+
+
+def test_an_error_in_whose_handling_another_is_raised_is_its_cause() -> None:
+    def raised_in(first: Exception, then: BaseException) -> LastWords:
+        try:
+            try:
+                raise first
+            finally:
+                raise then
+        except BaseException as error:
+            return last_words_of(error, at=0.0)
+
+    assert raised_in(WireLostError("rank 1 is gone"), SystemExit(5)).is_consequence
+    assert raised_in(RuntimeError("[gloo] Connection closed by peer [::1]:80"), KeyError("x")).is_consequence
+    assert not raised_in(KeyError("x"), ValueError("y")).is_consequence
+    assert last_words_of(None, at=0.0).code == 0
+
+
+def test_a_rank_says_who_was_gone_and_its_children_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Statements(3) as statements:
+        monkeypatch.setenv(*next(iter(statements.variables(1).items())))
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        statements.tell({0: os.getppid(), 1: os.getpid(), 2: child})
+        assert statements.words() == {}
+        grandchild = os.fork()
+        if not grandchild:
+            os._exit(int(write_last_words(words(1.0))))
+        assert os.waitpid(grandchild, 0)[1] == 0
+        assert write_last_words(words(2.0))
+        assert not write_last_words(words(3.0)), "it has spoken"
+        assert statements.words() == {1: replace(words(2.0), gone=(2,))}
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"at": "soon"}', b'{"at": 1, "kind": "a"'])
+def test_words_that_were_cut_off_are_none(data: bytes) -> None:
+    assert LastWords.read(data) is None
+
+
+def test_nobody_listens_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_heard()
+    with Statements(1) as statements:
+        (name, number), *_ = statements.variables(0).items()
+        monkeypatch.setenv(name, number)
+        assert is_heard()
+    # Under the number there may be anything, in a process that a rank has started.
+    with open(os.devnull) as other:
+        monkeypatch.setenv(name, str(other.fileno()))
+        assert not is_heard()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    def write(code: str) -> str:
+        (tmp_path / "a_program.py").write_text(textwrap.dedent(code))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+        return "a_program"
+
+    return write
+
+
+RAISE = """
+    import os, pathlib, sys, time
+    from gradsync.tools.cli.last_words import leave_last_words
+    from gradsync.errors import WireLostError
+
+    rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+
+    def mark(what):
+        (folder / f"{what}-{rank}").touch()
+
+    def wait_for(what, *ranks):
+        while not all((folder / f"{what}-{each}").exists() for each in ranks):
+            time.sleep(0.01)
+
+    mark("began")
+    try:
+        if rank == 1:
+            wait_for("began", 0, 2)
+            raise ValueError("no luck on this one")
+        wait_for("failed", 1)
+        raise WireLostError(f"rank 1 is gone, says rank {rank}")
+    except Exception as error:
+        at = time.time()
+        if rank == 1:
+            # The others, which fail because of it, are seen to do so before.
+            mark("failed")
+            wait_for("told", 0, 2)
+        leave_last_words(error, at=at, then=lambda error: mark("told"))
+    """
+
+
+@pytest.mark.program
+def test_one_traceback_and_one_line_for_each_other_rank(
+    module: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks_of(module(RAISE), [str(tmp_path)], nproc=3) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if "usable cores" not in line]
+    assert said[:2] == ["gradsync: rank 1 failed first:", "Traceback (most recent call last):"]
+    assert said[-3:] == [
+        "ValueError: no luck on this one",
+        "gradsync: rank 0 then raised WireLostError: rank 1 is gone, says rank 0",
+        "gradsync: rank 2 then raised WireLostError: rank 1 is gone, says rank 2",
+    ]
+    assert sum("Traceback" in line for line in said) == 1
+
+
+@pytest.mark.program
+def test_a_stopped_rank_is_woken_to_be_ended(module: Callable[[str], str], tmp_path: Path) -> None:
+    """Or the launcher would wait for it to the end of its patience."""
+    code = f"""
+        import os, pathlib, signal, sys, time
+        def finish(number, frame):
+            pathlib.Path({str(tmp_path)!r}, "finished").touch()
+            sys.exit(130)
+        signal.signal(signal.SIGINT, finish)
+        if os.environ["RANK"] == "0":
+            time.sleep(0.5)
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(100)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(100)
+        """
+    assert run_ranks_of(module(code), [], nproc=2) == 130
+    assert (tmp_path / "finished").exists()
