@@ -18,12 +18,12 @@ import torch
 from gradsync.communicator.background import Task
 from gradsync.core.bucket import shared_gradient
 from gradsync.core.engine.synchronizer import Synchronizer
-from gradsync.optim.sharded import gather, overlapped, resident
+from gradsync.optim.sharded import bucket_optimizer, gather, overlapped
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.gather import Gathers
-from gradsync.optim.sharded.journey import Journey
+from gradsync.optim.sharded.gather_pipeline import GatherPipeline
 from gradsync.optim.sharded.overlapped import OverlappedOptimizer
-from gradsync.optim.sharded.resident import Resident
-from gradsync.optim.sharded.saving import indexed
+from gradsync.optim.sharded.sharded_checkpoint import indexed
 from gradsync.optim.sharded.update_thread import UpdateThread
 
 __all__ = ["MUTANTS", "Mutant", "taken_out"]
@@ -82,11 +82,11 @@ def _class_switched_off() -> Patches:
             for parameter in parameters:
                 parameter.grad = None
 
-    yield mock.patch.object(resident, "_drop_gradients", drop)
+    yield mock.patch.object(bucket_optimizer, "_drop_gradients", drop)
 
 
 def _first_before_agreement() -> Patches:
-    def make(self: Journey, segments: Any, gathers: Any) -> None:
+    def make(self: GatherPipeline, segments: Any, gathers: Any) -> None:
         self._place(segments)
         claimed = self.early.claim()
         changing = segments.prepare([share for share in segments.shares if share not in claimed])
@@ -100,7 +100,7 @@ def _first_before_agreement() -> Patches:
         self.early.stepped()
         self.pace.stepped()
 
-    yield mock.patch.object(Journey, "_make", make)
+    yield mock.patch.object(GatherPipeline, "_make", make)
 
 
 def _added_groups_lost() -> Patches:
@@ -111,11 +111,11 @@ def _added_groups_lost() -> Patches:
         self._originals[-1].param_groups.pop()
 
     def close(self: OverlappedOptimizer) -> None:
-        Resident.close(self)
+        BucketOptimizer.close(self)
         for handle in self._refusals:
             handle.remove()
         for original, inner in zip(self._originals, self._inner, strict=True):
-            mine = {id(self._twins[id(p)].itself): p for p in indexed(original.param_groups)}
+            mine = {id(self._shadows[id(p)].itself): p for p in indexed(original.param_groups)}
             original.state = defaultdict(dict)
             original.state.update({mine[id(twin)]: state for twin, state in inner.state.items() if id(twin) in mine})
 

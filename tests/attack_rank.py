@@ -110,8 +110,8 @@ class _Rank(Disturbed):
             return OverlappedOptimizer(self.model, *self.plain)
         optimizer = ShardedOptimizer.of(self.plain[0], self.model)
         if self.program.optimizer.early is not None:
-            optimizer._journey.pace = AtOnce(self.program.optimizer.early)
-            optimizer._journey.early.pause = 0
+            optimizer._gather_pipeline.pace = AtOnce(self.program.optimizer.early)
+            optimizer._gather_pipeline.early.pause = 0
         return optimizer
 
     # -- the program -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync.health.watch import judge
+from gradsync.health.watch import detector
 from gradsync.tools.lab.system import enter_host
 
 __all__ = ["SURVIVED", "Fault", "Host", "survive", "train"]
@@ -162,7 +162,7 @@ def _digest(model: nn.Module) -> str:
 
 def _begin(fault: Fault) -> _Heard:
     torch.set_num_threads(1)
-    judge.SLOW_SECONDS = fault.warned
+    detector.SLOW_SECONDS = fault.warned
     heard = _Heard()
     logging.getLogger("gradsync").addHandler(heard)
     if fault.device != "cpu":

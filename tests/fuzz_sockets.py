@@ -1,8 +1,8 @@
 """Strangers at every socket that gradsync listens on: ``python -m tests.fuzz_sockets --messages 10000``.
 
 Ranks listen while they meet, and only then: the watch's hub on a Unix socket and, where there are several hosts, at
-addresses (``health/watch/door.py``); every rank of a host on a Unix socket, for memory to share
-(``communicator/host_door.py``). Here both are held open while two ranks train, and a third process, which knows where
+addresses (``health/watch/rendezvous.py``); every rank of a host on a Unix socket, for memory to share
+(``communicator/handshake.py``). Here both are held open while two ranks train, and a third process, which knows where
 they are and nothing else, sends what it likes: random bytes, frames that are cut off or claim to be huge, proofs that
 are wrong or of another line, JSON of all shapes, a byte now and then, nothing at all; as this user or, run by root, as
 another one. In the end the rank that is missing comes, and is let in. Nobody else was, nothing has crashed, and the
@@ -31,11 +31,11 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator import host_peers
-from gradsync.communicator.host_door import HELLO, SECRET_BYTES, HostDoor
-from gradsync.health.watch import door as doors
-from gradsync.health.watch.post import Plan, Post
+from gradsync.communicator.handshake import HELLO, SECRET_BYTES, HandshakeServer
+from gradsync.health.watch import rendezvous as doors
+from gradsync.health.watch.agent import Agent, Plan
+from gradsync.health.watch.messages import Member
 from gradsync.health.watch.protocol import code, pack
-from gradsync.health.watch.words import Member
 from tests.ranks import RankPool
 
 __all__ = ["Seen", "attack_a_training"]
@@ -154,12 +154,12 @@ class Doors:
         self._opened = contextlib.ExitStack()
         members = tuple(Member(rank=rank, host="here", process=os.getpid()) for rank in range(2))
         plan = Plan(members=members, me=0, here=(True, True), timeout=60.0)
-        self.watch = doors.Door({1}, others_elsewhere=True)
-        self.post = Post(plan, group, door=self.watch)
+        self.watch = doors.Rendezvous({1}, others_elsewhere=True)
+        self.post = Agent(plan, group, rendezvous=self.watch)
         self.post.start()
         self._opened.callback(self.post.leave, "has ended its test")
         listener, self.secret = host_peers._listen(self._opened)
-        self.host = self._opened.enter_context(HostDoor(listener, self.secret.secret, {1}))
+        self.host = self._opened.enter_context(HandshakeServer(listener, self.secret.secret, {1}))
 
     @property
     def invitation(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradsync.accelerator.fresh_start import word_of_this_life
+from gradsync.accelerator.fresh_start import run_id
 from gradsync.errors import GradsyncError
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,7 +20,7 @@ def live(store: Any, order: list[int], world_size: int, seconds: float = 20.0) -
     def rank(number: int, delay: float) -> Any:
         threading.Event().wait(delay)
         try:
-            return word_of_this_life(store, number, world_size, timedelta(seconds=seconds))
+            return run_id(store, number, world_size, timedelta(seconds=seconds))
         except Exception as error:
             return error
 

@@ -19,12 +19,12 @@ from gradsync.communicator.collective import Collective
 from gradsync.communicator.device_stage import DeviceWork
 from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.errors import WireLostError
-from gradsync.health.watch import judge as judge_module
-from gradsync.health.watch.door import enter
+from gradsync.health.watch import detector as judge_module
+from gradsync.health.watch.agent import Plan
+from gradsync.health.watch.detector import ExitRecord
 from gradsync.health.watch.guards import GRACE_SECONDS, LEFT_ON_DEVICE_SECONDS, LEFT_SECONDS, Guards
-from gradsync.health.watch.judge import Ending
-from gradsync.health.watch.post import Plan
-from gradsync.health.watch.standing import Sampler
+from gradsync.health.watch.rendezvous import enter
+from gradsync.health.watch.status import Sampler
 from tests.health.test_watch import MEMBERS, Engine, Hub, judge_of, stands, until
 from tests.ranks import RankPool, pool_of
 
@@ -141,21 +141,21 @@ def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
     guards, wire = guarded()
     now = time.monotonic()
     wire.fate.outstanding.add(started(13, now - 2.0))
-    judge = judge_of(stands(12), stands(12), stands(12), now=now - 6.0)
-    judge.hear(2, stands(13), now)
-    assert judge.suspicions(now) == []
-    judge.hear(0, Sampler(guards).look(now), now)
-    (silent,) = judge.due(now)
+    detector = judge_of(stands(12), stands(12), stands(12), now=now - 6.0)
+    detector.hear(2, stands(13), now)
+    assert detector.suspicions(now) == []
+    detector.hear(0, Sampler(guards).look(now), now)
+    (silent,) = detector.due(now)
     assert (silent.member, silent.kind, silent.waiters) == (1, "silent", (0,))
 
 
 def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
     guards, wire = guarded()
     now = time.monotonic()
-    killed = Ending(member=1, left=False, words="was killed", at=0.0, standing=stands(12))
-    left = Ending(member=1, left=True, words="has ended its script", at=0.0, standing=stands(12))
+    killed = ExitRecord(member=1, left=False, words="was killed", at=0.0, standing=stands(12))
+    left = ExitRecord(member=1, left=True, words="has ended its script", at=0.0, standing=stands(12))
 
-    def stranded(ending: Ending, after: float) -> bool:
+    def stranded(ending: ExitRecord, after: float) -> bool:
         return bool(list(guards.stranded([(ending, now)], now + after)))
 
     assert not stranded(killed, 60.0), "the device has nothing to do for which it would need the others"
@@ -193,11 +193,11 @@ def test_when_a_device_has_waited_for_too_long() -> None:
 def test_what_cannot_end_is_not_started_on_a_device() -> None:
     """Of a rank that left, only what it has not started; of one that was killed nobody knows what it has."""
     guards, wire = guarded()
-    guards.refuse_new(Ending(member=1, left=True, words="left", at=0.0, standing=stands(12)), "rank 1 left")
+    guards.refuse_new(ExitRecord(member=1, left=True, words="left", at=0.0, standing=stands(12)), "rank 1 left")
     assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
-    guards.refuse_new(Ending(member=2, left=True, words="left", at=0.0, standing=stands(14)), "rank 2 left")
+    guards.refuse_new(ExitRecord(member=2, left=True, words="left", at=0.0, standing=stands(14)), "rank 2 left")
     assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
-    guards.refuse_new(Ending(member=3, left=False, words="gone", at=0.0, standing=stands(14)), "rank 3 is gone")
+    guards.refuse_new(ExitRecord(member=3, left=False, words="gone", at=0.0, standing=stands(14)), "rank 3 is gone")
     assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 3 is gone", 0)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, patrol
+from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, sweeper
 from gradsync.communicator.background import Background
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
@@ -30,7 +30,7 @@ def wait_in_two_orders(kind: str, numel: int, looks: bool) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         if not looks:
             # Whoever sleeps must hand the other one over by itself.
-            patch.setattr(patrol._Patrol, "_look", lambda *_: None)
+            patch.setattr(sweeper._Sweeper, "_look", lambda *_: None)
         handles = [wire.all_reduce(tensor) for wire, tensor in zip((one, other), tensors, strict=True)]
         for handle in handles if one.rank == 0 else reversed(handles):
             handle.wait()
@@ -100,7 +100,7 @@ class Leisurely:
 
 
 def test_only_what_was_seen_before_is_moved_on() -> None:
-    walk = patrol._Patrol()
+    walk = sweeper._Sweeper()
     one, other = object(), object()
     queue = Leisurely(one, one, other, None, None)
     for seen, wakes, looked_after in ((None, 0, True), (one, 1, True), (one, 1, True), (other, 1, False)):
@@ -111,7 +111,7 @@ def test_only_what_was_seen_before_is_moved_on() -> None:
 
 
 def test_what_is_added_while_the_patrol_leaves_is_looked_after() -> None:
-    walk = patrol._Patrol()
+    walk = sweeper._Sweeper()
     queue = Leisurely(None, object())
     walk._queues[queue] = None
     walk._look(queue, None)
@@ -120,18 +120,18 @@ def test_what_is_added_while_the_patrol_leaves_is_looked_after() -> None:
 
 
 @pytest.mark.parametrize("at_leisure", [True, False])
-def test_who_looks_on_hurries_nothing(at_leisure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_looks_on_hurries_nothing(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be another training that is recorded than the one that is not."""
-    monkeypatch.setattr(patrol._Patrol, "_look", lambda *_: None)
+    monkeypatch.setattr(sweeper._Sweeper, "_look", lambda *_: None)
     queue, threads = Background("of a test"), list[str]()
-    task = queue.start(lambda: threads.append(threading.current_thread().name), at_leisure=at_leisure)
+    task = queue.start(lambda: threads.append(threading.current_thread().name), lazy=lazy)
     task.when_done(lambda: threads.append("told"))
-    if at_leisure:
+    if lazy:
         time.sleep(0.05)
         assert not threads
         task.wait()
     deadline = time.monotonic() + SECONDS
     while len(threads) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert threads == [threading.current_thread().name if at_leisure else "of a test", "told"]
+    assert threads == [threading.current_thread().name if lazy else "of a test", "told"]
     queue.close()

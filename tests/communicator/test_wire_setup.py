@@ -27,7 +27,7 @@ from gradsync.communicator import (
     host_peers,
     shared_heap,
 )
-from gradsync.communicator.host_door import HELLO, SECRET_BYTES
+from gradsync.communicator.handshake import HELLO, SECRET_BYTES
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 from tests.communicator.test_shared_memory import Lines
 from tests.ranks import pool_of

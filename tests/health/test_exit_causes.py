@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.health.watch import exits
-from gradsync.health.watch.exits import exit_call, exit_status, exit_words
+from gradsync.health.watch import exit_causes
+from gradsync.health.watch.exit_causes import exit_call, exit_status, exit_words
 from tests.zygote import run_python
 
 SCRIPT = """
@@ -209,11 +209,11 @@ def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:
 
 def test_calls_of_exit_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.setattr(exits, "_noted", [])
-    exits.note_exits()
+    monkeypatch.setattr(exit_causes, "_noted", [])
+    exit_causes.note_exits()
     with pytest.raises(SystemExit) as caught:
         sys.exit("no data")
     assert caught.value.code == "no data"
-    assert re.fullmatch(r"sys\.exit\('no data'\) in line \d+ of .*test_exit_causes\.py", exits.noted_exit())
-    exits.forget_exit()
-    assert exits.noted_exit() == ""
+    assert re.fullmatch(r"sys\.exit\('no data'\) in line \d+ of .*test_exit_causes\.py", exit_causes.noted_exit())
+    exit_causes.forget_exit()
+    assert exit_causes.noted_exit() == ""

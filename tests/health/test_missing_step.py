@@ -8,8 +8,8 @@ import torch
 
 from gradsync import DistributedDataParallel, MismatchError, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator.checks import collectives_differ, missing_step
-from gradsync.health.watch.judge import Suspicion
-from gradsync.health.watch.words import suspected
+from gradsync.health.watch.detector import Suspect
+from gradsync.health.watch.messages import suspected
 from tests.health.test_watch import MEMBERS, stands
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
@@ -67,15 +67,15 @@ def test_other_differences_are_not_about_steps() -> None:
 @pytest.mark.parametrize("number", [12, 13])
 def test_the_watch_names_the_step_where_ranks_wait_in_one_and_the_same_collective(number: int) -> None:
     """Over Gloo nobody compares what ranks have started, and they wait to the end."""
-    suspicion = Suspicion(
+    suspect = Suspect(
         member=1,
         kind="at odds",
         seconds=6.0,
         waiters=(0,),
         what=f"collective {number} (all_gather of 4 × torch.float32)",
-        standing=stands(12, waits=12),
+        status=stands(12, waits=12),
     )
-    said = suspected(MEMBERS, suspicion, is_here=False)
+    said = suspected(MEMBERS, suspect, is_here=False)
     is_named = "rank 0 called step() (all_gather), and rank 1 went on without it (all_reduce)" in said
     assert is_named == (number == 12)
     assert is_named or said.endswith("All ranks must run the same collectives in the same order")

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from gradsync.errors import PeerFailedError
-from gradsync.health.watch import set_up, uncaught
-from gradsync.health.watch.judge import RaisedError, Suspicion
-from gradsync.health.watch.words import described, raised_error, suspected
+from gradsync.health.watch import set_up, uncaught_errors
+from gradsync.health.watch.detector import RaisedError, Suspect
+from gradsync.health.watch.messages import described, raised_error, suspected
 from tests.health.test_watch import MEMBERS, hear_all, judge_of, stands
 from tests.health.test_watch_ranks import Heard, Training
 from tests.ranks import RankPool
@@ -43,39 +43,39 @@ def pool() -> Iterator[RankPool]:
 
 
 def raised(started: int) -> RaisedError:
-    return RaisedError(words="raised ValueError: no luck in its forward", at=0.0, standing=stands(started))
+    return RaisedError(words="raised ValueError: no luck in its forward", at=0.0, status=stands(started))
 
 
 def test_an_error_is_told_once_and_only_if_somebody_waits() -> None:
-    judge = judge_of(stands(12), stands(12), stands(12))
-    assert not judge.has_untold_errors
-    judge.hear_error(1, raised(12))
-    assert judge.has_untold_errors
-    assert judge.errors_to_tell(100.0) == []
-    judge.hear(2, stands(12, waits=12, seconds=9.0), 100.0)
-    assert judge.errors_to_tell(100.0) == [], "that one it has started"
-    judge.hear(2, stands(13, waits=13), 100.0)
-    ((member, error, wait),) = judge.errors_to_tell(100.0)
+    detector = judge_of(stands(12), stands(12), stands(12))
+    assert not detector.has_untold_errors
+    detector.hear_error(1, raised(12))
+    assert detector.has_untold_errors
+    assert detector.errors_to_tell(100.0) == []
+    detector.hear(2, stands(12, waits=12, seconds=9.0), 100.0)
+    assert detector.errors_to_tell(100.0) == [], "that one it has started"
+    detector.hear(2, stands(13, waits=13), 100.0)
+    ((member, error, wait),) = detector.errors_to_tell(100.0)
     assert (member, wait.place) == (1, 13)
     said = raised_error(MEMBERS, member, error, wait)
     assert said.startswith("rank 1 (process 101 on here) raised ValueError: no luck in its forward [at ")
     assert "and others wait for it in collective 13 (all_reduce)" in said
-    assert judge.errors_to_tell(100.0) == []
-    assert not judge.has_untold_errors
+    assert detector.errors_to_tell(100.0) == []
+    assert not detector.has_untold_errors
 
 
 def test_an_error_is_forgotten_when_the_rank_goes_on() -> None:
-    judge = judge_of(stands(12), stands(12), stands(12))
-    judge.hear_error(1, raised(12))
-    hear_all(judge, 106.0, stands(13, waits=13, seconds=6.0), stands(12), stands(12))
-    (suspicion, _) = judge.suspicions(106.0)
-    assert suspicion.raised == "raised ValueError: no luck in its forward"
+    detector = judge_of(stands(12), stands(12), stands(12))
+    detector.hear_error(1, raised(12))
+    hear_all(detector, 106.0, stands(13, waits=13, seconds=6.0), stands(12), stands(12))
+    (suspect, _) = detector.suspects(106.0)
+    assert suspect.raised == "raised ValueError: no luck in its forward"
     assert "It raised ValueError: no luck in its forward, and has not gone on since" in suspected(
-        MEMBERS, suspicion, is_here=False
+        MEMBERS, suspect, is_here=False
     )
-    assert Suspicion.read(json.loads(json.dumps(suspicion.as_data())), 4) == suspicion
-    hear_all(judge, 107.0, stands(14, waits=14, seconds=6.0), stands(13), stands(14))
-    assert [each.raised for each in judge.suspicions(107.0)] == [""]
+    assert Suspect.read(json.loads(json.dumps(suspect.as_data())), 4) == suspect
+    hear_all(detector, 107.0, stands(14, waits=14, seconds=6.0), stands(13), stands(14))
+    assert [each.raised for each in detector.suspects(107.0)] == [""]
 
 
 def test_an_error_says_what_it_is_in_a_line() -> None:
@@ -189,7 +189,7 @@ def test_an_uncaught_error_is_heard_before_the_process_has_ended(tmp_path: Path,
 def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was called, with hooks of the process as they would be in one that has none yet."""
     called: list[Any] = []
-    monkeypatch.setattr(uncaught, "_is_installed", False)
+    monkeypatch.setattr(uncaught_errors, "_is_installed", False)
     monkeypatch.setattr(sys, "excepthook", lambda *args: called.append(("before", args[0])))
     monkeypatch.setattr(threading, "excepthook", lambda args: called.append(("before in thread", args.exc_type)))
     return called
@@ -200,8 +200,8 @@ def test_whoever_had_a_hook_is_called_as_before(hooks: list[Any]) -> None:
         hooks.append(("main", type(error)))
         raise RuntimeError("whatever goes wrong here")
 
-    uncaught.tell_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
-    uncaught.tell_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
+    uncaught_errors.tell_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
+    uncaught_errors.tell_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
     with contextlib.suppress(RuntimeError):
         sys.excepthook(ValueError, ValueError(), None)
     thread = threading.Thread(target=lambda: 1 / 0)
@@ -237,10 +237,10 @@ def test_only_a_process_that_ends_says_goodbye(monkeypatch: pytest.MonkeyPatch) 
     """At a prompt, or where another thread trains, the process goes on."""
 
     def told(trained_by: int | None, raise_in: Any) -> list[str]:
-        post = _Post(trained_by)
-        monkeypatch.setattr(set_up, "posts", lambda: [post])
+        agent = _Post(trained_by)
+        monkeypatch.setattr(set_up, "posts", lambda: [agent])
         raise_in(ValueError("no luck"))
-        return post.said
+        return agent.said
 
     here = threading.get_ident()
     assert told(here, set_up._script_raised) == ["goodbye: raised ValueError: no luck"]

@@ -20,15 +20,15 @@ from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import Fate, waited_here
 from gradsync.health.watch import leave_watch
 from gradsync.health.watch import straggling as said_so_far
+from gradsync.health.watch.messages import Member, straggling
+from gradsync.health.watch.messages import slow_wire as slow_wire_words
 from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
 from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceJudge, PaceTeller, Pacing, Ways
 from gradsync.health.watch.rounds import Round, Rounds, against_the_others
-from gradsync.health.watch.scatter import middle
+from gradsync.health.watch.scatter import median
 from gradsync.health.watch.slow_wire import SlowWire, WireVerdict
-from gradsync.health.watch.standing import Sampler
+from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import AS_SLOW, FIRST_PAUSE_SECONDS, OVER, SLOWER, Stragglers, Verdict
-from gradsync.health.watch.words import Member, straggling
-from gradsync.health.watch.words import slow_wire as slow_wire_words
 from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, ThreadRanks
 
@@ -54,12 +54,12 @@ def told(window: int, owns: Sequence[float], wire: float = 0.004) -> Round:
     )
 
 
-def judged(judge: Stragglers, times: Times, windows: range, seed: int = 0) -> list[tuple[int, Verdict]]:
+def judged(detector: Stragglers, times: Times, windows: range, seed: int = 0) -> list[tuple[int, Verdict]]:
     """What is said, and in which window."""
     random_numbers, said = random.Random(seed), []
     for window in windows:
-        judge.hear(told(window, *times(random_numbers, window)))
-        said += [(window, verdict) for verdict in judge.look(0.0)]
+        detector.hear(told(window, *times(random_numbers, window)))
+        said += [(window, verdict) for verdict in detector.look(0.0)]
     return said
 
 
@@ -79,44 +79,44 @@ def slowed(times: Times, rank: int, by: float, since: int) -> Times:
 
 
 def test_a_rank_is_named_and_again_ever_more_seldom() -> None:
-    judge, owns = Stragglers(), (0.120, 0.119, 0.121, 0.142)
+    detector, owns = Stragglers(), (0.120, 0.119, 0.121, 0.142)
     for window in range(1, 10):
-        judge.hear(told(window, owns))
-        assert judge.look(0.0) == []
-    judge.hear(told(10, owns))
-    (verdict,) = judge.look(0.0)
+        detector.hear(told(window, owns))
+        assert detector.look(0.0) == []
+    detector.hear(told(10, owns))
+    (verdict,) = detector.look(0.0)
     assert straggling(MEMBERS, verdict) == (
         "rank 3 (process 103 on b) computes 18% longer than the median of the others (142 against 120 ms a window, "
         "data and update included), who all wait for it. It waits 4 ms for the wire itself"
     )
     times = []
     for second in range(1, 600):
-        judge.hear(told(10 + second, owns))
-        times += [second for _ in judge.look(float(second))]
+        detector.hear(told(10 + second, owns))
+        times += [second for _ in detector.look(float(second))]
     assert times == [FIRST_PAUSE_SECONDS, 3 * FIRST_PAUSE_SECONDS, 7 * FIRST_PAUSE_SECONDS]
     # Nobody trains any more, and the process goes on.
-    judge.hear(told(1000, owns))
-    assert judge.look(1e6)
-    assert judge.look(1e9) == []
+    detector.hear(told(1000, owns))
+    assert detector.look(1e6)
+    assert detector.look(1e9) == []
 
 
 def test_over_is_said_once_and_a_moment_makes_patient() -> None:
-    judge = Stragglers()
-    said = judged(judge, slowed(equal(2, 0.0), 1, 0.5, since=20), range(1, 41))
+    detector = Stragglers()
+    said = judged(detector, slowed(equal(2, 0.0), 1, 0.5, since=20), range(1, 41))
     assert [(verdict.straggler.member, verdict.is_over) for _, verdict in said] == [(1, False)]
-    said = judged(judge, equal(2, 0.0), range(41, 81))
+    said = judged(detector, equal(2, 0.0), range(41, 81))
     assert [verdict.is_over for _, verdict in said] == [True]
     assert "computes no longer than the others any more" in straggling(MEMBERS[:2], said[0][1])
     # It was so for a few windows only: next time twice as many are wanted.
-    said = judged(judge, slowed(equal(2, 0.0), 1, 0.5, since=300), range(81, 360))
+    said = judged(detector, slowed(equal(2, 0.0), 1, 0.5, since=300), range(81, 360))
     assert [(window > 310, verdict.is_over) for window, verdict in said] == [(True, False)]
 
 
 def test_who_was_slow_for_long_and_is_again_is_named_as_quickly() -> None:
-    judge = Stragglers()
-    judged(judge, slowed(equal(2, 0.02), 1, 0.5, since=20), range(1, 201))
-    assert [verdict.is_over for _, verdict in judged(judge, equal(2, 0.02), range(201, 241))] == [True]
-    said = judged(judge, slowed(equal(2, 0.02), 1, 0.5, since=240), range(241, 281))
+    detector = Stragglers()
+    judged(detector, slowed(equal(2, 0.02), 1, 0.5, since=20), range(1, 201))
+    assert [verdict.is_over for _, verdict in judged(detector, equal(2, 0.02), range(201, 241))] == [True]
+    said = judged(detector, slowed(equal(2, 0.02), 1, 0.5, since=240), range(241, 281))
     assert [verdict.is_over for _, verdict in said] == [False]
     assert said[0][0] <= 240 + NAMED_WITHIN
 
@@ -211,7 +211,7 @@ def test_only_the_slowest_are_ever_named(owns: list[float], place: int, factor: 
 @given(st.lists(st.floats(0.001, 10.0), min_size=2, max_size=9))
 def test_the_others_are_all_but_oneself(owns: list[float]) -> None:
     for member, others in against_the_others(dict(enumerate(owns))).items():
-        assert others == middle([own for number, own in enumerate(owns) if number != member])
+        assert others == median([own for number, own in enumerate(owns) if number != member])
 
 
 @given(
@@ -254,27 +254,27 @@ def test_who_stands_by_is_not_compared() -> None:
     (each,) = rounds.hear(1, Pace(last=1, own=(0.02,), waited=(0.001,)))
     assert each.own == {1: 0.02}
     assert not each.is_whole
-    judge = Stragglers()
+    detector = Stragglers()
     for _ in range(50):
-        judge.hear(each)
-    assert judge.look(0.0) == []
+        detector.hear(each)
+    assert detector.look(0.0) == []
 
 
 @pytest.mark.parametrize("slow", [(0.120, 0.120, 0.120), (0.120, 0.120, 0.180)], ids=["equal", "named"])
 def test_who_has_stood_by_for_long_says_nothing_new(slow: Sequence[float]) -> None:
     """Its data has run out, or it is gone: it may be in none of the windows that are kept."""
-    judge = Stragglers()
+    detector = Stragglers()
     for window in range(1, 41):
-        judge.hear(told(window, slow))
-        judge.look(0.0)
+        detector.hear(told(window, slow))
+        detector.look(0.0)
     for window in range(41, 241):
-        judge.hear(told(window, (0.120, 0.120)))
-        assert judge.look(1e6) == []
-    said = judged(judge, slowed(equal(2, 0.0), 1, 0.5, since=240), range(241, 300))
+        detector.hear(told(window, (0.120, 0.120)))
+        assert detector.look(1e6) == []
+    said = judged(detector, slowed(equal(2, 0.0), 1, 0.5, since=240), range(241, 300))
     assert [(verdict.straggler.member, verdict.is_over) for _, verdict in said] == [(1, False)]
     # Alone there is nobody to compare with.
-    judge.hear(told(300, (0.120,)))
-    assert judge.look(1e9) == []
+    detector.hear(told(300, (0.120,)))
+    assert detector.look(1e9) == []
 
 
 def test_another_model_is_another_story_and_who_is_gone_is_not_waited_for() -> None:
@@ -308,14 +308,14 @@ def test_of_several_models_the_pace_is_always_that_of_the_first_that_is_left() -
 
 def test_a_straggler_is_named_also_where_the_last_window_told_of_was_not_measured_by_all() -> None:
     """Of short windows on devices one rank may know all, and another one every second."""
-    judge, said = PaceJudge(MEMBERS[:2]), []
+    detector, said = PaceJudge(MEMBERS[:2]), []
     for last in range(8, 161, 8):
         numbers = range(last - 7, last + 1)
         every_second = tuple(0.013 if number % 2 == 0 else 0.0 for number in numbers)
-        said += judge.hear(1, Pace(last=last, own=every_second, waited=(0.001,) * 8), 0.0)
+        said += detector.hear(1, Pace(last=last, own=every_second, waited=(0.001,) * 8), 0.0)
         # It tells of an odd one last.
         own = (0.010,) * 8 if last > 8 else (0.010,) * 7
-        said += judge.hear(0, Pace(last=last - 1, own=own, waited=(0.004,) * len(own)), 0.0)
+        said += detector.hear(0, Pace(last=last - 1, own=own, waited=(0.004,) * len(own)), 0.0)
     (words,) = said
     assert words.startswith("rank 1 ")
 
@@ -353,8 +353,8 @@ def test_waiting_is_no_work(rank_pool: RankPool) -> None:
     """One rank comes late to every collective; the other one waits, and that is not its own time."""
     early, late = rank_pool.run(meet_late)
     assert early.own[0] == late.own[0] == 0.0, "nobody knows when the first window began"
-    assert middle(late.own[1:]) >= LATE_SECONDS > middle(early.own[1:])
-    assert middle(early.waited) > middle(late.waited)
+    assert median(late.own[1:]) >= LATE_SECONDS > median(early.own[1:])
+    assert median(early.waited) > median(late.waited)
 
 
 def meet_late() -> Pace:
@@ -377,8 +377,8 @@ def meet_late() -> Pace:
 def test_waiting_in_a_forward_is_no_work(rank_pool: RankPool, place: str) -> None:
     """For rank 0's buffers, and in torch's own collective, which asks who has data."""
     late, early = rank_pool.run(forward_late, place)
-    assert middle(late.own[1:]) >= LATE_SECONDS > middle(early.own[1:])
-    assert middle(early.waited[1:]) > middle(late.waited[1:])
+    assert median(late.own[1:]) >= LATE_SECONDS > median(early.own[1:])
+    assert median(early.waited[1:]) > median(late.waited[1:])
 
 
 def forward_late(place: str) -> Pace:

@@ -21,15 +21,15 @@ from typer.testing import CliRunner
 from gradsync.communicator import InProcessWorld
 from gradsync.communicator.collective import Collective
 from gradsync.health.watch import dump
-from gradsync.health.watch.door import Door, Invitation, enter, own_addresses
+from gradsync.health.watch.agent import Agent, Plan
+from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, Suspect
 from gradsync.health.watch.guards import GRACE_SECONDS, Guards
-from gradsync.health.watch.judge import SLOW_SECONDS, Ending, Judge, Suspicion
+from gradsync.health.watch.messages import Member, ended, sort_key, suspected
 from gradsync.health.watch.pace import PaceMeter
-from gradsync.health.watch.post import Plan, Post
 from gradsync.health.watch.protocol import LARGEST, Frames, Line, ProtocolError, join, pack
-from gradsync.health.watch.standing import Sampler, Standing, Wait, Whereabouts
+from gradsync.health.watch.rendezvous import Invitation, Rendezvous, enter, own_addresses
+from gradsync.health.watch.status import Position, RankStatus, Sampler, Wait
 from gradsync.health.watch.waiting import at_odds, roots
-from gradsync.health.watch.words import Member, ended, sort_key, suspected
 from gradsync.tools.cli.main import app
 from tests.ranks import pool_of
 
@@ -40,28 +40,28 @@ MEMBERS = tuple(Member(rank=number, host="here", process=100 + number) for numbe
 
 def stands(
     started: int = 0, *, waits: int = 0, seconds: float = 0.0, what: str = "all_reduce", **more: Any
-) -> Standing:
+) -> RankStatus:
     """A rank that has started so many collectives on its only wire, and waits in one of them, or in none."""
     awaited = (Wait(wire=0, place=waits, what=f"collective {waits} ({what})", seconds=seconds),) if waits else ()
     given = {"windows": 7, "phase": "synchronizing", "progress": "", "seconds": 0.0, **more}
-    return Standing(started=(started,), waits=awaited, **given)
+    return RankStatus(started=(started,), waits=awaited, **given)
 
 
 # -- who waits for whom -----------------------------------------------------------------------------------------------
 
 
 def test_who_has_started_less_is_waited_for() -> None:
-    standings = {0: stands(12, waits=12), 1: stands(11), 2: stands(14, waits=12)}
-    assert {rank: sorted(waiters) for rank, waiters in roots(standings).items()} == {1: [0, 2]}
+    statuses = {0: stands(12, waits=12), 1: stands(11), 2: stands(14, waits=12)}
+    assert {rank: sorted(waiters) for rank, waiters in roots(statuses).items()} == {1: [0, 2]}
 
 
 def test_a_rank_that_is_held_up_itself_is_not_the_cause() -> None:
-    standings = {0: stands(12, waits=12), 1: stands(11, waits=11), 2: stands(10)}
-    assert set(roots(standings)) == {2}
+    statuses = {0: stands(12, waits=12), 1: stands(11, waits=11), 2: stands(10)}
+    assert set(roots(statuses)) == {2}
     # Unless there is nobody else: then each is in something that others are not in.
     crossed = {
-        0: Standing(windows=1, phase="idle", progress="", seconds=0, started=(5, 2), waits=(wait_on(0, 5),)),
-        1: Standing(windows=1, phase="idle", progress="", seconds=0, started=(4, 3), waits=(wait_on(1, 3),)),
+        0: RankStatus(windows=1, phase="idle", progress="", seconds=0, started=(5, 2), waits=(wait_on(0, 5),)),
+        1: RankStatus(windows=1, phase="idle", progress="", seconds=0, started=(4, 3), waits=(wait_on(1, 3),)),
     }
     assert set(roots(crossed)) == {0, 1}
 
@@ -71,122 +71,122 @@ def wait_on(wire: int, place: int) -> Wait:
 
 
 def test_nobody_is_blamed_while_all_are_in_the_same_collective() -> None:
-    standings = {rank: stands(12, waits=12, seconds=60.0) for rank in range(3)}
-    assert roots(standings) == at_odds(standings) == {}
+    statuses = {rank: stands(12, waits=12, seconds=60.0) for rank in range(3)}
+    assert roots(statuses) == at_odds(statuses) == {}
 
 
 def test_other_collectives_in_the_same_place_are_seen() -> None:
-    standings = {0: stands(12, waits=12), 1: stands(12, waits=12), 2: stands(12, waits=12, what="broadcast")}
-    assert {rank: other for rank, (other, _, _) in at_odds(standings).items()} == {2: 0}
+    statuses = {0: stands(12, waits=12), 1: stands(12, waits=12), 2: stands(12, waits=12, what="broadcast")}
+    assert {rank: other for rank, (other, _, _) in at_odds(statuses).items()} == {2: 0}
 
 
 # -- what is thought of ranks -----------------------------------------------------------------------------------------
 
 
-def judge_of(*standings: Standing, now: float = 100.0) -> Judge:
-    judge = Judge(0, range(1, len(standings)), now)
-    for rank, standing in enumerate(standings):
-        judge.hear(rank, standing, now)
-    return judge
+def judge_of(*statuses: RankStatus, now: float = 100.0) -> Detector:
+    detector = Detector(0, range(1, len(statuses)), now)
+    for rank, status in enumerate(statuses):
+        detector.hear(rank, status, now)
+    return detector
 
 
-def hear_all(judge: Judge, now: float, *standings: Standing) -> None:
-    for rank, standing in enumerate(standings):
-        judge.hear(rank, standing, now)
+def hear_all(detector: Detector, now: float, *statuses: RankStatus) -> None:
+    for rank, status in enumerate(statuses):
+        detector.hear(rank, status, now)
 
 
 def test_a_slow_rank_is_warned_about_ever_more_seldom_and_then_forgotten() -> None:
-    judge = judge_of(stands(12), stands(11))
+    detector = judge_of(stands(12), stands(11))
     told = []
     for second in range(100):
         now = 100.0 + second
-        hear_all(judge, now, stands(12, waits=12, seconds=float(second)), stands(11))
-        told += [(second, each.kind, each.member, each.waiters) for each in judge.due(now)]
+        hear_all(detector, now, stands(12, waits=12, seconds=float(second)), stands(11))
+        told += [(second, each.kind, each.member, each.waiters) for each in detector.due(now)]
     assert told == [(second, "behind", 1, (0,)) for second in (5, 10, 20, 40, 80)]
-    hear_all(judge, 200.0, stands(12), stands(12))
-    assert judge.due(200.0) == []
-    hear_all(judge, 206.0, stands(13, waits=13, seconds=5.5), stands(12))
-    assert [each.member for each in judge.due(206.0)] == [1]
+    hear_all(detector, 200.0, stands(12), stands(12))
+    assert detector.due(200.0) == []
+    hear_all(detector, 206.0, stands(13, waits=13, seconds=5.5), stands(12))
+    assert [each.member for each in detector.due(206.0)] == [1]
 
 
 def test_silence_is_noticed_when_somebody_waits() -> None:
-    judge = judge_of(stands(12), stands(12), stands(12))
-    judge.hear(2, stands(12), 106.0)
-    judge.hear(0, stands(12), 106.0)
-    assert judge.suspicions(106.0) == [], "nobody waits, and a step may be long"
-    judge.hear(0, stands(13, waits=13, seconds=2.0), 106.0)
-    (silent,) = judge.due(106.0)
+    detector = judge_of(stands(12), stands(12), stands(12))
+    detector.hear(2, stands(12), 106.0)
+    detector.hear(0, stands(12), 106.0)
+    assert detector.suspects(106.0) == [], "nobody waits, and a step may be long"
+    detector.hear(0, stands(13, waits=13, seconds=2.0), 106.0)
+    (silent,) = detector.due(106.0)
     assert (silent.member, silent.kind, silent.waiters) == (1, "silent", (0,))
     assert silent.seconds == pytest.approx(6.0)
 
 
 def test_who_was_stopped_itself_thinks_nothing_of_others() -> None:
-    judge = judge_of(stands(12, waits=12, seconds=3.0), stands(12))
-    judge.wake(200.0)
-    judge.hear(0, stands(12, waits=12, seconds=3.0), 200.0)
-    assert judge.suspicions(200.0) == []
+    detector = judge_of(stands(12, waits=12, seconds=3.0), stands(12))
+    detector.wake(200.0)
+    detector.hear(0, stands(12, waits=12, seconds=3.0), 200.0)
+    assert detector.suspects(200.0) == []
 
 
 def test_only_the_hub_says_who_is_behind() -> None:
-    judge = Judge(1, [0], 0.0, sees_all=False)
-    judge.hear(0, stands(11), 10.0)
-    judge.hear(1, stands(12, waits=12, seconds=9.0), 10.0)
-    assert judge.suspicions(10.0) == []
-    judge.hear(1, stands(12, waits=12, seconds=15.0), 16.0)
-    assert [each.kind for each in judge.suspicions(16.0)] == ["silent"]
+    detector = Detector(1, [0], 0.0, sees_all=False)
+    detector.hear(0, stands(11), 10.0)
+    detector.hear(1, stands(12, waits=12, seconds=9.0), 10.0)
+    assert detector.suspects(10.0) == []
+    detector.hear(1, stands(12, waits=12, seconds=15.0), 16.0)
+    assert [each.kind for each in detector.suspects(16.0)] == ["silent"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.floats(0.0, 4.9)), max_size=60))
 def test_ranks_that_speak_and_wait_little_are_never_suspected(steps: list[tuple[int, int, float]]) -> None:
     """However they wait for each other: no wait that is shorter than the limit, heard of in time, is worth a word."""
     now = 0.0
-    judge = Judge(0, [1, 2], now)
+    detector = Detector(0, [1, 2], now)
     for rank, place, seconds in steps:
         now += 0.1
-        hear_all(judge, now, *(stands(5) for _ in range(3)))
-        judge.hear(rank, stands(5, waits=place, seconds=seconds), now)
-        assert [each for each in judge.suspicions(now) if each.seconds >= SLOW_SECONDS] == []
-        assert judge.due(now) == []
+        hear_all(detector, now, *(stands(5) for _ in range(3)))
+        detector.hear(rank, stands(5, waits=place, seconds=seconds), now)
+        assert [each for each in detector.suspects(now) if each.seconds >= SLOW_SECONDS] == []
+        assert detector.due(now) == []
 
 
 def test_a_rank_that_left_strands_only_those_it_did_not_serve() -> None:
-    left = Ending(member=1, left=True, words="has ended its script", at=0.0, standing=stands(12))
-    gone = Ending(member=1, left=False, words="was killed", at=0.0, standing=stands(12))
+    left = ExitRecord(member=1, left=True, words="has ended its script", at=0.0, status=stands(12))
+    gone = ExitRecord(member=1, left=False, words="was killed", at=0.0, status=stands(12))
     served, unserved = stands(12, waits=12).waits[0], stands(13, waits=13).waits[0]
     assert [left.strands(served), left.strands(unserved)] == [False, True]
     assert gone.strands(served)
-    judge = judge_of(stands(), stands())
-    assert judge.end(left)
-    assert not judge.end(gone), "the connection of one that has left closes, too"
-    assert judge.endings == {1: left}
+    detector = judge_of(stands(), stands())
+    assert detector.end(left)
+    assert not detector.end(gone), "the connection of one that has left closes, too"
+    assert detector.exits == {1: left}
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
 
 
 def test_causes_are_told_before_consequences() -> None:
-    def ending(member: int, words: str, left: bool = True) -> Ending:
-        return Ending(member=member, left=left, words=words, at=float(-member), standing=stands())
+    def exit_record(member: int, words: str, left: bool = True) -> ExitRecord:
+        return ExitRecord(member=member, left=left, words=words, at=float(-member), status=stands())
 
-    endings = [
-        ending(0, "has ended its script"),
-        ending(1, "raised WireLostError: rank 3 …"),
-        ending(2, "raised ValueError: no luck"),
-        ending(3, "was killed", left=False),
+    exits = [
+        exit_record(0, "has ended its script"),
+        exit_record(1, "raised WireLostError: rank 3 …"),
+        exit_record(2, "raised ValueError: no luck"),
+        exit_record(3, "was killed", left=False),
     ]
-    assert [each.member for each in sorted(endings, key=sort_key)] == [3, 2, 1, 0]
+    assert [each.member for each in sorted(exits, key=sort_key)] == [3, 2, 1, 0]
 
 
 def test_words_say_who_where_and_what_to_do() -> None:
-    standing = stands(12, waits=12, progress="2 of 5 buckets started")
-    said = ended(MEMBERS, Ending(member=1, left=False, words="is gone", at=0.0, standing=standing, age=0.4))
+    status = stands(12, waits=12, progress="2 of 5 buckets started")
+    said = ended(MEMBERS, ExitRecord(member=1, left=False, words="is gone", at=0.0, status=status, age=0.4))
     assert said.startswith("rank 1 (process 101 on here) is gone at ")
     assert "0.4 s before it was in window 8, synchronizing (2 of 5 buckets started), waiting in collective 12" in said
     assert "Start all ranks again" in said
-    suspicion = Suspicion(
-        member=1, kind="behind", seconds=5.2, waiters=(0, 2, 3), what="collective 13 (all_reduce)", standing=stands(12)
+    suspect = Suspect(
+        member=1, kind="behind", seconds=5.2, waiters=(0, 2, 3), what="collective 13 (all_reduce)", status=stands(12)
     )
-    said = suspected(MEMBERS, suspicion, is_here=False)
+    said = suspected(MEMBERS, suspect, is_here=False)
     assert "rank 1 (process 101 on here) keeps others waiting for 5 s: rank 0, rank 2 and rank 3 wait in" in said
 
 
@@ -199,7 +199,7 @@ def test_what_the_kernel_says_of_a_stopped_process_is_said() -> None:
         os.kill(child, signal.SIGSTOP)
         os.waitpid(child, os.WUNTRACED)
         members = (MEMBERS[0], Member(rank=1, host="here", process=child))
-        silent = Suspicion(member=1, kind="silent", seconds=6.0, waiters=(0,), what="x", standing=stands())
+        silent = Suspect(member=1, kind="silent", seconds=6.0, waiters=(0,), what="x", status=stands())
         assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in suspected(members, silent, is_here=True)
         assert "It is stopped, its link is cut, or" in suspected(members, silent, is_here=False)
     finally:
@@ -217,10 +217,10 @@ class Engine:
         self.windows, self.busy, self.fails = windows, busy, False
         self.pace = PaceMeter()
 
-    def whereabouts(self) -> Whereabouts:
+    def position(self) -> Position:
         if self.fails:
             raise IndexError("buckets are laid anew")
-        return Whereabouts(windows=self.windows, phase="idle", progress="no backward runs", busy=self.busy)
+        return Position(windows=self.windows, phase="idle", progress="no backward runs", busy=self.busy)
 
     def describe(self) -> str:
         return f"window {self.windows}"
@@ -264,13 +264,13 @@ fields = ("windows", "phase", "progress", "seconds", "started", "waits", "stack"
 
 @given(data | st.dictionaries(st.sampled_from(fields), data | st.lists(st.dictionaries(st.sampled_from(fields), data))))
 def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
-    standing = Standing.read(told)
-    assert Standing.read(json.loads(json.dumps(standing.as_data()))) == standing
-    judge = judge_of(stands(12, waits=12, seconds=9.0), standing)
-    for each in judge.suspicions(110.0):
+    status = RankStatus.read(told)
+    assert RankStatus.read(json.loads(json.dumps(status.as_data()))) == status
+    detector = judge_of(stands(12, waits=12, seconds=9.0), status)
+    for each in detector.suspects(110.0):
         suspected(MEMBERS, each, is_here=False)
-    Suspicion.read(told, 4)
-    Ending.read(told, 4)
+    Suspect.read(told, 4)
+    ExitRecord.read(told, 4)
 
 
 # -- frames and doors -------------------------------------------------------------------------------------------------
@@ -313,19 +313,19 @@ class Hub:
 
     def __init__(self, size: int = 2, timeout: float = 60.0) -> None:
         self.group: Any = dist.new_group([dist.get_rank()])
-        door = Door(set(range(1, size)), others_elsewhere=True)
+        rendezvous = Rendezvous(set(range(1, size)), others_elsewhere=True)
         plan = Plan(members=MEMBERS[:size], me=0, here=(True,) * size, timeout=timeout)
-        self.post = Post(plan, self.group, door=door)
-        assert self.post.invitation is not None
-        self.invitation: Invitation = self.post.invitation
-        self.missing = door.missing
-        self.post.start()
+        self.agent = Agent(plan, self.group, rendezvous=rendezvous)
+        assert self.agent.invitation is not None
+        self.invitation: Invitation = self.agent.invitation
+        self.missing = rendezvous.missing
+        self.agent.start()
 
     def __enter__(self) -> "Hub":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.post.leave("has ended its test")
+        self.agent.leave("has ended its test")
         dist.destroy_process_group(self.group)
 
     def connect(self) -> socket.socket:
@@ -340,7 +340,7 @@ def attack(seed: int, count: int) -> dict[str, Any]:
     """Strangers of every kind, and then the rank that is missing, while some of them still stand there."""
     chance = random.Random(seed)
     with Hub() as hub:
-        standing: list[socket.socket] = []
+        status: list[socket.socket] = []
         for _ in range(count):
             connection = hub.connect()
             kind = chance.randrange(6)
@@ -361,7 +361,7 @@ def attack(seed: int, count: int) -> dict[str, Any]:
             if chance.random() < 0.5:
                 connection.close()
             else:
-                standing.append(connection)
+                status.append(connection)
         wrong = {**hub.invitation, "secret": "11" * 32}
         try:
             join(hub.connect(), 1, bytes.fromhex(wrong["secret"]), 5.0)
@@ -370,8 +370,8 @@ def attack(seed: int, count: int) -> dict[str, Any]:
             joined = False
         missing = set(hub.missing)
         line = enter(hub.invitation, 1, is_here=True)
-        alive = hub.post._thread.is_alive()
-        for connection in standing:
+        alive = hub.agent._thread.is_alive()
+        for connection in status:
             connection.close()
         line.close()
         return {"joined": joined, "missing": missing, "then": set(hub.missing), "alive": alive}
@@ -388,7 +388,7 @@ def come_by_an_address() -> tuple[bool, bool]:
         addresses = hub.invitation["addresses"]
         enter(hub.invitation, 1, is_here=False).close()
         deadline = time.monotonic() + 20
-        while hub.post._door is not None and time.monotonic() < deadline:
+        while hub.agent._rendezvous is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         try:
             socket.create_connection(addresses[0], 1.0).close()
@@ -427,15 +427,15 @@ def lines_that_end() -> dict[str, Any]:
     """One rank says goodbye, one is cut off by a line that breaks, one is gone: who hears what."""
     with Hub(4) as hub:
         lines = {rank: enter(hub.invitation, rank, is_here=True) for rank in (1, 2, 3)}
-        assert until(lambda: len(hub.post._lines) == 3)
+        assert until(lambda: len(hub.agent._lines) == 3)
         lines[1].send({"bye": "has ended its script", "beat_at_end": stands(12).as_data()})
         lines[1].close()
         lines[2].connection.sendall(b"\xff" * 100)
         lines[3].close()
-        endings = hub.post._judge.endings
-        assert until(lambda: {1, 3} <= set(endings) and 2 not in hub.post._lines)
-        told = hub.post.testify("The wire failed")
-        return {"endings": {rank: each.left for rank, each in endings.items()}, "told": told}
+        exits = hub.agent._detector.exits
+        assert until(lambda: {1, 3} <= set(exits) and 2 not in hub.agent._lines)
+        told = hub.agent.testify("The wire failed")
+        return {"endings": {rank: each.left for rank, each in exits.items()}, "told": told}
 
 
 def test_a_goodbye_a_broken_line_and_an_end_are_told_apart() -> None:
@@ -450,11 +450,11 @@ def watch_that_fails() -> tuple[list[dict[str, Any]], str]:
     with Hub() as hub:
         line = enter(hub.invitation, 1, is_here=True)
 
-        def fail(now: float) -> Standing:
+        def fail(now: float) -> RankStatus:
             raise ZeroDivisionError("unforeseen")
 
-        hub.post.sampler.look = fail  # type: ignore[method-assign]
-        assert until(lambda: not hub.post._thread.is_alive())
+        hub.agent.sampler.look = fail  # type: ignore[method-assign]
+        assert until(lambda: not hub.agent._thread.is_alive())
         line.connection.settimeout(5.0)
         messages = []
         while not line.end:
@@ -475,8 +475,8 @@ def lose_what_waits() -> tuple[str, str, str]:
         busy, idle = (InProcessWorld(2).communicator(0) for _ in range(2))
         engine = Engine(3)
         for wire in (busy, idle):
-            hub.post.guard(wire)
-        hub.post.look_at(engine)
+            hub.agent.guard(wire)
+        hub.agent.look_at(engine)
         said: list[str] = []
 
         def wait() -> None:
@@ -505,8 +505,8 @@ def test_only_who_waits_for_a_lost_rank_loses_its_wire() -> None:
 # -- dumps ------------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, rank: int, standing: Standing, **more: Any) -> None:
-    group = {"ranks": [0, 1, 2], "standing": standing.as_data(), "known": "", "others": {}}
+def write(folder: Path, rank: int, status: RankStatus, **more: Any) -> None:
+    group = {"ranks": [0, 1, 2], "standing": status.as_data(), "known": "", "others": {}}
     content = {"format": dump.FORMAT, "rank": rank, "host": "here", "process": 100 + rank, "groups": [group], **more}
     times = {"time": "2026-01-01T12:00:00+0000", "models": [], "stacks": {"MainThread 1": ["train.py:3 load"]}}
     (folder / f"rank-{rank}.json").write_text(json.dumps(times | content))

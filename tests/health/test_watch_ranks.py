@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import gradsync
 from gradsync.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigurationError, WireLostError
-from gradsync.health.watch import dump, judge, set_up
+from gradsync.health.watch import detector, dump, set_up
 from gradsync.lab import fork_ranks
 from gradsync.tools.cli.main import app
 from tests.ranks import RankError, RankPool, pool_of
@@ -183,11 +183,11 @@ def end_early() -> None:
     training = Training("auto")
     training.step()
     if dist.get_rank() == 0:
-        (post,) = set_up.posts()
+        (agent,) = set_up.posts()
         deadline = time.monotonic() + 30
-        while 1 not in post._judge.endings and time.monotonic() < deadline:
+        while 1 not in agent._detector.exits and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert post._judge.endings[1].words == "has ended its script"
+        assert agent._detector.exits[1].words == "has ended its script"
 
 
 def end_early_as(rank: int, port: int) -> None:
@@ -223,7 +223,7 @@ def stop_for(seconds: float) -> None:
 
 def train_with_a_pause(wire: str, victim: int | None, seconds: float, limit: float = 60.0) -> tuple[str, list[str]]:
     """The victim is stopped in the middle. The watch is hurried, so that seconds are enough for it."""
-    judge.SLOW_SECONDS = 1.5
+    detector.SLOW_SECONDS = 1.5
     heard, training = Heard(), Training(wire, limit)
     for number in range(STEPS):
         if number == 5 and dist.get_rank() == victim:
@@ -249,7 +249,7 @@ def test_a_pause_is_warned_about_and_leaves_no_trace(pools: dict[int, RankPool],
 
 
 def wait_for_the_slow_one() -> list[str]:
-    judge.SLOW_SECONDS = 1.5
+    detector.SLOW_SECONDS = 1.5
     heard, training = Heard(), Training("auto")
     os.environ["GRADSYNC_WATCH"] = "stacks"
     talking = Training("auto")
@@ -277,7 +277,7 @@ def test_a_slow_rank_is_warned_about_with_what_it_does(pools: dict[int, RankPool
 
 def share_memory(victim: int, happens: Callable[[], None]) -> list[str]:
     """As when buckets are made anew: more than fits into what is shared already."""
-    judge.SLOW_SECONDS = 1.5
+    detector.SLOW_SECONDS = 1.5
     heard, training = Heard(), Training("auto")
     training.step()
     if dist.get_rank() == victim:
@@ -328,7 +328,7 @@ def wrap_under(mode: str) -> tuple[int, str]:
     try:
         training = Training("auto")
         training.step()
-        return sum(post._group() is training.group for post in set_up.posts()), ""
+        return sum(agent._group() is training.group for agent in set_up.posts()), ""
     except ConfigurationError as error:
         return -1, str(error)
     finally:
@@ -353,7 +353,7 @@ def without_sockets() -> tuple[int, list[str]]:
         patch.setattr(set_up, "enter" if dist.get_rank() == 1 else "nothing", no_door, raising=False)
         training = Training("auto")
     training.step()
-    return sum(post._group() is training.group for post in set_up.posts()), heard.lines
+    return sum(agent._group() is training.group for agent in set_up.posts()), heard.lines
 
 
 def test_without_sockets_training_goes_on_without_a_watch() -> None:
@@ -373,11 +373,11 @@ def share_a_watch_and_lose_it() -> tuple[int, int, bool]:
     other = gradsync.DistributedDataParallel(nn.Linear(4, 4), process_group=first.group)
     other(torch.ones(1, 4)).sum().backward()
     shared = len(set_up.posts())
-    (post,) = [post for post in set_up.posts() if post._group() is first.group]
+    (agent,) = [agent for agent in set_up.posts() if agent._group() is first.group]
     dist.barrier()
     dist.destroy_process_group(first.group)
-    post._thread.join(20)
-    return posts, shared, not post._thread.is_alive() and threading.active_count() >= before
+    agent._thread.join(20)
+    return posts, shared, not agent._thread.is_alive() and threading.active_count() >= before
 
 
 def test_models_share_a_watch_which_ends_with_their_group(pools: dict[int, RankPool]) -> None:

@@ -492,10 +492,10 @@ def test_files_say_what_was_recorded(tmp_path: Path) -> None:
         (lambda text: "[1]\n", "no recording of a rank"),
     ],
 )
-def test_what_no_rank_has_written_is_refused(spoil: object, words: str) -> None:
+def test_what_no_rank_has_written_is_refused(invalidate: object, words: str) -> None:
     text = "\n".join(lines_of(World(ranks=[Loop()], steps=3).record()[0]))
     with pytest.raises(ConfigurationError, match=words):
-        parse_recording(spoil(text), "a file")  # type: ignore[operator]
+        parse_recording(invalidate(text), "a file")  # type: ignore[operator]
 
 
 def test_what_gives_the_same_results_comes_first_unless_others_gain_twice_as_much() -> None:

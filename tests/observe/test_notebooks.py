@@ -14,8 +14,8 @@ from gradsync import Accelerator, DistributedDataParallel, Timeline, synchronize
 from gradsync.communicator import InProcessWorld
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.explain import explain_recordings
+from gradsync.observe.explain.explanation_text import NAMES
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
-from gradsync.observe.explain.words import NAMES
 from gradsync.observe.timeline import BucketTimes, GatherTimes, StepTimes, as_html
 from gradsync.testing import run_ranks
 from tests.recordings import Loop, World

@@ -99,7 +99,7 @@ def test_models_have_as_many_parameters_as_their_papers_say() -> None:
 
 
 def test_ten_thousand_ranks_take_no_more_events_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradsync.observe.plan.clockwork import Clock
+    from gradsync.observe.plan.event_loop import Clock
 
     counts: list[int] = []
     at = Clock.at
@@ -367,9 +367,9 @@ def test_advice_of_a_plan_is_in_the_unit_of_all_advice() -> None:
     ],
 )
 def test_a_folder_that_cannot_be_planned_from_says_why(
-    tmp_path: Path, spoil: Callable[[Path], object], words: str
+    tmp_path: Path, invalidate: Callable[[Path], object], words: str
 ) -> None:
-    spoil(tmp_path)
+    invalidate(tmp_path)
     with pytest.raises(ConfigurationError, match=words):
         recorded(tmp_path)
 

@@ -15,7 +15,7 @@ from torch import nn
 from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
 from gradsync.errors import MisuseError, PeerFailedError
-from gradsync.optim.sharded import ShardedOptimizer, journey
+from gradsync.optim.sharded import ShardedOptimizer, gather_pipeline
 from gradsync.optim.sharded.pace import MEASURE, SETTLE, Pace, Times, plan_early
 from tests.optim.test_sharded import assert_same, batch, filled, groups_of, make, parameters_of
 from tests.ranks import Ranks, ThreadRanks
@@ -82,7 +82,7 @@ def optimizer_for(
 ) -> Any:
     optimizer = make(kind, settings.pop("optimizer", torch.optim.AdamW), model, groups_of(model), lr=1e-2, **settings)
     if kind == "sharded":
-        optimizer._journey.pace, optimizer._journey.early.pause = AtOnce(part), pause
+        optimizer._gather_pipeline.pace, optimizer._gather_pipeline.early.pause = AtOnce(part), pause
     return optimizer
 
 
@@ -111,7 +111,7 @@ def train(
         schedule.step()
         optimizer.zero_grad()
     parameters = parameters_of(model)
-    told = optimizer._journey.early if kind == "sharded" else None
+    told = optimizer._gather_pipeline.early if kind == "sharded" else None
     return parameters, getattr(told, "held", 0), getattr(told, "undone", 0)
 
 
@@ -184,14 +184,14 @@ def all_early() -> Iterator[None]:
     global _patched
     with _patching:
         _patched += 1
-        journey.plan_early = lambda times, sizes, gathered: range(len(sizes))
+        gather_pipeline.plan_early = lambda times, sizes, gathered: range(len(sizes))
     try:
         yield
     finally:
         with _patching:
             _patched -= 1
             if not _patched:
-                journey.plan_early = plan_early
+                gather_pipeline.plan_early = plan_early
 
 
 def train_scaled(kind: str) -> tuple[list[torch.Tensor], int]:
@@ -202,7 +202,7 @@ def train_scaled(kind: str) -> tuple[list[torch.Tensor], int]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return parameters_of(model), optimizer._journey.early.undone if kind == "sharded" else 0
+    return parameters_of(model), optimizer._gather_pipeline.early.undone if kind == "sharded" else 0
 
 
 @in_threads_and_processes
@@ -231,7 +231,7 @@ def train_otherwise(kind: str, part: float, how: str) -> tuple[list[torch.Tensor
             model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return parameters_of(model), optimizer._journey.early.held, optimizer._journey.early.undone
+    return parameters_of(model), optimizer._gather_pipeline.early.held, optimizer._gather_pipeline.early.undone
 
 
 @pytest.mark.parametrize("how", ["narrow wire", "narrow parameters", "late weights"])

@@ -27,7 +27,7 @@ in_threads_and_processes = pytest.mark.parametrize(
 
 
 def shares_of(optimizer: ShardedOptimizer) -> list[Share]:
-    segments = optimizer._journey.segments
+    segments = optimizer._gather_pipeline.segments
     assert segments is not None
     return segments.shares
 

@@ -13,9 +13,9 @@ from torch import nn
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.gather import AwaitedParameter
 from gradsync.optim.sharded.mode import DECIDED_AFTER, SETTLED_AFTER, TRIALS
-from gradsync.optim.sharded.resident import Resident
 from tests.optim.test_sharded import TINY, assert_same, batch, filled, in_threads_and_processes, net, parameters_of
 from tests.ranks import Ranks, ThreadRanks, run_once
 
@@ -134,7 +134,7 @@ def wait_for_means() -> None:
         optimizer.zero_grad()
     assert all(type(p) is AwaitedParameter for p in model.parameters())
     first = next(model.parameters())
-    before = optimizer._twins[id(first)].itself.detach().clone()
+    before = optimizer._shadows[id(first)].itself.detach().clone()
     assert not torch.equal(first.detach(), before)
     optimizer.flush()
     assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -371,15 +371,15 @@ def test_added_groups_keep_their_state_when_it_closes(mode: Any) -> None:
 
 
 def test_an_interrupted_close_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = Resident.close
+    close = BucketOptimizer.close
 
-    def close_and_interrupt(self: Resident) -> None:
+    def close_and_interrupt(self: BucketOptimizer) -> None:
         was_open = not self._is_closed
         close(self)
         if was_open:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Resident, "close", close_and_interrupt)
+    monkeypatch.setattr(BucketOptimizer, "close", close_and_interrupt)
 
     def work() -> None:
         model = wrapped()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gradsync.errors import ConfigurationError
 from gradsync.lab import Lab
-from gradsync.tools.bench.faults.cases import CASES, Injury
+from gradsync.tools.bench.faults.cases import CASES, Fault
 from gradsync.tools.bench.faults.contenders import CONTENDERS
 from gradsync.tools.bench.faults.elastic_program import Standing
 from gradsync.tools.bench.faults.judging import RANKS, ElasticJudge, Judge, Limits, Outcome
@@ -31,7 +31,7 @@ from gradsync.tools.bench.screen import Screen
 
 pytestmark = pytest.mark.timeout(300)
 
-INJURY = Injury(case="kill -9", victim=1, step=10, delay=0.0)
+INJURY = Fault(case="kill -9", victim=1, step=10, delay=0.0)
 LIMITS = Limits(notice=30.0, going_on=60.0)
 
 
@@ -99,18 +99,18 @@ def test_ways_to_name_a_rank(said: str) -> None:
 
 @pytest.mark.parametrize(("case", "names"), [("exception", True), ("cut link", False)])
 def test_a_traceback_names_only_who_raised_it_first(case: str, names: bool) -> None:
-    injury = Injury(case=case, victim=1, step=10, delay=0.0)
+    fault = Fault(case=case, victim=1, step=10, delay=0.0)
     told = event("raised", 10.4, 0, text="RuntimeError: Timed out")
-    outcome = Judge(injury, LIMITS).judge([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback")
+    outcome = Judge(fault, LIMITS).judge([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback")
     assert outcome is not None
     assert outcome.named == names
 
 
 def test_a_list_of_all_ranks_names_nobody() -> None:
-    injury = Injury(case="NaN", victim=1, step=10, delay=0.0)
+    fault = Fault(case="NaN", victim=1, step=10, delay=0.0)
     told = [event("raised", 10.4, rank, text="RuntimeError: the norm is not finite") for rank in range(RANKS)]
     said = "[0] rank : 0 (local_rank: 0)\n[1] rank : 1 (local_rank: 1)\n[2] rank : 2 (local_rank: 2)"
-    outcome = Judge(injury, LIMITS).judge([FAULT, *told], said)
+    outcome = Judge(fault, LIMITS).judge([FAULT, *told], said)
     assert outcome is not None
     assert not outcome.named
 
@@ -135,9 +135,9 @@ def test_a_skipped_window_is_one_lost_step() -> None:
 
 @pytest.mark.parametrize(("case", "noticed"), [("NaN", 0.2), ("kill -9", None)])
 def test_a_rank_with_wrong_numbers_may_say_so_itself(case: str, noticed: float | None) -> None:
-    injury = Injury(case=case, victim=0, step=10, delay=0.0)
+    fault = Fault(case=case, victim=0, step=10, delay=0.0)
     fault, told = event("fault", 10.0, 0, step=10), event("warned", 10.2, 0, text="rank 0 is not finite")
-    outcome = Judge(injury, LIMITS).judge([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], "")
+    outcome = Judge(fault, LIMITS).judge([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], "")
     assert outcome is not None
     assert outcome.noticed == (None if noticed is None else pytest.approx(noticed))
     assert outcome.named == (noticed is not None)
@@ -200,11 +200,11 @@ def test_whoever_fails_with_the_rank_is_started_again_and_has_lost_steps(joins: 
 
 
 def test_a_training_ends_when_all_are_together_again_or_after_many_windows() -> None:
-    standing = Standing(injury=INJURY)
+    standing = Standing(fault=INJURY)
     for step in range(1, INJURY.step + 5):
         standing.count(step, RANKS)
     assert (standing.windows, standing.together) == (4, 4)
-    newcomer = Standing(injury=INJURY)
+    newcomer = Standing(fault=INJURY)
     newcomer.load_state_dict(standing.state_dict())
     assert newcomer == standing
     while not standing.is_over:
@@ -217,10 +217,10 @@ def test_a_training_ends_when_all_are_together_again_or_after_many_windows() -> 
 
 @given(st.sampled_from(sorted(CASES)), st.integers(0, 1000))
 def test_a_seed_is_a_moment(case: str, seed: int) -> None:
-    injury = Injury.draw(case, seed, RANKS)
-    assert injury == Injury.draw(case, seed, RANKS)
-    assert 0 <= injury.victim < RANKS
-    settings = Settings(peer="DDP stock", folder="here", timeout=1.0, injury=injury)
+    fault = Fault.draw(case, seed, RANKS)
+    assert fault == Fault.draw(case, seed, RANKS)
+    assert 0 <= fault.victim < RANKS
+    settings = Settings(peer="DDP stock", folder="here", timeout=1.0, fault=fault)
     assert Settings.read(settings.as_json()) == settings
 
 
@@ -401,7 +401,7 @@ def test_a_real_fault_is_named_gone_on_after_and_leaves_nothing(peer: str) -> No
     absent = CONTENDERS[peer].absent("kill -9")
     if absent is not None:
         pytest.skip(f"{peer}: {absent}")
-    outcome = Trial(peer=peer, injury=Injury.draw("kill -9", 3, RANKS), limits=Limits(start=200.0)).run()
+    outcome = Trial(peer=peer, fault=Fault.draw("kill -9", 3, RANKS), limits=Limits(start=200.0)).run()
     assert outcome is not None
     assert outcome.named, outcome.said
     assert outcome.noticed is not None

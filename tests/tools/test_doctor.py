@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from gradsync import doctor
 from gradsync.tools.cli import doctor as command
 from gradsync.tools.cli.main import app
-from gradsync.tools.doctor import machine, network, software, wire
+from gradsync.tools.doctor import link_speed, machine, network, software
 from gradsync.tools.doctor.finding import GIB, MIB, Finding, Status, guarded, size
 from gradsync.tools.doctor.network import Interface
 from tests.zygote import run_python
@@ -263,7 +263,7 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wires_numbers() -> None:
     seconds = {"4096": 0.0002, "4194304": 0.004, "33554432": 0.016}
-    finding = wire.measured("gloo", 2, seconds)
+    finding = link_speed.measured("gloo", 2, seconds)
     expect(finding, PASS, "all-reduce between 2 ranks")
     assert [line.split() for line in finding.detail.splitlines()[1:]] == [
         ["4", "KiB", "0.200", "ms", "0.020", "GB/s"],
@@ -271,11 +271,11 @@ def test_the_wires_numbers() -> None:
         ["32", "MiB", "16.000", "ms", "2.097", "GB/s"],
     ]
     # One rank moves nothing, so its numbers would only impress.
-    alone = wire.measured("nccl", 1, seconds)
+    alone = link_speed.measured("nccl", 1, seconds)
     expect(alone, PASS, "NCCL starts and reduces")
     assert "GB/s" not in alone.detail
-    expect(wire.measured("gloo", 2, seconds | {"4096": 0.006}), WARN, "6.000 ms", "top")
-    expect(wire.measured("gloo", 2, seconds | {"4194304": 0.03, "33554432": 0.2}), WARN, "200.000 ms", "top")
+    expect(link_speed.measured("gloo", 2, seconds | {"4096": 0.006}), WARN, "6.000 ms", "top")
+    expect(link_speed.measured("gloo", 2, seconds | {"4194304": 0.03, "33554432": 0.2}), WARN, "200.000 ms", "top")
 
 
 @pytest.fixture
@@ -285,14 +285,14 @@ def rank_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[st
     def write(code: str) -> None:
         script = tmp_path / "rank.py"
         script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{code}\n")
-        monkeypatch.setattr(wire, "RANK_SCRIPT", script)
+        monkeypatch.setattr(link_speed, "RANK_SCRIPT", script)
 
     return write
 
 
 def outcome(timeout: float) -> Finding:
     with ExitStack() as stack:
-        ranks = wire.Wire("gloo", 2, timeout, stack)
+        ranks = link_speed.Wire("gloo", 2, timeout, stack)
         pids = [process.pid for process in ranks._processes._processes]
         assert len(pids) == 2
         finding = ranks.finding()

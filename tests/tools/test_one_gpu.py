@@ -22,7 +22,7 @@ from gradsync.observe.recording import find_recordings
 from gradsync.tools.cli import main
 from gradsync.tools.cli.gpu_choice import GpuChoice
 from gradsync.tools.doctor.finding import MIB, Status
-from gradsync.tools.doctor.wire import measured
+from gradsync.tools.doctor.link_speed import measured
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,10 +19,10 @@ from gradsync.errors import ConfigurationError
 from gradsync.observe.charts.canvas import PALETTE, PARTS, canvas, colour, style
 from gradsync.observe.charts.kinds import Bar, Point, Series, draw_columns, draw_steps, draw_timeline, thin
 from gradsync.observe.charts.lanes import draw_lanes
+from gradsync.observe.charts.numbers import compact, duration, size, tick_labels
 from gradsync.observe.charts.page import page_svg, svg_file
-from gradsync.observe.charts.words import compact, duration, size, tick_labels
+from gradsync.observe.explain.explanation_text import NAMES
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
-from gradsync.observe.explain.words import NAMES
 from gradsync.observe.plan.library import published
 from gradsync.observe.plan.picture import draw_plan
 from gradsync.observe.plan.planner import Setting

@@ -17,9 +17,9 @@ from gradsync.base.environment import ProcessEnvironment
 from gradsync.errors import ConfigurationError
 from gradsync.tools.run.account import Account, WrapperAccount, account_path, find_accounts, read_account, write_account
 from gradsync.tools.run.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, REST, PhaseClock
+from gradsync.tools.run.messages import tell
 from gradsync.tools.run.rank import common_folder
 from gradsync.tools.run.replacing import after_import, is_library
-from gradsync.tools.run.words import tell
 
 
 def wrapper(**changes: Any) -> WrapperAccount:

@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from gradsync.accelerator.choices import checked_rng_types, chosen_loaders, chosen_plugin
+from gradsync.accelerator.compat import Compatibility, launched_settings, refuse_absent
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
-from gradsync.accelerator.familiar import Familiar, launched_settings, refuse_absent
 from gradsync.accelerator.gradient_state import GradientState
 from gradsync.accelerator.gradients import Gradients
 from gradsync.accelerator.handlers import ProfileKwargs, settings_of
@@ -32,13 +32,13 @@ from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.saving import Saving
 from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.accelerator.state_saving import Prepared
-from gradsync.accelerator.tracking import Tracking, acquaint
+from gradsync.accelerator.tracking import Tracking, register_accelerator
 from gradsync.accelerator.world import World, connect, unmet
 from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.health.elastic import Elastic
-from gradsync.observe.charts.words import count
+from gradsync.observe.charts.numbers import count
 from gradsync.parallel.accumulation import backward_through
 
 __all__ = ["Accelerator"]
@@ -46,7 +46,7 @@ __all__ = ["Accelerator"]
 Batch = TypeVar("Batch")
 
 
-class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Familiar):
+class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibility):
     """Prepares models, optimizers, loaders and schedulers for all processes, and runs windows of micro-batches.
 
     ::
@@ -144,7 +144,7 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Familiar)
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
         self._elastic = None if elastic is None else Elasticity(elastic, self.prepared, [self, world])
         if world.is_process:
-            acquaint(self, self.mixed_precision)
+            register_accelerator(self, self.mixed_precision)
         self._choose_trackers(log_with, self.logging_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:

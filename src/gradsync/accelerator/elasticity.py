@@ -32,8 +32,8 @@ from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.world import agree_on_backend, settle_at_exit
 from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
 from gradsync.communicator.naming import listed
-from gradsync.health.elastic.meeting import Generation, MeetingPlace, meet
-from gradsync.health.elastic.membership import Member, Membership, Standing
+from gradsync.health.elastic.membership import Member, Membership, MemberStatus
+from gradsync.health.elastic.regroup import Generation, MeetingPlace, meet
 from gradsync.health.elastic.settings import Elastic
 
 __all__ = ["Elasticity", "refuse_beside_elastic"]
@@ -330,8 +330,8 @@ class Elasticity:
         wanted = self._settings.ranks or self._launched.world_size
         return len(members) >= wanted or max(each.standing.waited for each in members) > self._settings.patience
 
-    def _standing(self) -> Standing:
-        return Standing(
+    def _standing(self) -> MemberStatus:
+        return MemberStatus(
             step=self.step,
             generation=self._latest,
             since=self._since,

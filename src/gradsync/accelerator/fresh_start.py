@@ -17,14 +17,14 @@ from typing import Any
 
 from gradsync.base.errors import GradsyncError
 
-__all__ = ["word_of_this_life"]
+__all__ = ["run_id"]
 
 ROOT = "gradsync/life"
 LOOK_SECONDS = 0.005
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-def word_of_this_life(store: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> str:
+def run_id(store: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> str:
     """The same on all ranks that were started together, and on no others. Collective, over ``store`` alone."""
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
     return _offer(store, world_size, limit) if rank == 0 else _ask(store, rank, limit)

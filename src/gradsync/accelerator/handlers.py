@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradsync.accelerator.familiar import is_dynamo_off
+from gradsync.accelerator.compat import is_dynamo_off
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.engine.policy import SyncPolicy
 

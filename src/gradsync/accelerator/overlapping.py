@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Synchronized
 from gradsync.optim.sharded.mode import Mode
-from gradsync.optim.sharded.resident import Resident, Synchronized
 
 __all__ = ["Overlap", "Overlapping"]
 
@@ -36,7 +36,7 @@ class Overlapping:
     def apply(self, optimizer: Optimizer, models: Sequence[Synchronized]) -> Optimizer:
         """``optimizer`` of one of ``models``, as it was asked for."""
         mode: Mode = "auto" if self.overlap == "auto" else "next-forward"
-        if isinstance(optimizer, Resident) or not (self.shards or self.overlap in ("next-forward", "auto")):
+        if isinstance(optimizer, BucketOptimizer) or not (self.shards or self.overlap in ("next-forward", "auto")):
             return optimizer
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owners = [each for each in models if not trained.isdisjoint(map(id, each.synchronizer.parameters))]

@@ -1,7 +1,7 @@
 """``log_with``: Accelerate's trackers (TensorBoard, wandb, …), which need the ``accelerate`` package and know us by it.
 
 Accelerate's objects ask its ``PartialState``, one for the whole process, which process this is. Left to itself it would
-read a launcher's variables and might make a process group; so it is told, by :func:`acquaint`. That also serves
+read a launcher's variables and might make a process group; so :func:`register_accelerator` tells it. That also serves
 ``accelerate.logging.get_logger`` and whatever else of Accelerate a script goes on using.
 """
 
@@ -17,12 +17,12 @@ from gradsync.accelerator.plugins import ProjectConfiguration
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.base.errors import ConfigurationError
 
-__all__ = ["Tracking", "acquaint"]
+__all__ = ["Tracking", "register_accelerator"]
 
 _OURS = "_told_by_gradsync"
 
 
-def acquaint(control: ProcessControl, mixed_precision: str) -> None:
+def register_accelerator(control: ProcessControl, mixed_precision: str) -> None:
     """Tell Accelerate's state, if it is loaded and knows nothing better, which process this is."""
     module = sys.modules.get("accelerate.state")
     if module is None:
@@ -108,7 +108,7 @@ class Tracking(ProcessControl):
         if not self.log_with or not self.is_main_process:
             return
         tracking = _trackers_of_accelerate()
-        acquaint(self, self.mixed_precision)
+        register_accelerator(self, self.mixed_precision)
         for wanted in self.log_with:
             if isinstance(wanted, tracking.GeneralTracker):
                 self.trackers.append(wanted)

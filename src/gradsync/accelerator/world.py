@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.accelerator.fresh_start import word_of_this_life
+from gradsync.accelerator.fresh_start import run_id
 from gradsync.accelerator.process_control import ProcessControl
 from gradsync.base.environment import ProcessEnvironment, read_environment
 from gradsync.base.errors import ConfigurationError, NoProcessGroupError
@@ -102,7 +102,7 @@ def _apart(store: Any, environment: ProcessEnvironment, timeout: timedelta | Non
     """``store`` without what an earlier life of the ranks may have left there: torchrun keeps its own over restarts."""
     if environment.launcher != "torchrun" or not dist.is_torchelastic_launched():
         return store
-    word = word_of_this_life(store, environment.rank, environment.world_size, timeout)
+    word = run_id(store, environment.rank, environment.world_size, timeout)
     return dist.PrefixStore(f"gradsync/life/{word}", store)  # type: ignore[attr-defined]
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 
 from gradsync.base.errors import MisuseError
-from gradsync.communicator.alarm import make_alarm
 from gradsync.communicator.logs import LOGGER
-from gradsync.communicator.patrol import look_after
+from gradsync.communicator.sweeper import look_after
+from gradsync.communicator.timer import make_timer
 
 __all__ = ["AtWait", "Background", "GivenUpError", "Numbering", "Task", "call_back"]
 
@@ -128,13 +128,13 @@ class _Queue:
         self._tasks: deque[Task] = deque()
         # Held by whoever runs a collective: never two at a time, never out of order.
         self._turn = threading.Lock()
-        self._alarm = make_alarm()
+        self._alarm = make_timer()
         self._closed = False
         self._running = False
         self._stage_thread: int | None = None
         self._stage_numbering: Numbering | None = None
         self.given_up = False
-        # Of what is at leisure in it: see patrol.py.
+        # Of what is at leisure in it: see sweeper.py.
         self.is_looked_after = False
 
     @property
@@ -147,13 +147,13 @@ class _Queue:
             return self._stage_numbering
         return None
 
-    def add(self, run: Callable[[], None], place: Numbering | None, *, at_leisure: bool) -> Task:
+    def add(self, run: Callable[[], None], place: Numbering | None, *, lazy: bool) -> Task:
         task = Task(self, run, place)
         if self._stage_thread is not None and self.place() is not None:
             task.run_now()
             return task
         self._tasks.append(task)
-        if not at_leisure:
+        if not lazy:
             self._alarm.set(HEAD_START)
         elif not self.is_looked_after:
             look_after(self)
@@ -238,16 +238,16 @@ class Background:
         # The finalizer must not hold this object.
         weakref.finalize(self, _Queue.close, self._queue)
 
-    def start(self, run: Callable[[], None], *, place: Numbering | None = None, at_leisure: bool = False) -> Task:
+    def start(self, run: Callable[[], None], *, place: Numbering | None = None, lazy: bool = False) -> Task:
         """Have ``run`` called after all that was started before it; the task's ``wait`` raises what it raised.
 
-        What is ``at_leisure`` does not wake the thread: it runs with what is started after it, when it is waited for,
+        What is ``lazy`` does not wake the thread: it runs with what is started after it, when it is waited for,
         or after a while. That is right for a small message, which costs less than the waking. With a ``place`` it is a
         stage: what it starts here is run at once.
         """
         if self._thread is None:
             self.begin()
-        return self._queue.add(run, place, at_leisure=at_leisure)
+        return self._queue.add(run, place, lazy=lazy)
 
     @property
     def busy(self) -> bool:

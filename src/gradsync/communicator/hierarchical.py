@@ -25,10 +25,10 @@ from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import DONE, Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective
-from gradsync.communicator.first_cause import Circle, first_cause
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
+from gradsync.communicator.root_cause import Circle, find_root_cause
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
 from gradsync.communicator.topology import Topology, find_topology
 from gradsync.communicator.wire import Shares, Wire
@@ -129,7 +129,7 @@ class HierarchicalCommunicator(Wire):
 
     def _tell_others(self, reason: str) -> None:
         if self._circle is not None:
-            first_cause(self.inside.group, reason)
+            find_root_cause(self.inside.group, reason)
         for each in (self.inside, self.between):
             if each is not None:
                 each.abort(reason)

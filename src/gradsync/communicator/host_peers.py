@@ -24,7 +24,7 @@ from typing import NamedTuple
 from gradsync.base.errors import WireLostError
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
-from gradsync.communicator.host_door import HELLO, SECRET_BYTES, Caller, HostDoor
+from gradsync.communicator.handshake import HELLO, SECRET_BYTES, Credentials, HandshakeServer
 from gradsync.communicator.naming import listed, rank_name
 
 __all__ = ["HostPeers"]
@@ -102,10 +102,10 @@ class HostPeers:
             make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
             make_together(communicator, _REACH, lambda: self._accept(door))
 
-    def _open_door(self, opened: contextlib.ExitStack) -> tuple[HostDoor, Invitation]:
+    def _open_door(self, opened: contextlib.ExitStack) -> tuple[HandshakeServer, Invitation]:
         listener, invitation = _listen(opened)
         missing = set(range(self.rank + 1, self.world_size))
-        return opened.enter_context(HostDoor(listener, invitation.secret, missing)), invitation
+        return opened.enter_context(HandshakeServer(listener, invitation.secret, missing)), invitation
 
     def _connect(self, invitations: list[Invitation]) -> None:
         """To all ranks before this one, who need not take it for that."""
@@ -113,18 +113,18 @@ class HostPeers:
             connection = self._sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.setblocking(False)
             _connect(connection, invitation.address)
-            caller = Caller.of(connection)
-            if caller.is_stranger:
+            caller = Credentials.of(connection)
+            if caller.is_unauthenticated:
                 raise PermissionError(f"{self.name(peer)} runs as user {caller.user}, and this one as {os.geteuid()}")
             connection.sendall(HELLO.pack(self.rank, invitation.secret))
             self.process_ids[peer] = caller.process
 
-    def _accept(self, door: HostDoor) -> None:
+    def _accept(self, door: HandshakeServer) -> None:
         """All ranks after this one, who have connected and said who they are by now. See [Note: strangers]."""
         if not door.wait(PATIENCE_SECONDS) or door.missing:
             names = listed([self.name(peer) for peer in sorted(door.missing)])
             raise ConnectionError(f"{names} did not come, or not as the user of this one")
-        for peer, (connection, caller) in door.take_guests().items():
+        for peer, (connection, caller) in door.take_peers().items():
             self._sockets[peer] = connection
             self.process_ids[peer] = caller.process
 

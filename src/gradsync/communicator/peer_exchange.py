@@ -37,11 +37,11 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.first_cause import first_cause
 from gradsync.communicator.naming import rank_name
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
 from gradsync.communicator.reducing import offsets_of
+from gradsync.communicator.root_cause import find_root_cause
 from gradsync.communicator.wire import Shares, Wire
 
 __all__ = ["PeerExchangeCommunicator"]
@@ -124,7 +124,7 @@ class PeerExchangeCommunicator(Wire):
         return self._link.place(number)
 
     def _tell_others(self, reason: str) -> None:
-        first_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
+        find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
         break_gloo(self._link.backend, self.rank, self.world_size)
         self._link.give_up()
 

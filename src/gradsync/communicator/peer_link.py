@@ -18,10 +18,10 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError, WireLostError
 from gradsync.communicator.background import GivenUpError, Numbering
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.first_cause import first_cause
 from gradsync.communicator.lost_sends import end_wait
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.process_group import is_timeout
+from gradsync.communicator.root_cause import find_root_cause
 
 __all__ = ["Exchange", "Message", "PeerLink"]
 
@@ -187,7 +187,7 @@ class Exchange:
         # What torch refuses is our own fault, and not said by Gloo.
         if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        raise WireLostError(first_cause(self.link.group, self._story(peer, error))) from error
+        raise WireLostError(find_root_cause(self.link.group, self._story(peer, error))) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
         if tensor.numel() == 0:

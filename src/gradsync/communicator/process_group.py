@@ -18,12 +18,12 @@ from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
-from gradsync.communicator.first_cause import begin_anew, first_cause
-from gradsync.communicator.leaving import UnderWay, await_at_end, keep_for_good, never_let_go
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.naming import listed, rank_name
 from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.communicator.reducing import combine_in_order
+from gradsync.communicator.root_cause import begin_anew, find_root_cause
+from gradsync.communicator.shutdown import UnderWay, await_at_end, keep_for_good, never_let_go
 from gradsync.communicator.wire import Shares, Wire
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of", "is_timeout"]
@@ -314,10 +314,10 @@ class ProcessGroupCommunicator(Wire):
             f"({self.backend}): {said}. Of {others} one has ended, hangs or runs other collectives; see what they "
             "wrote, and start all ranks again"
         )
-        return WireLostError(first_cause(self.group, story))
+        return WireLostError(find_root_cause(self.group, story))
 
     def _tell_others(self, reason: str) -> None:
-        first_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
+        find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
         for device_type in self.group._device_types:
             backend = self.group._get_backend(device_type)
             if backend.name() == "gloo":

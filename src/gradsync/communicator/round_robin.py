@@ -14,8 +14,8 @@ from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
-from gradsync.communicator.first_cause import Circle
 from gradsync.communicator.process_group import ProcessGroupCommunicator
+from gradsync.communicator.root_cause import Circle
 from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
 from gradsync.communicator.wire import Shares, Wire
 

@@ -185,7 +185,7 @@ class SharedMemoryCommunicator(Wire):
         return self._start(collective, tensor, lambda: self._exchange(call, output, tensor, arriving, leaving))
 
     def _start(self, collective: Collective, tensor: torch.Tensor, run: Callable[[], None]) -> Handle:
-        return self._queue_up(collective, run, at_leisure=tensor.nbytes <= LEISURE_BYTES)
+        return self._queue_up(collective, run, lazy=tensor.nbytes <= LEISURE_BYTES)
 
     def _offsets(self, whole: torch.Tensor, shares: Shares) -> list[int]:
         """Where the shares of ``whole`` begin and end."""

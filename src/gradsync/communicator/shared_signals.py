@@ -21,7 +21,7 @@ import torch
 
 from gradsync.base.errors import WireLostError
 from gradsync.communicator.host_peers import HostPeers
-from gradsync.communicator.patrol import make_way
+from gradsync.communicator.sweeper import flush_lazy
 
 __all__ = ["HEADER_BYTES", "Signals"]
 
@@ -151,7 +151,7 @@ class Signals:
 
     def _sleep(self, peer: int, semaphore: _Semaphore, describe: Callable[[], str]) -> None:
         # It may be in another collective of ours, which nobody is at work on here.
-        make_way()
+        flush_lazy()
         deadline = time.monotonic() + self._timeout
         while True:
             # From the first end on, posts also come from the thread that watches, so only the counts are to be trusted.

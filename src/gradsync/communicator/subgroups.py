@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.base import Communicator
-from gradsync.communicator.first_cause import Circle
 from gradsync.communicator.process_group import ProcessGroupCommunicator
+from gradsync.communicator.root_cause import Circle
 
 __all__ = ["CommunicatorFactory", "make_subgroups"]
 

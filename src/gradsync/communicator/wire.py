@@ -30,9 +30,9 @@ from gradsync.communicator.checks import (
     check_together,
 )
 from gradsync.communicator.collective import Allocation, Collective, Fate, Later, OnTheSpot, StageHandle, Work, again
-from gradsync.communicator.leaving import keep_track
 from gradsync.communicator.logs import LOGGER, log_errors
 from gradsync.communicator.naming import rank_name
+from gradsync.communicator.shutdown import keep_track
 
 __all__ = ["Shares", "Wire"]
 
@@ -202,7 +202,7 @@ class Wire:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def _queue_up(self, collective: Collective, run: Callable[[], None], *, at_leisure: bool = False) -> Collective:
+    def _queue_up(self, collective: Collective, run: Callable[[], None], *, lazy: bool = False) -> Collective:
         """Have ``run`` do all of the collective, after those that were started before it."""
         if self.fate.failure is not None:
             self._refuse_after_failure()
@@ -223,7 +223,7 @@ class Wire:
                     raise
                 raise explained from error
 
-        collective.work = queue.start(work, at_leisure=at_leisure)
+        collective.work = queue.start(work, lazy=lazy)
         if self._logs:
             self._log_end(collective)
         return collective
@@ -360,7 +360,7 @@ class Wire:
         if self._background is not None:
             self._background.give_up()
 
-    def forsake(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child: the wire is its parent's, which must not notice that there is another end of it.
 
         A rank that is alone has nobody to meet, and goes on in the child.
@@ -376,7 +376,7 @@ class Wire:
         )
 
     def leave(self, seconds: float) -> None:
-        """At the end of the process: no thread of this wire is at work afterwards. See leaving.py."""
+        """At the end of the process: no thread of this wire is at work afterwards. See shutdown.py."""
         if self._is_forked or self._background is None:
             return
         if self._background.busy:

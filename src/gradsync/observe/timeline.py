@@ -12,7 +12,7 @@ from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import Piece, frame, heading, legend, lines, strip, table
-from gradsync.observe.charts.words import duration, size
+from gradsync.observe.charts.numbers import duration, size
 
 __all__ = ["BucketTimes", "GatherTimes", "StepTimes", "Timeline"]
 

@@ -14,8 +14,8 @@ from gradsync.core.engine.blocks import Block
 from gradsync.core.engine.clipping import clip_norm
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.window.weights import checked_weight
+from gradsync.observe.explain.explanation_text import Explanation
 from gradsync.observe.explain.model import explain_model
-from gradsync.observe.explain.words import Explanation
 from gradsync.parallel.replica import Replica
 
 __all__ = ["Accumulation", "MicroBatches", "backward_through", "framed"]
@@ -79,13 +79,13 @@ class MicroBatches:
                     self._finish()
                 elif issubclass(kind, Exception):
                     for synchronizer in self._unfinished():
-                        synchronizer.debts.fail()
+                        synchronizer.pending_work.fail()
                 elif issubclass(kind, GeneratorExit):
                     for synchronizer in self._unfinished():
-                        synchronizer.debts.fail_later()
+                        synchronizer.pending_work.fail_later()
             elif kind is None:
                 for synchronizer in self._synchronizers:
-                    synchronizer.debts.stand_in_for_forward(ends_window=False)
+                    synchronizer.pending_work.stand_in_for_forward(ends_window=False)
         finally:
             for synchronizer in self._synchronizers:
                 synchronizer.leave_block(self._block)
@@ -108,7 +108,7 @@ class MicroBatches:
                 synchronizer.take_part()
             except GradsyncError as error:
                 if synchronizer.ends == before:
-                    synchronizer.debts.fail()
+                    synchronizer.pending_work.fail()
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -132,7 +132,7 @@ def backward_through(
         for synchronizer, count in zip(synchronizers, before, strict=True):
             # Inside accumulate() the others are told when the block is left.
             if synchronizer.owes_backward and synchronizer.ends == count and not synchronizer.in_block:
-                synchronizer.debts.fail()
+                synchronizer.pending_work.fail()
         raise
 
 

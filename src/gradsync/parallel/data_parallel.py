@@ -153,7 +153,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             wrapper = reference()
             return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
 
-        self.synchronizer.debts.stand_in_by(stand_in)
+        self.synchronizer.pending_work.stand_in_by(stand_in)
 
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
         """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a join
@@ -303,7 +303,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         )
 
     def join_hook(self, **kwargs: Any) -> GradientJoinHook:
-        if self.synchronizer.engine.sharing.has_tenant:
+        if self.synchronizer.engine.sharing.has_client:
             raise MisuseError(
                 "join() lets ranks without data leave the loop, and a sharded optimizer needs all of them in every "
                 "step. Give every rank as many steps, and leave out the backward where there is nothing to learn from"
@@ -381,9 +381,9 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
 
     def current_policy(self) -> SyncPolicy:
         """What was chosen at wrapping, and has been exchanged since."""
-        tenant = self.synchronizer.engine.sharing.tenant
+        client = self.synchronizer.engine.sharing.client
         # An optimizer of shares stays with the engine it was made for.
-        reduction = self.synchronizer.reduction if tenant is None else tenant.whole
+        reduction = self.synchronizer.reduction if client is None else client.whole
         return dataclasses.replace(self._policy, reduction=reduction)
 
     def _connect_to(self, wire: Choice, *, init_sync: bool = False, sync_buffers: bool = True) -> None:

@@ -24,7 +24,7 @@ from typing import IO, Any, NoReturn
 import torch.distributed as dist
 
 from gradsync.base.environment import LOOPBACK
-from gradsync.health.watch.exits import exit_status
+from gradsync.health.watch.exit_causes import exit_status
 
 __all__ = [
     "PASSED_ON",

@@ -83,7 +83,7 @@ class Arrangement:
             if id(parameter) in outside
         ]
 
-    def homeless(self) -> list[tuple[torch.Tensor, int]]:
+    def unbucketed(self) -> list[tuple[torch.Tensor, int]]:
         """The gradients of parameters that are trained here and have no place yet, and their versions.
 
         No hook tells of such a gradient: what this returned before a backward shows whether one has come.

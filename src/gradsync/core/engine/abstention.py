@@ -13,7 +13,7 @@ import torch
 
 from gradsync.base.errors import MisuseError
 from gradsync.core.bucket import Bucket
-from gradsync.core.window import Witness
+from gradsync.core.window import TamperCheck
 
 __all__ = ["Abstention", "Offer"]
 
@@ -36,7 +36,7 @@ class Abstention:
         self.answers_failure = False
         self._stands = False
         # What the window has left, by which it is seen that somebody zeroes it.
-        self._left = Witness()
+        self._left = TamperCheck()
 
     def told(self, buckets: Sequence[Bucket], outside: Iterable[torch.nn.Parameter]) -> None:
         """All ranks have heard of it, and the window is over for them."""

@@ -84,7 +84,7 @@ class FailedBackwards:
         self._store.mend_hooks()
         self._store.hooks.arrivals.clear()
         window.discard()
-        window.is_vetoed = self._told and veto.forgives
+        window.is_vetoed = self._told and veto.tolerates
         self._synchronization.leave(Phase.BROKEN)
         self._abstention.answers_failure = False
         if abstained:

@@ -53,8 +53,8 @@ class GradientStore:
         # The old buckets go before new ones come: what holds them lets go first.
         self.hooks.remove()
         self.take_back()
-        if self.sharing.tenant is not None:
-            self.sharing.tenant.move_out()
+        if self.sharing.client is not None:
+            self.sharing.client.move_out()
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()
@@ -67,8 +67,8 @@ class GradientStore:
             self.observer = self.observer.without(self._tuner)
         self.pipeline.lay(self.arrangement.buckets, self.observer)
         reduction.rebuilt(self.arrangement.layout)
-        if self.sharing.tenant is not None:
-            self.sharing.tenant.moved(self.buckets)
+        if self.sharing.client is not None:
+            self.sharing.client.moved(self.buckets)
         self.hooks.register(self.arrangement.places, counting=True)
 
     def mend_hooks(self) -> None:
@@ -83,7 +83,7 @@ class GradientStore:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Exchange the reduction, between two windows."""
-        self.sharing.require_tenant_served(scatters=reduction.scatters)
+        self.sharing.require_client_served(scatters=reduction.scatters)
         reduction.examine(self.arrangement.specs)
         self.pipeline.reduce_with(reduction)
         self.norms = None

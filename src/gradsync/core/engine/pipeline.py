@@ -390,7 +390,7 @@ class Pipeline:
         """Raise if a rank's backward has failed, unless that is forgiven: then return whose."""
         failed = failed_ranks(votes)
         try:
-            if not self.veto.forgives:
+            if not self.veto.tolerates:
                 raise_for(failed, since)
         except PeerFailedError:
             self._tell_end(well=False)

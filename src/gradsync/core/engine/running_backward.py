@@ -18,7 +18,7 @@ class RunningBackward:
         self.phases, self._keeper = phases, keeper
         self._task = NO_TASK
         # What no hook will tell of, as it was before.
-        self._homeless: list[tuple[torch.Tensor, int]] = []
+        self._unbucketed: list[tuple[torch.Tensor, int]] = []
 
     def begin(self) -> None:
         """It is the one from whose graph task this is called. As far as is known its gradients stay here."""
@@ -27,7 +27,7 @@ class RunningBackward:
         if self._keeper is not None:
             self._keeper.resume()
         self._hooks.arrivals.clear()
-        self._homeless = self._arrangement.homeless()
+        self._unbucketed = self._arrangement.unbucketed()
 
     def stop(self) -> None:
         """It computes nothing any more, or there was none and something was synchronized without."""
@@ -57,7 +57,7 @@ class RunningBackward:
         """Whether it has left a gradient. To be asked when it ends."""
         if self._hooks.arrivals or (not self._hooks.counting and self._arrangement.has_gradients()):
             return True
-        before, now = self._homeless, self._arrangement.homeless()
+        before, now = self._unbucketed, self._arrangement.unbucketed()
         return len(now) != len(before) or any(
             mine is not old or version != seen for (mine, version), (old, seen) in zip(now, before, strict=True)
         )

@@ -18,10 +18,10 @@ from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.shared_gradient import Circle, is_zeroed, unshare_views
 from gradsync.core.reduction import Reduction
 
-__all__ = ["Sharing", "Tenant"]
+__all__ = ["BucketClient", "Sharing"]
 
 
-class Tenant(Protocol):
+class BucketClient(Protocol):
     """Who lives in the buckets between two backwards."""
 
     # Or only would, if there were other ranks.
@@ -49,7 +49,7 @@ class Sharing:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self.tenant: Tenant | None = None
+        self.client: BucketClient | None = None
         self._is_out = False
         self._circle = Circle(communicator)
         # The gradients are gone: something else has been put into their memory.
@@ -61,11 +61,11 @@ class Sharing:
         self._circle = Circle(self._communicator)
         for bucket in buckets:
             self._circle.take_in(bucket)
-        if self.tenant is not None:
-            self.tenant.received()
+        if self.client is not None:
+            self.client.received()
 
     def use_up(self, buckets: Sequence[Bucket]) -> None:
-        """The tenant takes the memory of the gradients, for the step that is about to read them."""
+        """The client takes the memory of the gradients, for the step that is about to read them."""
         if self._are_used_up:
             # A second step: on zeros, if somebody has zeroed them, and else on nothing that is a gradient.
             zeroed = [view for bucket in buckets for view in bucket.views if is_zeroed(view)]
@@ -84,13 +84,13 @@ class Sharing:
             )
 
     @property
-    def has_tenant(self) -> bool:
+    def has_client(self) -> bool:
         """Whether an optimizer lives on shares, of which all ranks must take care in every step."""
-        return self.tenant is not None and self.tenant.lives_in_buckets
+        return self.client is not None and self.client.lives_in_buckets
 
-    def require_tenant_served(self, *, scatters: bool) -> None:
+    def require_client_served(self, *, scatters: bool) -> None:
         """Refuse another reduction where an optimizer lives on shares."""
-        if self.has_tenant and not scatters:
+        if self.has_client and not scatters:
             raise MisuseError(
                 "a sharded optimizer has the buckets of this model, and needs its share of their means. Choose what is "
                 "put on the wire before you make the optimizer"
@@ -102,8 +102,8 @@ class Sharing:
 
         ``worthless``: the gradients of a window that failed, of which nothing is expected.
         """
-        if self.tenant is not None:
-            self.tenant.leave()
+        if self.client is not None:
+            self.client.leave()
         if not self._is_out:
             return
         kept = [any(map(_is_kept, bucket.parameters, bucket.views)) for bucket in buckets]

@@ -10,14 +10,14 @@ checkpointing runs through a shared parameter). From the second window on bucket
 
 from gradsync.communicator.logs import log_errors
 from gradsync.core.engine.abstention import Abstention
+from gradsync.core.engine.collective_lock import CollectiveLock
 from gradsync.core.engine.fingerprints import Comparison
 from gradsync.core.engine.forwards import Forwards
 from gradsync.core.engine.gradient_store import GradientStore
-from gradsync.core.engine.meeting import Meeting, Present
+from gradsync.core.engine.negotiation import LocalContribution, Negotiation
 from gradsync.core.engine.options import SynchronizerOptions
 from gradsync.core.engine.phase import Phase
 from gradsync.core.engine.running_backward import RunningBackward
-from gradsync.core.engine.turns import Turns
 from gradsync.core.window import WindowState
 from gradsync.health.watch import make_meter
 
@@ -43,12 +43,12 @@ class Synchronization:
         self._store, self._running, self._forwards, self._abstention = store, running, forwards, abstention
         self._overlaps = options.policy.schedule == "overlapped"
         self._droppable = options.droppable
-        self._turns = Turns(self, options.communicator)
-        self._meeting = Meeting(store.arrangement, store.pipeline, store.window.weights, store.sparse)
+        self._collective_lock = CollectiveLock(self, options.communicator)
+        self._negotiation = Negotiation(store.arrangement, store.pipeline, store.window.weights, store.sparse)
         prints = options.policy.fingerprints
         if prints is not None:
             specs = store.arrangement.specs
-            self._meeting.comparison = Comparison(prints, specs, options.communicator, options.keeper)
+            self._negotiation.comparison = Comparison(prints, specs, options.communicator, options.keeper)
         # Those that went well.
         self.count = 0
         # Whether no rank waits for this one in the running synchronization any more, however it ends here.
@@ -59,7 +59,7 @@ class Synchronization:
 
     def divide_by(self, ranks: int) -> None:
         """Take the mean over so many ranks, where windows are not weighted."""
-        self._meeting.divisor = float(ranks)
+        self._negotiation.divisor = float(ranks)
 
     def count_always(self) -> None:
         """A backward has come that no output told of, so looking at chunks is not enough."""
@@ -73,23 +73,23 @@ class Synchronization:
         self.exchanged = False
         self._running.phases.enter(Phase.SYNCHRONIZING)
         store.take_back()
-        leads = self._turns.take_lead()
+        leads = self._collective_lock.take_lead()
         if leads:
             self._meet()
         counting = self._must_count()
         if counting != store.hooks.counting:
             store.hooks.register(store.arrangement.places, counting=counting)
         store.hooks.stay_last()
-        # See [Note: the first window], and :mod:`gradsync.core.engine.turns`.
+        # See [Note: the first window], and :mod:`gradsync.core.engine.collective_lock`.
         order = store.arrangement.order
         overlapping = leads and order.learned and order.observed and self._overlaps
         store.pipeline.begin(overlapping=overlapping and not store.pipeline.veto.holds_back, by_sight=not counting)
 
     def _meet(self) -> None:
         absent = self._forwards.absent if self._droppable else None
-        present = Present(contributes=self._contributes, arrivals=self._store.hooks.arrivals, absent=absent)
+        present = LocalContribution(contributes=self._contributes, arrivals=self._store.hooks.arrivals, absent=absent)
         with self._store.pipeline.section:
-            self._meeting.before_buckets(present, self._store.build)
+            self._negotiation.before_buckets(present, self._store.build)
 
     @property
     def _contributes(self) -> bool:
@@ -111,14 +111,14 @@ class Synchronization:
     def exchange(self) -> bool:
         """Send what is left and wait for all of it: whether there are means. Collective."""
         store = self._store
-        if not self._turns.leads:
-            self._turns.take_lead()
+        if not self._collective_lock.leads:
+            self._collective_lock.take_lead()
             self._meet()
         if store.window.is_vetoed:
             store.pipeline.veto.stand()
         self.pace.work_ended()
         by_closure = store.window.is_stepped_by_closure
-        has_means = self._meeting.exchange(contributes=self._contributes, norms=store.norms, at_once=by_closure)
+        has_means = self._negotiation.exchange(contributes=self._contributes, norms=store.norms, at_once=by_closure)
         self.exchanged = True
         self.count += 1
         return has_means
@@ -144,7 +144,7 @@ class Synchronization:
         if store.observer is not None:
             store.observer.synchronization_finished()
         self._running.end(Phase.IDLE)
-        self._meeting.raise_late()
+        self._negotiation.raise_late()
 
     def abstained(self) -> None:
         """All ranks have heard that this one abstains, or would."""
@@ -163,7 +163,7 @@ class Synchronization:
         if not self._store.arrangement.order.running:
             # It was another model's turn. The other ranks meet for this one next.
             with log_errors("agreeing on the buckets failed"):
-                self._turns.take_lead()
+                self._collective_lock.take_lead()
                 self._meet()
         pipeline.abandon()
         self.exchanged = True
@@ -189,7 +189,7 @@ class Synchronization:
 
     def _clear_backward(self) -> None:
         """A turn that was taken is given up."""
-        self._turns.give_up()
+        self._collective_lock.give_up()
         self._forwards.close_backward()
         self._store.pipeline.reset()
         self._running.stop()

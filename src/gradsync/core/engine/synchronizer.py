@@ -24,14 +24,14 @@ from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
 from gradsync.core.engine.blocks import Block, Blocks
 from gradsync.core.engine.compiling import has_compiled
-from gradsync.core.engine.debts import Debts
 from gradsync.core.engine.options import SynchronizerOptions
 from gradsync.core.engine.ownership import own, owner_of, release
+from gradsync.core.engine.pending_work import PendingWork
 from gradsync.core.engine.phase import Phase
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
 from gradsync.core.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
-from gradsync.health.watch import PaceMeter, Whereabouts, tell_error
+from gradsync.health.watch import PaceMeter, Position, tell_error
 
 __all__ = ["Synchronizer", "synchronizer_of"]
 
@@ -68,7 +68,7 @@ class Synchronizer:
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.blocks = Blocks(self.engine)
-        self.debts = Debts(self.engine)
+        self.pending_work = PendingWork(self.engine)
         own(self, self.parameters)
         guard_steps(self)
 
@@ -89,10 +89,10 @@ class Synchronizer:
         lines += [f"  {engine.pipeline.state_of(bucket).value:9} {bucket!r}" for bucket in self.buckets]
         return "\n".join(lines)
 
-    def whereabouts(self) -> Whereabouts:
+    def position(self) -> Position:
         """In a few words, for those who look on from other threads, and other ranks."""
         engine, busy = self.engine, self.engine.phases.busy
-        return Whereabouts(
+        return Position(
             windows=self.synchronizations,
             phase=engine.phase.name.lower(),
             progress=engine.pipeline.progress() if engine.phase is Phase.SYNCHRONIZING else engine.phase.value,
@@ -176,20 +176,20 @@ class Synchronizer:
         """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
-        self.debts.settle()
+        self.pending_work.settle()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
-        tenant = self.engine.sharing.tenant
-        if tenant is not None and (compiler or has_compiled(module)):
+        client = self.engine.sharing.client
+        if client is not None and (compiler or has_compiled(module)):
             # The compiler compiles anew for parameters of another class, which those are that are still awaited.
-            tenant.leave()
+            client.leave()
 
     def begin_forward(self) -> None:
         """A forward with gradients on is about to run."""
         engine = self.engine
         if self.specs[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MisuseError(CAPTURED)
-        self.debts.settle()
+        self.pending_work.settle()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.failed_backwards.recover()
         engine.pipeline.require_alive()
@@ -239,8 +239,8 @@ class Synchronizer:
     def enter_block(self, block: Block) -> None:
         if self.blocks.is_owed:
             # A loop over accumulate() was left, and somebody keeps its iterator.
-            self.debts.fail_later()
-        self.debts.settle()
+            self.pending_work.fail_later()
+        self.pending_work.settle()
         self.blocks.enter(block)
 
     def leave_block(self, block: Block) -> None:
@@ -252,7 +252,7 @@ class Synchronizer:
 
     def take_part(self) -> None:
         """Finish a window in whose last micro-batch this rank had no backward."""
-        self.debts.stand_in_for_forward()
+        self.pending_work.stand_in_for_forward()
         self.synchronize()
 
     # -- without a backward ------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Synchronizer:
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         self._require_attached("synchronize")
-        self.debts.settle()
+        self.pending_work.settle()
         if self.engine.phases.busy:
             self.engine.failed_backwards.recover()
         self.engine.failed_backwards.require_whole()
@@ -276,7 +276,7 @@ class Synchronizer:
         has_run = engine.forwards.awaits_backward
         self._require_attached("abstain")
         # That is what it says to those who wait.
-        self.debts.has_other_word()
+        self.pending_work.has_other_word()
         if engine.phases.busy:
             engine.failed_backwards.recover()
         engine.abstention.refuse_another()
@@ -294,7 +294,7 @@ class Synchronizer:
         engine.failed_backwards.require_whole()
         if told:
             # Its backward has failed, and the others have heard of that.
-            self.window.is_vetoed = engine.veto.forgives
+            self.window.is_vetoed = engine.veto.tolerates
             engine.synchronization.abstained()
             return
         has_run = engine.forwards.any_in_block if self.in_block else has_run
@@ -350,7 +350,7 @@ class Synchronizer:
         Returns what :meth:`.Pipeline.gate_step` does.
         """
         engine = self.engine
-        self.debts.settle()
+        self.pending_work.settle()
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
@@ -405,7 +405,7 @@ class Synchronizer:
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
         is_open = self.window.state is WindowState.OPEN or self.engine.veto.is_noted
-        if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.homeless()):
+        if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.unbucketed()):
             # [Note: a rank without gradients], or a backward of which no hook told.
             if not is_open:
                 self.engine.synchronization.count_always()
@@ -431,8 +431,8 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
-        if self.engine.sharing.tenant is not None:
-            self.engine.sharing.tenant.leave()
+        if self.engine.sharing.client is not None:
+            self.engine.sharing.client.leave()
         self.engine.detach()
         unguard_steps(self)
         release(self, self.parameters)

@@ -36,7 +36,7 @@ from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.finite import FiniteCheck
 from gradsync.core.bucket.requests import Requests
 
-__all__ = ["ON_VETO", "OnVeto", "Verdict", "Veto", "spoil"]
+__all__ = ["ON_VETO", "OnVeto", "Verdict", "Veto", "invalidate"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -82,7 +82,7 @@ class Veto:
         return self._on_veto is not None
 
     @property
-    def forgives(self) -> bool:
+    def tolerates(self) -> bool:
         """Whether a backward that failed on another rank is no error here: the window is skipped."""
         return self._on_veto in ("skip-window", "drop-rank")
 
@@ -148,7 +148,7 @@ class Veto:
             self._warn(f"{told}: this window is skipped on all ranks, and no optimizer steps on it")
         return Verdict(finite=finite)
 
-    def forgive(self, failed: Sequence[int]) -> Verdict:
+    def tolerate(self, failed: Sequence[int]) -> Verdict:
         """The ballot says that the backwards of these ranks failed. They are not here."""
         names = listed([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
@@ -167,7 +167,7 @@ class Veto:
 
 
 @torch.no_grad()
-def spoil(buckets: Sequence[Bucket], outside: Sequence[torch.nn.Parameter], *, finite: bool) -> None:
+def invalidate(buckets: Sequence[Bucket], outside: Sequence[torch.nn.Parameter], *, finite: bool) -> None:
     """Leave nothing of a window's gradients that could be used. See [Note: what is left of a skipped window]."""
     value = 0.0 if finite else float("nan")
     # Not the padding between gradients, which nobody would clear.

@@ -14,8 +14,8 @@ from gradsync.base.errors import MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.chunk import gradients_of
+from gradsync.core.window.tamper_check import TamperCheck, has_nonzero_gradients
 from gradsync.core.window.weights import Weights
-from gradsync.core.window.witness import Witness, has_nonzero_gradients
 
 __all__ = ["Window", "WindowState"]
 
@@ -37,8 +37,8 @@ class Window:
         # Parameters whose gradients have no place in a bucket.
         self._outside = outside
         self.weights = Weights(communicator)
-        self._witness = Witness()
-        self._means = Witness()
+        self._tamper_check = TamperCheck()
+        self._means = TamperCheck()
         # Ranks have agreed that no step is to use what is there; and the last step has used nothing, for that.
         self.is_vetoed = self.step_was_skipped = False
         # Backwards run inside the step of an optimizer.
@@ -74,7 +74,7 @@ class Window:
         else:
             self.weights.take_back_plain()
         if self.weights.counting:
-            self._witness.note(buckets, self._outside())
+            self._tamper_check.note(buckets, self._outside())
 
     def begin_synchronization(self) -> None:
         """What has accumulated is to be averaged, without a further backward."""
@@ -90,7 +90,7 @@ class Window:
         """Ranks have agreed to skip the window. Nothing of what was counted in it is for the next one."""
         self._state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
-        self._witness.forget()
+        self._tamper_check.forget()
         self.weights.reset()
         self.is_vetoed = True
 
@@ -100,7 +100,7 @@ class Window:
         self._means.note(buckets, self._outside())
         self.weights.learn()
         if self.weights.counting:
-            self._witness.note(buckets, self._outside())
+            self._tamper_check.note(buckets, self._outside())
             if not self.weights.in_block:
                 # A window that nobody has framed ends with its synchronization.
                 self.weights.reset()
@@ -113,7 +113,7 @@ class Window:
         """Go on in a window that was saved, whose gradients lie in the buckets again."""
         if accumulated:
             self._state = WindowState.UNSYNCHRONIZED
-            self._witness.note(buckets, self._outside())
+            self._tamper_check.note(buckets, self._outside())
 
     def close(self) -> None:
         """The optimizer steps."""
@@ -124,7 +124,7 @@ class Window:
     def discard(self) -> None:
         """Forget the window, whatever has happened in it."""
         self.close()
-        self._witness.forget()
+        self._tamper_check.forget()
         self._means.forget()
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -166,23 +166,23 @@ class Window:
 
     def changed_by_engine(self) -> None:
         """The engine itself has scaled the means: that is no trace of anybody else."""
-        if self._witness.has_changed:
-            self._witness.renew()
+        if self._tamper_check.has_changed:
+            self._tamper_check.renew()
 
     def exchange(
         self, exchange: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
     ) -> None:
         """The engine puts other gradients of ``parameters`` in the place of theirs. Nor is that."""
-        unchanged = self._witness.is_unchanged
+        unchanged = self._tamper_check.is_unchanged
         if exchange() and unchanged:
-            self._witness.note(buckets, [*self._outside(), *parameters])
+            self._tamper_check.note(buckets, [*self._outside(), *parameters])
 
     def _require_untouched(self, *, continues: bool, late: bool) -> None:
         """The gradients are as the window's last backward left them; or gone, where the window only begins."""
-        witness = self._witness
+        check = self._tamper_check
         if continues:
-            lost = witness.has_lost_bucket if late else witness.has_lost
-            if lost or (witness.has_changed and not late):
+            lost = check.has_lost_bucket if late else check.has_lost
+            if lost or (check.has_changed and not late):
                 what = "zeroed" if lost else "changed (zeroed in place, clipped or unscaled)"
                 raise MisuseError(
                     f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
@@ -193,7 +193,7 @@ class Window:
                 "a window begins with gradients that were accumulated before it, by backwards without weight outside "
                 "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"
             )
-        elif witness.is_unchanged:
+        elif check.is_unchanged:
             raise MisuseError(
                 "a window begins, but the means of the window before are still there and would be added to it. Call "
                 "zero_grad() between two windows"

@@ -9,8 +9,8 @@
 """
 
 from gradsync.health.elastic.lighthouse import Lighthouse, require_torchft
-from gradsync.health.elastic.meeting import Generation, meet
-from gradsync.health.elastic.membership import LighthouseMembership, Member, Membership, Standing
+from gradsync.health.elastic.membership import LighthouseMembership, Member, Membership, MemberStatus
+from gradsync.health.elastic.regroup import Generation, meet
 from gradsync.health.elastic.settings import LIGHTHOUSE, Elastic
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "Lighthouse",
     "LighthouseMembership",
     "Member",
+    "MemberStatus",
     "Membership",
-    "Standing",
     "meet",
     "require_torchft",
 ]

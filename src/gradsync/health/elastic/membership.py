@@ -20,14 +20,14 @@ from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.base.json_data import from_json
 from gradsync.health.elastic.lighthouse import require_torchft
 
-__all__ = ["LighthouseMembership", "Member", "Membership", "Standing", "in_order"]
+__all__ = ["LighthouseMembership", "Member", "MemberStatus", "Membership", "in_order"]
 
 BEAT_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class MemberStatus:
     """What a rank says of itself.
 
     step
@@ -54,7 +54,7 @@ class Standing:
     process: int
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> "Standing":
+    def read(cls, told: Mapping[str, Any]) -> "MemberStatus":
         """What :func:`dataclasses.asdict` and JSON have made of one."""
         try:
             return from_json(cls, dict(told))
@@ -70,7 +70,7 @@ class Member:
     """One who takes part."""
 
     identity: str
-    standing: Standing
+    standing: MemberStatus
 
     def __str__(self) -> str:
         return f"process {self.standing.process} on {self.standing.host}"
@@ -81,7 +81,7 @@ class Membership(Protocol):
 
     identity: str
 
-    def ask(self, standing: Standing, timeout: float) -> list[Member]:
+    def ask(self, standing: MemberStatus, timeout: float) -> list[Member]:
         """All who take part, this rank among them; those who ask together get the same. Waits for others.
 
         TimeoutError if there is no answer in time.
@@ -102,7 +102,7 @@ def in_order(members: list[Member]) -> list[Member]:
     return sorted(members, key=lambda each: (-each.standing.step, *_seniority(each.standing), each.identity))
 
 
-def _seniority(standing: Standing) -> tuple[bool, int, int]:
+def _seniority(standing: MemberStatus) -> tuple[bool, int, int]:
     return (standing.since == 0, standing.since, standing.launched)
 
 
@@ -127,7 +127,7 @@ class LighthouseMembership:
         except Exception as error:
             raise ConfigurationError(f"there is no lighthouse at {address}: {error}") from error
 
-    def ask(self, standing: Standing, timeout: float) -> list[Member]:
+    def ask(self, standing: MemberStatus, timeout: float) -> list[Member]:
         if self._thread is None:
             # Not before: the lighthouse lets the others wait for whoever lives, and this rank may have to get ready.
             self._thread = threading.Thread(target=self._beat, name="gradsync lighthouse", daemon=True)
@@ -145,7 +145,8 @@ class LighthouseMembership:
         except Exception as error:
             raise TimeoutError(f"the lighthouse at {self._url.netloc} gave no answer: {error}") from error
         return [
-            Member(identity=each.replica_id, standing=Standing.read(each.data or {})) for each in quorum.participants
+            Member(identity=each.replica_id, standing=MemberStatus.read(each.data or {}))
+            for each in quorum.participants
         ]
 
     def own_address(self) -> str:

@@ -3,11 +3,11 @@
 from gradsync.health.watch.device_pace import make_meter
 from gradsync.health.watch.pace import PaceMeter
 from gradsync.health.watch.set_up import leave_watch, look_at, say_goodbye, set_watch, straggling, tell_error
-from gradsync.health.watch.standing import Whereabouts
+from gradsync.health.watch.status import Position
 
 __all__ = [
     "PaceMeter",
-    "Whereabouts",
+    "Position",
     "leave_watch",
     "look_at",
     "make_meter",

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.base.files import whole_file
-from gradsync.health.watch.post import Post
-from gradsync.health.watch.standing import Model, stack_of
+from gradsync.health.watch.agent import Agent
+from gradsync.health.watch.status import Model, stack_of
 
 __all__ = ["FORMAT", "VARIABLE", "listen_for_requests", "note_model", "write_dump"]
 
@@ -42,7 +42,7 @@ def note_model(model: Model) -> None:
     _models.add(model)
 
 
-def listen_for_requests(posts: Callable[[], list[Post]]) -> None:
+def listen_for_requests(posts: Callable[[], list[Agent]]) -> None:
     """If the environment names a folder: write there on request, from now on. Nothing is agreed on with others."""
     global _listens
     if _listens or not os.environ.get(VARIABLE):
@@ -76,17 +76,17 @@ def _chain_handler() -> None:
     signal.siginterrupt(REQUEST, False)
 
 
-def _listen(ours: socket.socket, theirs: socket.socket, posts: Callable[[], list[Post]]) -> None:
+def _listen(ours: socket.socket, theirs: socket.socket, posts: Callable[[], list[Agent]]) -> None:
     # Its other end is held here, too: the interpreter only knows its number.
     with ours, theirs:
         while numbers := ours.recv(64):
             if REQUEST in numbers:
                 write_dump(posts())
-                for post in posts():
-                    post.ask_for_dumps()
+                for agent in posts():
+                    agent.ask_for_dumps()
 
 
-def write_dump(posts: list[Post]) -> None:
+def write_dump(posts: list[Agent]) -> None:
     """Write where this rank stands, if the environment says where to."""
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -106,7 +106,7 @@ def _rank() -> int:
     return 0
 
 
-def _describe(posts: list[Post]) -> dict[str, Any]:
+def _describe(posts: list[Agent]) -> dict[str, Any]:
     now = time.monotonic()
     return {
         "format": FORMAT,
@@ -116,11 +116,11 @@ def _describe(posts: list[Post]) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "groups": [
             {
-                "ranks": [member.rank for member in post.plan.members],
-                "standing": post.sampler.look(now).as_data(),
-                **post.describe(),
+                "ranks": [member.rank for member in agent.plan.members],
+                "standing": agent.sampler.look(now).as_data(),
+                **agent.describe(),
             }
-            for post in posts
+            for agent in posts
         ],
         "models": [_described(model) for model in list(_models)],
         "stacks": _stacks(),

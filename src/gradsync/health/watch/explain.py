@@ -10,9 +10,9 @@ from typing import Any
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.naming import listed
 from gradsync.health.watch.dump import FORMAT
-from gradsync.health.watch.standing import Standing
+from gradsync.health.watch.messages import Member, where
+from gradsync.health.watch.status import RankStatus
 from gradsync.health.watch.waiting import at_odds, longest, roots
-from gradsync.health.watch.words import Member, where
 
 __all__ = ["Dump", "explain_dumps", "find_dumps", "read_dump"]
 
@@ -28,7 +28,7 @@ class Dump:
 
     member: Member
     time: datetime
-    groups: tuple[tuple[tuple[int, ...], Standing], ...]
+    groups: tuple[tuple[tuple[int, ...], RankStatus], ...]
     known: str
     stack: tuple[str, ...]
 
@@ -47,7 +47,7 @@ def read_dump(path: Path) -> Dump:
         return Dump(
             member=Member.read(data),
             time=datetime.fromisoformat(data["time"]),
-            groups=tuple((tuple(each["ranks"]), Standing.read(each["standing"])) for each in data["groups"]),
+            groups=tuple((tuple(each["ranks"]), RankStatus.read(each["standing"])) for each in data["groups"]),
             known=next((each["known"] for each in data["groups"] if each["known"]), ""),
             stack=tuple(main),
         )
@@ -65,14 +65,14 @@ def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
     by_rank = {dump.member.rank: dump for dump in sorted(dumps, key=lambda dump: dump.member.rank)}
     lines = [f"{dump.member} wrote before, at {dump.time:%H:%M:%S}, and not with the others." for dump in old]
     for ranks in sorted({ranks for dump in dumps for ranks, _ in dump.groups}):
-        standings = {
-            rank: standing
+        statuses = {
+            rank: status
             for rank, dump in by_rank.items()
-            for group, standing in dump.groups
+            for group, status in dump.groups
             if group == ranks and rank in ranks
         }
-        lines += [_place(by_rank[rank], standing) for rank, standing in standings.items()]
-        lines += ["", *_conclusions(ranks, standings, by_rank)]
+        lines += [_place(by_rank[rank], status) for rank, status in statuses.items()]
+        lines += ["", *_conclusions(ranks, statuses, by_rank)]
     if not any(dump.groups for dump in dumps):
         lines += [f"{dump.member}: at {_innermost(dump)}" for dump in by_rank.values()]
         lines += ["", "No watch was set up between these ranks, so who waits for whom is not known."]
@@ -82,26 +82,26 @@ def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
     return [*lines, *(known if everybody - by_rank.keys() else ())]
 
 
-def _place(dump: Dump, standing: Standing) -> str:
-    wait = longest(standing)
-    waits = f", for {wait.seconds:.0f} s" if wait is not None else f", for {standing.seconds:.0f} s"
-    return f"{dump.member} at {dump.time:%H:%M:%S}: {where(standing)}{waits}"
+def _place(dump: Dump, status: RankStatus) -> str:
+    wait = longest(status)
+    waits = f", for {wait.seconds:.0f} s" if wait is not None else f", for {status.seconds:.0f} s"
+    return f"{dump.member} at {dump.time:%H:%M:%S}: {where(status)}{waits}"
 
 
-def _conclusions(ranks: Sequence[int], standings: dict[int, Standing], by_rank: dict[int, Dump]) -> list[str]:
+def _conclusions(ranks: Sequence[int], statuses: dict[int, RankStatus], by_rank: dict[int, Dump]) -> list[str]:
     lines = []
-    missing = [rank for rank in ranks if rank not in standings]
+    missing = [rank for rank in ranks if rank not in statuses]
     if missing:
         names = listed([f"rank {rank}" for rank in missing])
         lines.append(f"{names} wrote nothing: ended, stopped, or without GRADSYNC_DUMP.")
-    for rank, (other, its, theirs) in at_odds(standings).items():
+    for rank, (other, its, theirs) in at_odds(statuses).items():
         lines.append(f"rank {rank} is in {its.what}, where rank {other} is in {theirs.what}.")
-    for rank, waiters in roots(standings).items():
+    for rank, waiters in roots(statuses).items():
         names = listed([f"rank {waiter}" for waiter in sorted(waiters)])
         verb = "waits" if len(waiters) == 1 else "wait"
         what = max(waiters.values(), key=lambda wait: wait.seconds).what
         lines.append(f"{names} {verb} for rank {rank} in {what}. rank {rank} is at {_innermost(by_rank[rank])}.")
-    waiting = [rank for rank, standing in standings.items() if standing.waits]
+    waiting = [rank for rank, status in statuses.items() if status.waits]
     if not lines and waiting:
         names = listed([f"rank {rank}" for rank in waiting])
         lines.append(f"All ranks have come to what {names} waited for: the wire was at work on it.")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from gradsync.communicator import ProcessGroupCommunicator, Wire
 from gradsync.communicator.collective import Fate
-from gradsync.health.watch.judge import Ending
-from gradsync.health.watch.standing import Wait
+from gradsync.health.watch.detector import ExitRecord
+from gradsync.health.watch.status import Wait
 
 __all__ = ["Guards", "Overdue"]
 
@@ -68,15 +68,15 @@ class Guards:
             wire.fate.witness = witness
             wire.fate.device_timeout = self._device_timeout
 
-    def stranded(self, endings: Sequence[tuple[Ending, float]], now: float) -> Iterator[tuple[int, Ending]]:
+    def stranded(self, exits: Sequence[tuple[ExitRecord, float]], now: float) -> Iterator[tuple[int, ExitRecord]]:
         """Wires on which somebody waits in vain, each with the ending by which it does, of those that were noticed at
         the given times."""
         for number, fate in enumerate(self.fates):
             waits = self._waits_on(number, fate)
             guilty = [
-                ending
-                for ending, noticed in endings
-                if fate.failure is None and any(_in_vain(ending, number, wait, noticed, now) for wait in waits)
+                exit_record
+                for exit_record, noticed in exits
+                if fate.failure is None and any(_in_vain(exit_record, number, wait, noticed, now) for wait in waits)
             ]
             if guilty:
                 yield number, guilty[0]
@@ -93,11 +93,11 @@ class Guards:
             waits.append(_Waiting(fate.started, 0.0))
         return waits
 
-    def refuse_new(self, ending: Ending, message: str) -> None:
+    def refuse_new(self, exit_record: ExitRecord, message: str) -> None:
         """A rank has ended: what is started on a device from now on cannot end, unless it has taken part in that."""
         for number, fate in enumerate(self.fates):
-            started = ending.standing.started
-            lost_after = started[number] if ending.left and number < len(started) else 0
+            started = exit_record.status.started
+            lost_after = started[number] if exit_record.left and number < len(started) else 0
             if fate.lost_rank is None or lost_after < fate.lost_after:
                 fate.lost_after, fate.lost_rank = lost_after, message
 
@@ -139,9 +139,9 @@ class Guards:
         return wires
 
 
-def _in_vain(ending: Ending, number: int, wait: _Waiting, noticed: float, now: float) -> bool:
+def _in_vain(exit_record: ExitRecord, number: int, wait: _Waiting, noticed: float, now: float) -> bool:
     waited = now - max(wait.since, noticed)
-    if ending.strands(Wait(wire=number, place=wait.place, what="", seconds=0.0)):
-        return wait.has_failed or waited >= (LEFT_SECONDS if ending.left else GRACE_SECONDS)
+    if exit_record.strands(Wait(wire=number, place=wait.place, what="", seconds=0.0)):
+        return wait.has_failed or waited >= (LEFT_SECONDS if exit_record.left else GRACE_SECONDS)
     # On a device, to have started something is not to have done it.
     return wait.on_device and (wait.has_failed or waited >= LEFT_ON_DEVICE_SECONDS)

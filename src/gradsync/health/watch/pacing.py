@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsync.health.watch.links import LinkMeter, Sent
+from gradsync.health.watch.messages import Member, slow_link, slow_wire, straggling
 from gradsync.health.watch.pace import Pace, PaceMeter
 from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.rounds import Rounds
 from gradsync.health.watch.slow_links import find_slow_link
 from gradsync.health.watch.slow_wire import SlowWire
 from gradsync.health.watch.stragglers import Stragglers
-from gradsync.health.watch.words import Member, slow_link, slow_wire, straggling
 
 __all__ = ["PaceJudge", "PaceTeller", "Pacing", "Ways"]
 
@@ -137,7 +137,7 @@ class Pacing:
 
     def __init__(self, members: Sequence[Member], me: int, ways: Ways) -> None:
         self._me, self._ways = me, ways
-        self._teller, self._judge, self._links = PaceTeller(len(members)), PaceJudge(members), LinkMeter()
+        self._teller, self._detector, self._links = PaceTeller(len(members)), PaceJudge(members), LinkMeter()
         self._has_failed = False
 
     @property
@@ -155,7 +155,7 @@ class Pacing:
 
     def forget(self, member: int) -> None:
         """Of this one nothing more will come."""
-        self._unless_failed(self._judge.forget, member)
+        self._unless_failed(self._detector.forget, member)
 
     def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
         if self._has_failed:
@@ -190,16 +190,16 @@ class Pacing:
             return
         for words in self._heard(number, message, now):
             self._ways.say(words)
-        if self._judge.asks_for_links:
-            self._judge.asks_for_links = False
+        if self._detector.asks_for_links:
+            self._detector.asks_for_links = False
             self._ways.tell({"measure links": True})
             self._measure(now)
 
     def _heard(self, number: int, message: Message, now: float) -> Iterator[str]:
         if "pace" in message:
-            yield from self._judge.hear(number, Pace.read(message["pace"]), now, models=self._ways.models())
+            yield from self._detector.hear(number, Pace.read(message["pace"]), now, models=self._ways.models())
         if "links" in message:
-            yield from self._judge.hear_links(number, Sent.read(message["links"]))
+            yield from self._detector.hear_links(number, Sent.read(message["links"]))
 
     def _measure(self, now: float) -> None:
         meter = self._ways.meter()

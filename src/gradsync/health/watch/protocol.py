@@ -10,7 +10,7 @@ which never crosses the line itself: each end proves that it knows it, by a code
     rank   {"rank": 2, "nonce": b, "proof": code(a, 2)}  and answers with its own, and a code over both
     hub    {"proof": code(b, "hub")}                     now they are connected
 
-Until then a stranger may say little, and not for long.
+Until then an unauthenticated peer may say little, and not for long.
 """
 
 import errno
@@ -22,7 +22,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HUB", "SECRET_BYTES", "Doorkeeper", "Frames", "Line", "ProtocolError", "code", "join", "pack"]
+__all__ = ["HUB", "SECRET_BYTES", "Frames", "Handshake", "Line", "ProtocolError", "code", "join", "pack"]
 
 Message = dict[str, Any]
 
@@ -153,7 +153,7 @@ class Line:
         self._unsent.clear()
 
 
-class Doorkeeper:
+class Handshake:
     """The hub's side of a line that has just been opened: lets in who proves to be one of ``missing``."""
 
     def __init__(self, line: Line, secret: bytes, missing: set[int]) -> None:

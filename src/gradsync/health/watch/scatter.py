@@ -9,7 +9,7 @@ machine one process is slowed for a while, then another, and such windows are no
 import math
 from collections.abc import Sequence
 
-__all__ = ["BLOCK", "KEPT", "Series", "middle"]
+__all__ = ["BLOCK", "KEPT", "Series", "median"]
 
 KEPT = 240
 HISTORY = 120
@@ -23,7 +23,7 @@ FOUR_FIFTHS = 1.28
 SURE = 5.0
 
 
-def middle(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
     """The median. Quicker than that of ``statistics``."""
     ordered = sorted(values)
     half = len(ordered) // 2
@@ -61,7 +61,7 @@ class Series:
         if len(self._values) < count:
             return False
         ordered = sorted(self._values[-count:])
-        rise = middle(ordered) - above
+        rise = median(ordered) - above
         if rise < least or ordered[count // 5] - above < least / 2:
             return False
         return rise >= SURE * MIDDLE_SCATTER * self._scatter(count) / math.sqrt(count)
@@ -69,14 +69,14 @@ class Series:
     def _scatter(self, count: int) -> float:
         """The standard deviation of one window, as if they were independent."""
         now, before = self.last(count), self.before(count)
-        typical = middle(now)
+        typical = median(now)
         distances = [abs(each - typical) for each in now]
         blocks: list[float] = []
         if before:
-            usual = middle(before)
+            usual = median(before)
             distances += [abs(each - usual) for each in before]
             parts = (before[start : start + BLOCK] for start in range(len(before) % BLOCK, len(before), BLOCK))
-            blocks = [abs(middle(part) - usual) for part in parts]
+            blocks = [abs(median(part) - usual) for part in parts]
         scatter = _deviation(distances)
         if len(blocks) >= LEAST_BLOCKS:
             scatter = max(scatter, _deviation(blocks) * math.sqrt(BLOCK) / MIDDLE_SCATTER)

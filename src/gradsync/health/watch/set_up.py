@@ -23,14 +23,14 @@ from gradsync.communicator import Communicator, ProcessGroupCommunicator
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.naming import global_rank
 from gradsync.communicator.topology import host_identity
-from gradsync.health.watch.door import Door, Invitation, enter
+from gradsync.health.watch.agent import Agent, Plan
 from gradsync.health.watch.dump import listen_for_requests, note_model, write_dump
-from gradsync.health.watch.exits import exit_call, forget_exit, note_exit
-from gradsync.health.watch.post import Plan, Post
+from gradsync.health.watch.exit_causes import exit_call, forget_exit, note_exit
+from gradsync.health.watch.messages import Member, described, farewell
 from gradsync.health.watch.protocol import HUB
-from gradsync.health.watch.standing import Model
-from gradsync.health.watch.uncaught import tell_uncaught
-from gradsync.health.watch.words import Member, described, farewell
+from gradsync.health.watch.rendezvous import Invitation, Rendezvous, enter
+from gradsync.health.watch.status import Model
+from gradsync.health.watch.uncaught_errors import tell_uncaught
 
 __all__ = [
     "MODES",
@@ -50,7 +50,7 @@ VARIABLE = "GRADSYNC_WATCH"
 MODES = ("on", "off", "stacks")
 
 # None where the ranks have agreed to do without. Posts hold no group: they end with it.
-_posts: "weakref.WeakKeyDictionary[Any, Post | None]" = weakref.WeakKeyDictionary()
+_agents: "weakref.WeakKeyDictionary[Any, Agent | None]" = weakref.WeakKeyDictionary()
 # Kept when a group is made anew: a report is of the whole run.
 _said: list[str] = []
 
@@ -63,40 +63,40 @@ def set_watch(communicator: Communicator) -> None:
     group = communicator.group
     if group is None or communicator.world_size == 1:
         return
-    if group not in _posts:
-        _posts[group] = _set_up(ProcessGroupCommunicator(group))
-    post = _posts[group]
-    if post is not None:
-        post.guard(communicator)
+    if group not in _agents:
+        _agents[group] = _set_up(ProcessGroupCommunicator(group))
+    agent = _agents[group]
+    if agent is not None:
+        agent.guard(communicator)
 
 
 def look_at(model: Model, communicator: Communicator) -> None:
     """Tell of ``model`` in dumps, and to the other ranks where there is a watch over ``communicator``."""
     note_model(model)
-    post = None if communicator.group is None else _posts.get(communicator.group)
-    if post is not None:
-        post.look_at(model)
+    agent = None if communicator.group is None else _agents.get(communicator.group)
+    if agent is not None:
+        agent.look_at(model)
 
 
 def leave_watch(group: Any, words: str) -> None:
     """Watch ``group`` no longer, here: others that wait for this rank are told ``words``. Not collective."""
-    post = _posts.pop(group, None)
-    if post is not None:
-        post.leave(words)
+    agent = _agents.pop(group, None)
+    if agent is not None:
+        agent.leave(words)
 
 
 def tell_error(communicator: Communicator, error: BaseException, place: str) -> None:
     """This rank has raised in that ``place`` of its loop, and the other ranks may be waiting for it. They are told at
     once, and forget it when this rank goes on."""
-    post = None if communicator.group is None else _posts.get(communicator.group)
+    agent = None if communicator.group is None else _agents.get(communicator.group)
     # Of a rank that was lost they know.
-    if post is not None and isinstance(error, Exception) and not isinstance(error, PeerFailedError):
-        post.tell_error(described(error, place))
+    if agent is not None and isinstance(error, Exception) and not isinstance(error, PeerFailedError):
+        agent.tell_error(described(error, place))
 
 
-def posts() -> list[Post]:
+def posts() -> list[Agent]:
     """Those of this process."""
-    return [post for post in _posts.values() if post is not None]
+    return [agent for agent in _agents.values() if agent is not None]
 
 
 def straggling() -> list[str]:
@@ -105,7 +105,7 @@ def straggling() -> list[str]:
     return list(_said)
 
 
-def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
+def _set_up(wire: ProcessGroupCommunicator) -> Agent | None:
     mine = {
         "mode": os.environ.get(VARIABLE, "on"),
         "rank": global_rank(wire.group, wire.rank),
@@ -129,7 +129,7 @@ def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
         shows_stacks=mine["mode"] == "stacks",
     )
     try:
-        post = _open(plan, wire)
+        agent = _open(plan, wire)
     except ConfigurationError as error:
         if wire.rank == HUB:
             LOGGER.warning("there is no watch over the ranks, and a lost one may go unnamed: %s", error)
@@ -137,47 +137,49 @@ def _set_up(wire: ProcessGroupCommunicator) -> Post | None:
     # What multiprocessing has forked ends by os._exit, and calls this before.
     multiprocessing.util.Finalize(None, say_goodbye, exitpriority=0)
     tell_uncaught(_script_raised, _thread_raised)
-    post.on_dump = lambda: write_dump(posts())
-    post.on_words = _said.append
+    agent.on_dump = lambda: write_dump(posts())
+    agent.on_words = _said.append
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
-    post.guard(wire)
-    return post
+    agent.guard(wire)
+    return agent
 
 
-def _open(plan: Plan, wire: ProcessGroupCommunicator) -> Post:
+def _open(plan: Plan, wire: ProcessGroupCommunicator) -> Agent:
     """Step by step: ranks agree on how each went before they begin the next, so that nobody waits for one that failed.
 
     ConfigurationError on all of them if one cannot.
     """
     with contextlib.ExitStack() as undo:
-        post = make_together(wire, "listen for the other ranks", lambda: _open_door(plan, wire, undo))
-        mine = b"" if post is None else json.dumps(post.invitation).encode()
+        agent = make_together(wire, "listen for the other ranks", lambda: _open_rendezvous(plan, wire, undo))
+        mine = b"" if agent is None else json.dumps(agent.invitation).encode()
         invitation: Invitation = json.loads(gather_bytes(wire, mine)[HUB])
-        entered = make_together(wire, "reach the watch of rank 0", lambda: post or _enter(plan, wire, invitation, undo))
+        entered = make_together(
+            wire, "reach the watch of rank 0", lambda: agent or _enter(plan, wire, invitation, undo)
+        )
         # All are in, or not all of them are and nobody stays.
         undo.pop_all()
         return entered
 
 
-def _open_door(plan: Plan, wire: ProcessGroupCommunicator, undo: contextlib.ExitStack) -> Post | None:
+def _open_rendezvous(plan: Plan, wire: ProcessGroupCommunicator, undo: contextlib.ExitStack) -> Agent | None:
     if plan.me != HUB:
         return None
     others = {number for number in range(len(plan.members)) if number != HUB}
-    door = Door(others, others_elsewhere=not all(plan.here))
-    undo.callback(door.close)
-    post = Post(plan, wire.group, door=door)
-    undo.callback(post.leave, "has no watch")
-    post.start()
-    return post
+    rendezvous = Rendezvous(others, others_elsewhere=not all(plan.here))
+    undo.callback(rendezvous.close)
+    agent = Agent(plan, wire.group, rendezvous=rendezvous)
+    undo.callback(agent.leave, "has no watch")
+    agent.start()
+    return agent
 
 
-def _enter(plan: Plan, wire: ProcessGroupCommunicator, invitation: Invitation, undo: contextlib.ExitStack) -> Post:
+def _enter(plan: Plan, wire: ProcessGroupCommunicator, invitation: Invitation, undo: contextlib.ExitStack) -> Agent:
     line = enter(invitation, plan.me, is_here=plan.here[HUB])
     undo.callback(line.close)
-    post = Post(plan, wire.group, line=line)
-    undo.callback(post.leave, "has no watch")
-    post.start()
-    return post
+    agent = Agent(plan, wire.group, line=line)
+    undo.callback(agent.leave, "has no watch")
+    agent.start()
+    return agent
 
 
 def _timeout(wire: ProcessGroupCommunicator) -> float:
@@ -194,8 +196,8 @@ def say_goodbye(error: BaseException | None = None) -> None:
     For processes that end by ``os._exit`` after all, which else would look as if they had been killed.
     """
     words = farewell(error)
-    for post in posts():
-        post.leave(words)
+    for agent in posts():
+        agent.leave(words)
 
 
 def _script_raised(error: BaseException) -> None:
@@ -220,19 +222,19 @@ def _thread_raised(error: BaseException, thread: int) -> None:
 
 
 def _tell_all(words: str) -> None:
-    for post in posts():
-        post.tell_error(words)
+    for agent in posts():
+        agent.tell_error(words)
 
 
 def _trained_by(thread: int | None) -> bool:
     """Whether that thread has run the last forward of a model."""
-    return any(getattr(model, "thread", None) == thread for post in posts() for model in post.sampler.models)
+    return any(getattr(model, "thread", None) == thread for agent in posts() for model in agent.sampler.models)
 
 
 def _forsake_all() -> None:
-    for post in posts():
-        post.forsake()
-    _posts.clear()
+    for agent in posts():
+        agent.after_fork()
+    _agents.clear()
     _said.clear()
     forget_exit()
 

@@ -8,7 +8,7 @@ nobody's own work does. It is held against the run's own past: what is slow for 
 from dataclasses import dataclass
 
 from gradsync.health.watch.rounds import Round
-from gradsync.health.watch.scatter import BLOCK, Series, middle
+from gradsync.health.watch.scatter import BLOCK, Series, median
 from gradsync.health.watch.stragglers import FIRST_PAUSE_SECONDS, MOMENT
 
 __all__ = ["SlowWire", "WireVerdict"]
@@ -65,23 +65,23 @@ class SlowWire:
         """Whether windows are spent waiting for it, to a good part; None while nobody knows."""
         if len(self._wire) < LENGTHS[0]:
             return None
-        return middle(self._wire.last(LENGTHS[0])) >= MUCH * middle(self._wall.last(LENGTHS[0]))
+        return median(self._wire.last(LENGTHS[0])) >= MUCH * median(self._wall.last(LENGTHS[0]))
 
     @property
     def rise(self) -> float:
         """How many seconds a window it takes more now than it did, whether that was said already or not."""
         if self._named is not None:
-            return max(0.0, middle(self._wire.last(BLOCK)) - self._named.before)
+            return max(0.0, median(self._wire.last(BLOCK)) - self._named.before)
         if not self._usual or not self._wire.is_high((1 + GROWTH / 2) * self._usual):
             return 0.0
-        return max(0.0, middle(self._wire.last(BLOCK)) - self._usual)
+        return max(0.0, median(self._wire.last(BLOCK)) - self._usual)
 
     def look(self, now: float) -> WireVerdict | None:
         """What is new, or is to be said again: after a minute, two, four and so on."""
         if self._named is not None:
             return self._again(self._named, now)
         if self._until_known <= 0:
-            self._usual, self._until_known = middle(self._wire.before(LENGTHS[0])), LEAST_HISTORY
+            self._usual, self._until_known = median(self._wire.before(LENGTHS[0])), LEAST_HISTORY
         if not self._wire.is_high((1 + GROWTH / 2) * self._usual):
             return None
         for count in LENGTHS:
@@ -90,7 +90,7 @@ class SlowWire:
                 return None
             if count < self._shortest:
                 continue
-            before = middle(past)
+            before = median(past)
             if self._wire.stands_out(count, least=self._least(before, count), above=before):
                 self._past, self._since = past, self._window
                 self._named = self._verdict(count, before, is_over=False)
@@ -100,10 +100,10 @@ class SlowWire:
         return None
 
     def _least(self, before: float, count: int) -> float:
-        return max(GROWTH * before, SHARE * middle(self._wall.before(count)), LEAST_SECONDS)
+        return max(GROWTH * before, SHARE * median(self._wall.before(count)), LEAST_SECONDS)
 
     def _verdict(self, count: int, before: float, *, is_over: bool) -> WireVerdict:
-        return WireVerdict(window=self._window, now=middle(self._wire.last(count)), before=before, is_over=is_over)
+        return WireVerdict(window=self._window, now=median(self._wire.last(count)), before=before, is_over=is_over)
 
     def _again(self, named: WireVerdict, now: float) -> WireVerdict | None:
         current = self._verdict(LENGTHS[0], named.before, is_over=False)

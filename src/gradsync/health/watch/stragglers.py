@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from gradsync.health.watch.rounds import Round, against_the_others
-from gradsync.health.watch.scatter import Series, middle
+from gradsync.health.watch.scatter import Series, median
 
 __all__ = ["FIRST_PAUSE_SECONDS", "LENGTHS", "MOMENT", "OVER", "SLOWER", "Straggler", "Stragglers", "Verdict"]
 
@@ -99,13 +99,13 @@ class Stragglers:
         self._excused = max(LEAST_SECONDS, excused)
         for member in self._present:
             naming, slower = self._named.get(member), self._slower[member]
-            verdict = self._judge(member, slower, now) if naming is None else self._again(naming, slower, now)
+            verdict = self._detector(member, slower, now) if naming is None else self._again(naming, slower, now)
             if verdict is not None:
                 verdicts.append(verdict)
         self._present = ()
         return verdicts
 
-    def _judge(self, member: int, slower: Series, now: float) -> Verdict | None:
+    def _detector(self, member: int, slower: Series, now: float) -> Verdict | None:
         if not slower.is_high(SLOWER / 2):
             return None
         for count in LENGTHS:
@@ -129,14 +129,14 @@ class Stragglers:
         return Straggler(
             member=member,
             window=self._window,
-            own=middle([told.own[member] for told in rounds]),
-            others=middle([against_the_others(told.own)[member] for told in rounds]),
-            wire=middle([told.waited[member] for told in rounds]),
+            own=median([told.own[member] for told in rounds]),
+            others=median([against_the_others(told.own)[member] for told in rounds]),
+            wire=median([told.waited[member] for told in rounds]),
         )
 
     def _again(self, naming: Naming, slower: Series, now: float) -> Verdict | None:
         named = naming.named
-        is_over = middle(slower.last(self._shortest)) < min(OVER, named.slower / 2)
+        is_over = median(slower.last(self._shortest)) < min(OVER, named.slower / 2)
         if not is_over and now < naming.next:
             return None
         current = self._straggler(named.member, self._shortest)

@@ -6,22 +6,22 @@ that has started fewer than 12. A rank that has started it and waits there, too,
 
 from collections.abc import Mapping
 
-from gradsync.health.watch.standing import Standing, Wait
+from gradsync.health.watch.status import RankStatus, Wait
 
 __all__ = ["at_odds", "holds_up", "longest", "roots"]
 
 
-def holds_up(standing: Standing, wait: Wait) -> bool:
+def holds_up(status: RankStatus, wait: Wait) -> bool:
     """Whether a rank that stands there has yet to come to what another one waits for."""
-    return wait.wire >= len(standing.started) or standing.started[wait.wire] < wait.place
+    return wait.wire >= len(status.started) or status.started[wait.wire] < wait.place
 
 
-def longest(standing: Standing) -> Wait | None:
+def longest(status: RankStatus) -> Wait | None:
     """What a rank has waited for the longest."""
-    return max(standing.waits, key=lambda wait: wait.seconds, default=None)
+    return max(status.waits, key=lambda wait: wait.seconds, default=None)
 
 
-def roots(standings: Mapping[int, Standing], patience: float = 0.0) -> dict[int, dict[int, Wait]]:
+def roots(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[int, dict[int, Wait]]:
     """Those who hold others up: for each of them who waits for it, in what.
 
     ``patience`` is how many seconds a wait must last to count. A rank that waits itself is held up by somebody else,
@@ -29,24 +29,24 @@ def roots(standings: Mapping[int, Standing], patience: float = 0.0) -> dict[int,
     """
     waiting = {
         rank: wait
-        for rank, standing in standings.items()
-        if (wait := longest(standing)) is not None and wait.seconds >= patience
+        for rank, status in statuses.items()
+        if (wait := longest(status)) is not None and wait.seconds >= patience
     }
     found: dict[int, dict[int, Wait]] = {}
     for waiter, wait in waiting.items():
-        for rank, standing in standings.items():
-            if rank != waiter and holds_up(standing, wait):
+        for rank, status in statuses.items():
+            if rank != waiter and holds_up(status, wait):
                 found.setdefault(rank, {})[waiter] = wait
-    free = {rank: waiters for rank, waiters in found.items() if not standings[rank].waits}
+    free = {rank: waiters for rank, waiters in found.items() if not statuses[rank].waits}
     return free or found
 
 
-def at_odds(standings: Mapping[int, Standing], patience: float = 0.0) -> dict[int, tuple[int, Wait, Wait]]:
+def at_odds(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[int, tuple[int, Wait, Wait]]:
     """Ranks that wait in another collective than the lowest one does in the same place: whose, its own, and theirs."""
     first: dict[tuple[int, int], tuple[int, Wait]] = {}
     found = {}
-    for rank in sorted(standings):
-        for wait in standings[rank].waits:
+    for rank in sorted(statuses):
+        for wait in statuses[rank].waits:
             other, its = first.setdefault((wait.wire, wait.place), (rank, wait))
             if _kind(its) != _kind(wait) and min(its.seconds, wait.seconds) >= patience:
                 found[rank] = (other, wait, its)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsync.observe.charts.canvas import INK, PARTS, SOFT, colour
-from gradsync.observe.charts.words import tick_labels
+from gradsync.observe.charts.numbers import tick_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

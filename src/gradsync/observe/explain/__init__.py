@@ -16,8 +16,8 @@
 
 from gradsync.observe.explain.advice import Advice
 from gradsync.observe.explain.explanation import explain_recordings
+from gradsync.observe.explain.explanation_text import Explanation
 from gradsync.observe.explain.split import Parts, Split
 from gradsync.observe.explain.stragglers import Straggler
-from gradsync.observe.explain.words import Explanation
 
 __all__ = ["Advice", "Explanation", "Parts", "Split", "Straggler", "explain_recordings"]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gradsync.observe.charts.words import count, duration, size
+from gradsync.observe.charts.numbers import count, duration, size
 from gradsync.observe.explain import changes
 from gradsync.observe.explain.evidence import missing_evidence
 from gradsync.observe.explain.link import Link, fit_link

@@ -1,6 +1,6 @@
 """Whether a recording tells enough to give advice from it."""
 
-from gradsync.observe.charts.words import count, duration
+from gradsync.observe.charts.numbers import count, duration
 from gradsync.observe.explain.merging import WARM_UP, Timeline
 from gradsync.observe.explain.split import Split
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from gradsync.observe.explain.advice import advise
+from gradsync.observe.explain.explanation_text import Explanation
 from gradsync.observe.explain.merging import merge
 from gradsync.observe.explain.split import split
 from gradsync.observe.explain.stragglers import find_stragglers
-from gradsync.observe.explain.words import Explanation
 from gradsync.observe.recording.steps import Recording
 
 __all__ = ["explain_recordings"]

@@ -9,7 +9,7 @@ from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.core.bucket.cost_model import measure_link
 from gradsync.observe.explain.explanation import explain_recordings
-from gradsync.observe.explain.words import Explanation
+from gradsync.observe.explain.explanation_text import Explanation
 from gradsync.observe.recording.clocks import align_clocks
 from gradsync.observe.recording.files import lines_of, parse_recording
 from gradsync.observe.recording.recorder import Recorder

@@ -15,7 +15,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from gradsync.observe.charts.words import duration
+from gradsync.observe.charts.numbers import duration
 from gradsync.observe.explain.evidence import missing_evidence
 from gradsync.observe.explain.merging import Timeline
 from gradsync.observe.explain.split import Split

@@ -17,11 +17,11 @@ from typing import Any
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import whole_file
 from gradsync.base.json_data import from_json
+from gradsync.observe.plan.link_cost import Operation, Way, Wire
 from gradsync.observe.plan.profile import StepProfile
 from gradsync.observe.plan.schedule import REDUCTIONS, ReductionCost, Schedule
 from gradsync.observe.plan.stragglers import Jitter
 from gradsync.observe.plan.topology import Link, Topology
-from gradsync.observe.plan.wire import Operation, Way, Wire
 
 __all__ = ["Calibration", "Reading", "fit_wire", "no_link", "slow_for_good"]
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.canvas import INK, PARTS, SOFT, canvas, colour, legend, require, style
+from gradsync.observe.charts.numbers import compact, saving
 from gradsync.observe.charts.page import svg_file
-from gradsync.observe.charts.words import compact, saving
 from gradsync.observe.plan.planner import Prediction
 from gradsync.observe.plan.report import PlanReport
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.bucket.layout import BucketCaps
-from gradsync.observe.charts.words import compact, count
+from gradsync.observe.charts.numbers import compact, count
 from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.schedule import Overlap
 from gradsync.observe.plan.simulator import SimulatedStep, simulate

@@ -14,10 +14,10 @@ from gradsync.observe.explain.merging import merge
 from gradsync.observe.explain.split import split
 from gradsync.observe.explain.stragglers import find_stragglers
 from gradsync.observe.plan.calibration import Calibration, no_link, slow_for_good
+from gradsync.observe.plan.link_cost import Way, Wire
 from gradsync.observe.plan.profile import BucketProfile, StepProfile
 from gradsync.observe.plan.stragglers import Jitter
 from gradsync.observe.plan.topology import Link, Topology
-from gradsync.observe.plan.wire import Way, Wire
 from gradsync.observe.recording import Header, Recording, Step, read_recordings
 
 __all__ = ["recorded"]

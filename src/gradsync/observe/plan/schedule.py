@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.plan.wire import Operation
+from gradsync.observe.plan.link_cost import Operation
 
 __all__ = ["EXACT", "REDUCTIONS", "Overlap", "ReductionCost", "Schedule"]
 

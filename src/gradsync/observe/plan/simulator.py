@@ -17,11 +17,11 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.plan.clockwork import Clock, Core, Link, Phase, Traffic, Transfer
 from gradsync.observe.plan.early import Times, plan_early
+from gradsync.observe.plan.event_loop import Clock, Core, Link, Phase, Traffic, Transfer
+from gradsync.observe.plan.link_cost import Operation, Wire
 from gradsync.observe.plan.profile import StepProfile
 from gradsync.observe.plan.schedule import Schedule
-from gradsync.observe.plan.wire import Operation, Wire
 
 __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
 

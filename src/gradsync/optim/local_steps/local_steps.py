@@ -30,11 +30,11 @@ from gradsync.core.reduction import Reduction
 from gradsync.health.watch import set_watch
 from gradsync.optim.local_steps.averaged_buffers import AveragedBuffers
 from gradsync.optim.local_steps.exchange import Exchange, put_down
-from gradsync.optim.local_steps.meeting import Agreed, Notice, Wish, meet
 from gradsync.optim.local_steps.outer import Outer, OuterFactory
 from gradsync.optim.local_steps.parts import Optimizers, Parts, communicator_of
-from gradsync.optim.local_steps.saving import check_state
+from gradsync.optim.local_steps.progress import Agreed, Notice, Wish, meet
 from gradsync.optim.local_steps.settings import Settings, cut
+from gradsync.optim.local_steps.state_saving import check_state
 from gradsync.parallel.replica_state import broadcast_tensors
 
 __all__ = ["LocalSteps"]
@@ -206,7 +206,7 @@ class LocalSteps:
         return agreed
 
     def _meet(self, wish: Wish) -> Agreed:
-        """One round. Collective, with whatever the others wish for; see :mod:`gradsync.optim.local_steps.meeting`."""
+        """One round. Collective, with whatever the others wish for; see :mod:`gradsync.optim.local_steps.progress`."""
         try:
             self._merge()
             misfit = None if wish is Wish.FAILED else self._misfit()

@@ -95,7 +95,7 @@ class Parts:
 
 def _look_at_model(model: Any) -> tuple[Replica, Callable[[], TrainingAlone] | None]:
     if isinstance(model, Wrapped):
-        if model.synchronizer.engine.sharing.tenant is not None:
+        if model.synchronizer.engine.sharing.client is not None:
             raise ConfigurationError(
                 "a sharded optimizer has this model's parameters, and cannot take local steps: every rank has the "
                 "state of its own share only. Use a plain optimizer for them"

@@ -6,7 +6,7 @@ forward.
     backward          every bucket is reduce-scattered                       core/reduction/scattered.py
     step()            this rank's share of each is updated                   optim/sharded/share.py
                       new parameters are gathered, first those that the
-                      next forward needs first                               optim/sharded/journey.py, gather.py
+                      next forward needs first                               optim/sharded/gather_pipeline.py, gather.py
     the next forward  a layer waits for its own parameters, if they are
                       not there yet
 
@@ -27,12 +27,17 @@ from gradsync.communicator.agreement import make_together
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.precise import NARROW, restore_gradients
 from gradsync.core.reduction import ScatteredMean
+from gradsync.optim.sharded.bucket_optimizer import (
+    BucketOptimizer,
+    Synchronized,
+    constructor_options,
+    trained_parameters,
+)
 from gradsync.optim.sharded.element_wise import require_element_wise
-from gradsync.optim.sharded.journey import Journey
+from gradsync.optim.sharded.gather_pipeline import GatherPipeline
 from gradsync.optim.sharded.mode import Mode
-from gradsync.optim.sharded.resident import Resident, Synchronized, constructor_options, trained_parameters
-from gradsync.optim.sharded.saving import check_groups, from_parameter, indexed, to_parameter
 from gradsync.optim.sharded.segments import MASTER, ParameterState, Segments
+from gradsync.optim.sharded.sharded_checkpoint import check_groups, from_parameter, indexed, to_parameter
 from gradsync.optim.sharded.share import Part, Place, Share
 from gradsync.optim.sharded.states import gather_states
 
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedOptimizer"]
 
 
-class ShardedOptimizer(Resident):
+class ShardedOptimizer(BucketOptimizer):
     """An optimizer of ``optimizer_class`` that is shared out over the ranks of ``model``.
 
     ``params`` are parameters or parameter groups of the model, by default all that are trained; everything else is
@@ -93,28 +98,28 @@ class ShardedOptimizer(Resident):
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        self._journey = Journey(self._synchronizer, self._all_options)
-        self._wire = self._journey.wire
+        self._gather_pipeline = GatherPipeline(self._synchronizer, self._all_options)
+        self._wire = self._gather_pipeline.wire
 
     def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
         # Hooks of parameters hold the reduction. They must not hold the optimizer, whose engine removes them.
-        return ScatteredMean(dtype, self._journey.wire, weakref.proxy(self._journey))
+        return ScatteredMean(dtype, self._gather_pipeline.wire, weakref.proxy(self._gather_pipeline))
 
     def received(self) -> None:
-        self._journey.early.received()
+        self._gather_pipeline.early.received()
 
     def leave(self) -> None:
-        self._journey.settle()
-        self._journey.pace.forward_ended()
+        self._gather_pipeline.settle()
+        self._gather_pipeline.pace.forward_ended()
 
     def move_out(self) -> None:
-        self._journey.let_go()
+        self._gather_pipeline.let_go()
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were laid out anew: the state follows its parameters. Collective."""
         if not self._scatters:
             buckets = []
-            if self._journey.segments is None:
+            if self._gather_pipeline.segments is None:
                 return
         communicator = self._synchronizer.engine.communicator
         shares = [Share(bucket, communicator.rank) for bucket in buckets]
@@ -128,14 +133,14 @@ class ShardedOptimizer(Resident):
                 self._rest(index, state)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
-        self._journey.take(Segments(shares, group_of, self._make, states) if self._scatters else None)
+        self._gather_pipeline.take(Segments(shares, group_of, self._make, states) if self._scatters else None)
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
 
     def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
         """The state of every parameter that has any. Collective."""
         synchronizer = self._synchronizer
-        if self._journey.segments is not None:
-            yield from gather_states(self._journey.segments, synchronizer.engine.communicator)
+        if self._gather_pipeline.segments is not None:
+            yield from gather_states(self._gather_pipeline.segments, synchronizer.engine.communicator)
         for index, parameter in enumerate(synchronizer.parameters):
             if self._outside.state.get(parameter):
                 yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
@@ -167,7 +172,7 @@ class ShardedOptimizer(Resident):
             with self.told_to_others():
                 self._step_outside(options)
 
-        self._journey.step(indexed(self._outside.param_groups), step_outside)
+        self._gather_pipeline.step(indexed(self._outside.param_groups), step_outside)
 
     def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
         """Update what has no place in a bucket: its gradient is the mean on every rank."""
@@ -184,26 +189,26 @@ class ShardedOptimizer(Resident):
 
     def flush(self) -> None:
         """Wait until all parameters are the new ones."""
-        self._journey.flush()
+        self._gather_pipeline.flush()
 
     def _settle(self) -> None:
-        self._journey.settle()
+        self._gather_pipeline.settle()
 
     def close(self) -> None:
         super().close()
-        self._journey.segments = None
+        self._gather_pipeline.segments = None
 
     # -- groups and state ------------------------------------------------------------------------------------------
 
     def _take_group(self, group: dict[str, Any]) -> None:
         self._outside.add_param_group({**group, "params": list(group["params"])})
-        if self._journey.segments is not None:
+        if self._gather_pipeline.segments is not None:
             self.moved(self._synchronizer.buckets)
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
         self._require_open()
-        self._journey.settle()
+        self._gather_pipeline.settle()
         communicator = self._synchronizer.engine.communicator
         keeps = to is None or to == communicator.rank
         state: dict[int, dict[str, Any]] = {}
@@ -250,7 +255,7 @@ class ShardedOptimizer(Resident):
     @torch.no_grad()
     def _load(self, states: Mapping[int, ParameterState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Go on with ``states``: of what is in a share of this rank's that part, and else the whole."""
-        self._journey.settle()
+        self._gather_pipeline.settle()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         parts, inside = self._parts(), self._inside()
@@ -258,18 +263,18 @@ class ShardedOptimizer(Resident):
         for index, state in states.items():
             if index not in inside:
                 self._rest(index, _narrowed(state, self._synchronizer.parameters[index]))
-        if self._journey.segments is not None:
-            self._journey.segments.cut({index: state for index, state in states.items() if index in parts})
+        if self._gather_pipeline.segments is not None:
+            self._gather_pipeline.segments.cut({index: state for index, state in states.items() if index in parts})
         self._consolidated = None
 
     def _parts(self) -> dict[int, Part]:
         """What this rank has of parameters that lie in buckets."""
-        shares = [] if self._journey.segments is None else self._journey.segments.shares
+        shares = [] if self._gather_pipeline.segments is None else self._gather_pipeline.segments.shares
         return {part.index: part for share in shares for part in share.parts}
 
     def _inside(self) -> set[int]:
         """The parameters that lie in buckets, on whatever rank."""
-        shares = [] if self._journey.segments is None else self._journey.segments.shares
+        shares = [] if self._gather_pipeline.segments is None else self._gather_pipeline.segments.shares
         return {slot.parameter for share in shares for slot in share.plan.slots}
 
     # -- in pieces, for torch.distributed.checkpoint ---------------------------------------------------------------
@@ -279,9 +284,9 @@ class ShardedOptimizer(Resident):
         from gradsync.optim.sharded.pieces import pieces_of
 
         self._require_open()
-        self._journey.settle()
+        self._gather_pipeline.settle()
         specs, parts = self._synchronizer.specs, self._parts()
-        states = {} if self._journey.segments is None else self._journey.segments.states()
+        states = {} if self._gather_pipeline.segments is None else self._gather_pipeline.segments.states()
         mine = {specs[index].name: (state, self._place(index, parts)) for index, state in states.items()}
         if self._synchronizer.engine.communicator.rank == 0:
             # The same on every rank.

@@ -27,18 +27,18 @@ from gradsync.communicator import Handle, scattering_over
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.shared_gradient import SharedGradient
 from gradsync.core.reduction import ScatteredMean
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Synchronized
 from gradsync.optim.sharded.element_wise import require_parameter_wise
 from gradsync.optim.sharded.gather import Gather, Gathers, told_later
 from gradsync.optim.sharded.mode import Mode
 from gradsync.optim.sharded.options import copied, is_equal
-from gradsync.optim.sharded.resident import Resident, Synchronized
-from gradsync.optim.sharded.saving import check_groups, indexed
-from gradsync.optim.sharded.twins import PutOffStep, Twin, doubled
+from gradsync.optim.sharded.shadow_parameters import PutOffStep, ShadowParameter, doubled
+from gradsync.optim.sharded.sharded_checkpoint import check_groups, indexed
 
 __all__ = ["OverlappedOptimizer"]
 
 
-class OverlappedOptimizer(Resident):
+class OverlappedOptimizer(BucketOptimizer):
     """``optimizers`` of the parameters of ``model``, as one whose means arrive behind the next forward.
 
     They are taken with their groups, options and state. The groups are the very same objects: a scheduler that was made
@@ -76,8 +76,8 @@ class OverlappedOptimizer(Resident):
     def _prepare(self) -> None:
         communicator = self._synchronizer.engine.communicator
         self._wire = scattering_over(communicator, self._synchronizer.parameters[0].device)
-        self._twins = {id(p): Twin(p) for p in indexed(self.param_groups)}
-        self._inner = [doubled(optimizer, self._twins) for optimizer in self._originals]
+        self._shadows = {id(p): ShadowParameter(p) for p in indexed(self.param_groups)}
+        self._inner = [doubled(optimizer, self._shadows) for optimizer in self._originals]
         self._gathers = Gathers(self._synchronizer.parameters[0].device)
         self._inside: list[Bucket] = []
         # Whose updates may not all be made.
@@ -117,14 +117,14 @@ class OverlappedOptimizer(Resident):
         step = PutOffStep(options=copied(self._all_options()), optimizers=self._inner)
         inside = {id(parameter) for bucket in self._inside for parameter in bucket.parameters}
         outside = [p for p in indexed(self.param_groups) if id(p) not in inside]
-        busy = {id(self._twins[id(p)].itself) for p in indexed(self.param_groups) if p.grad is not None}
+        busy = {id(self._shadows[id(p)].itself) for p in indexed(self.param_groups) if p.grad is not None}
         # The bucket that started last holds what is needed first.
         by_need = self._inside[::-1]
 
         def make(gathers: Sequence[Gather]) -> None:
             self._running = step
             with self.told_to_others():
-                step.update({self._twins[id(p)]: p.grad for p in outside if p.grad is not None})
+                step.update({self._shadows[id(p)]: p.grad for p in outside if p.grad is not None})
                 step.count([busy.isdisjoint(map(id, indexed(optimizer.param_groups))) for optimizer in self._inner])
             if not by_need:
                 return
@@ -139,16 +139,16 @@ class OverlappedOptimizer(Resident):
         else:
             make(())
 
-    def _gradients_of(self, bucket: Bucket) -> dict[Twin, torch.Tensor]:
+    def _gradients_of(self, bucket: Bucket) -> dict[ShadowParameter, torch.Tensor]:
         """What parameters of the bucket will be updated by: where the mean will lie, or what is in its place."""
         payload = bucket.wire[: bucket.plan.payload]
         found = {}
         for parameter, view in zip(bucket.parameters, bucket.views_of(payload), strict=True):
-            if parameter.grad is None or id(parameter) not in self._twins:
+            if parameter.grad is None or id(parameter) not in self._shadows:
                 continue
             shared = isinstance(parameter.grad, SharedGradient)
             # Who has put another in its place may zero it before it is used.
-            found[self._twins[id(parameter)]] = view if shared else parameter.grad.clone()
+            found[self._shadows[id(parameter)]] = view if shared else parameter.grad.clone()
         return found
 
     def _gather(self, bucket: Bucket) -> Handle:
@@ -170,7 +170,7 @@ class OverlappedOptimizer(Resident):
             observer.gather_arrived(bucket)
         update()
 
-    def _use(self, step: PutOffStep, gradients: Mapping[Twin, torch.Tensor]) -> None:
+    def _use(self, step: PutOffStep, gradients: Mapping[ShadowParameter, torch.Tensor]) -> None:
         with self.told_to_others():
             step.update(gradients)
 
@@ -200,18 +200,20 @@ class OverlappedOptimizer(Resident):
         # An interrupt may have come between the two: then they do not have their state yet.
         if not self._refusals:
             return
-        mine = {id(twin.itself): twin.parameter for twin in self._twins.values()}
+        mine = {id(shadow.itself): shadow.parameter for shadow in self._shadows.values()}
         for original, inner in zip(self._originals, self._inner, strict=True):
             original.state = defaultdict(dict)
-            original.state.update({mine[id(twin)]: state for twin, state in inner.state.items() if id(twin) in mine})
+            original.state.update(
+                {mine[id(shadow)]: state for shadow, state in inner.state.items() if id(shadow) in mine}
+            )
         for handle in self._refusals:
             handle.remove()
         self._refusals = []
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        self._twins.update({id(p): Twin(p) for p in group["params"]})
+        self._shadows.update({id(p): ShadowParameter(p) for p in group["params"]})
         inner = self._inner[-1]
-        inner.add_param_group({**group, "params": [self._twins[id(p)].itself for p in group["params"]]})
+        inner.add_param_group({**group, "params": [self._shadows[id(p)].itself for p in group["params"]]})
         for key, value in inner.param_groups[-1].items():
             if key != "params":
                 group.setdefault(key, value)
@@ -224,12 +226,12 @@ class OverlappedOptimizer(Resident):
 
         def collect() -> None:
             self._finish_step()
-            states = {id(twin): state for optimizer in self._inner for twin, state in optimizer.state.items()}
+            states = {id(shadow): state for optimizer in self._inner for shadow, state in optimizer.state.items()}
             for place, parameter in enumerate(indexed(self.param_groups)):
                 # None of a group that is being added at this moment.
-                twin = self._twins.get(id(parameter))
-                if twin is not None and states.get(id(twin.itself)):
-                    found[place] = states[id(twin.itself)]
+                shadow = self._shadows.get(id(parameter))
+                if shadow is not None and states.get(id(shadow.itself)):
+                    found[place] = states[id(shadow.itself)]
 
         # Where steps are made: another thread may ask, in the middle of one.
         self._gathers.finish(collect)
@@ -277,7 +279,7 @@ def _require_plain(optimizer: Any) -> None:
         raise ConfigurationError(
             f"OverlappedOptimizer takes optimizers of the model's parameters, got {type(optimizer).__name__}"
         )
-    if isinstance(optimizer, Resident):
+    if isinstance(optimizer, BucketOptimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} lives in the buckets already. OverlappedOptimizer takes plain optimizers"
         )

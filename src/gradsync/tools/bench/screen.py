@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gradsync.observe.charts.words import duration
+from gradsync.observe.charts.numbers import duration
 from gradsync.tools.bench.record import Cell
 from gradsync.tools.bench.report import Section
 from gradsync.tools.bench.scenario import Scenario

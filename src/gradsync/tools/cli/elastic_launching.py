@@ -17,7 +17,7 @@ from functools import partial
 from gradsync.base.environment import LOOPBACK
 from gradsync.base.errors import ConfigurationError
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
-from gradsync.tools.cli.last_words import WRONG_USE
+from gradsync.tools.cli.failure_message import WRONG_USE
 from gradsync.tools.cli.launching import GRACE_SECONDS, RANK_PROGRAM
 from gradsync.tools.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
 

@@ -6,9 +6,18 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.observe.charts.words import duration
+from gradsync.observe.charts.numbers import duration
 from gradsync.observe.explain import Explanation
-from gradsync.observe.explain.words import ADVICE_TITLE, BAR, BUCKET_COLUMNS, HIDDEN, MEANINGS, NAMES, bar, gained
+from gradsync.observe.explain.explanation_text import (
+    ADVICE_TITLE,
+    BAR,
+    BUCKET_COLUMNS,
+    HIDDEN,
+    MEANINGS,
+    NAMES,
+    bar,
+    gained,
+)
 
 __all__ = ["shown"]
 

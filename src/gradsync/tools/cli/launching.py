@@ -20,8 +20,8 @@ from functools import partial
 from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.naming import listed
-from gradsync.tools.cli.last_words import WRONG_USE, Statements
-from gradsync.tools.cli.root_cause import Inquest
+from gradsync.tools.cli.failure_message import WRONG_USE, Statements
+from gradsync.tools.cli.root_cause import FailureReport
 from gradsync.tools.lab import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
 
@@ -108,12 +108,12 @@ def run_ranks_of(
             RankProcesses(grace_seconds) as ranks,
         ):
             places = [replace(each, more={**each.more, **statements.variables(each.rank)}) for each in places]
-            inquest = _run(ranks, places, command, grace_seconds, statements)
-        if not inquest.failed:
+            failure_report = _run(ranks, places, command, grace_seconds, statements)
+        if not failure_report.failed:
             return 0
-        failure = inquest.first
-        _tell(inquest, places, explained)
-        if inquest.signals or failure.code == WRONG_USE or count == max_restarts:
+        failure = failure_report.first
+        _tell(failure_report, places, explained)
+        if failure_report.signals or failure.code == WRONG_USE or count == max_restarts:
             break
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
     assert failure is not None
@@ -132,7 +132,7 @@ def _places(nproc: int, restarts: tuple[int, int], sharing: SharedGpuPlan | None
 
 def _run(
     ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float, statements: Statements
-) -> Inquest:
+) -> FailureReport:
     """The ranks from their start to the end of all: which have failed, and the signals that had come before."""
     with ranks.noting_signals():
         for place in places:
@@ -142,7 +142,7 @@ def _run(
         early = _await_cause(ranks, statements, min(grace, CAUSE_SECONDS)) if ranks.failures() else []
         signals, told_at = [] if early else ranks.signals, time.time()
         _end(ranks, signals, grace)
-        return Inquest(
+        return FailureReport(
             early=early, failures=ranks.failures(), words=statements.words(), signals=signals, told_at=told_at
         )
 
@@ -152,7 +152,7 @@ def _await_cause(ranks: RankProcesses, statements: Statements, seconds: float) -
     its connections may be closed long before it ends, by a ``finally``."""
     deadline = time.monotonic() + seconds
     while (
-        not Inquest(early=[], failures=ranks.failures(), words=statements.words()).has_cause
+        not FailureReport(early=[], failures=ranks.failures(), words=statements.words()).has_cause
         and not ranks.signals
         and time.monotonic() < deadline
         and ranks.running_after(LOOK_SECONDS)
@@ -176,12 +176,12 @@ def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) 
     ranks.kill()
 
 
-def _tell(inquest: Inquest, places: Sequence[RankPlace], explained: Collection[int]) -> None:
-    failure, passed_on = inquest.first, inquest.signals
-    lines = inquest.lines(places)
+def _tell(failure_report: FailureReport, places: Sequence[RankPlace], explained: Collection[int]) -> None:
+    failure, passed_on = failure_report.first, failure_report.signals
+    lines = failure_report.lines(places)
     # That a signal was obeyed needs no words.
-    if inquest.explanation is None and failure.code not in explained:
-        lines = [*([] if any(map(failure.obeys, passed_on)) else [_told(inquest)]), *lines]
+    if failure_report.explanation is None and failure.code not in explained:
+        lines = [*([] if any(map(failure.obeys, passed_on)) else [_told(failure_report)]), *lines]
     if lines and sys.stderr.isatty():
         # Rank 0 may have been in the middle of a line, with the cursor hidden.
         print(SHOW_CURSOR, file=sys.stderr)
@@ -189,16 +189,16 @@ def _tell(inquest: Inquest, places: Sequence[RankPlace], explained: Collection[i
         _say(line)
 
 
-def _told(inquest: Inquest) -> str:
-    failure, passed_on = inquest.first, inquest.signals
+def _told(failure_report: FailureReport) -> str:
+    failure, passed_on = failure_report.first, failure_report.signals
     killed = failure.code == -signal.SIGKILL
     if killed and len(passed_on) > 1:
         return f"the ranks were killed by the second {passed_on[1].name}, without time to finish"
     if killed and passed_on:
         return f"{failure.place} had not ended in time after {passed_on[0].name} and was killed"
-    if failure.place.rank in inquest.words:
+    if failure.place.rank in failure_report.words:
         return f"{failure}, after its script had ended"
-    if failure.code > 0 and inquest.words:
+    if failure.code > 0 and failure_report.words:
         return f"{failure}, and left no error: it called os._exit(), or a library of its did"
     if failure.code > 0:
         return f"{failure}; its own message is above"

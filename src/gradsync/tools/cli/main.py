@@ -14,7 +14,7 @@ except ModuleNotFoundError:
     sys.exit("gradsync needs typer and rich for its command line: pip install 'gradsync[cli]'")
 
 from gradsync.base.errors import GradsyncError
-from gradsync.tools.cli.last_words import DEBUG, INTERRUPTED, exit_code_of, one_line
+from gradsync.tools.cli.failure_message import DEBUG, INTERRUPTED, exit_code_of, one_line
 from gradsync.tools.doctor.software import versions
 
 __all__ = ["app", "main"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.charts.words import count, duration, saving
+from gradsync.observe.charts.numbers import count, duration, saving
 from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.library import known_machines, known_models, published
 from gradsync.observe.plan.planner import Setting

@@ -5,10 +5,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradsync.tools.cli.last_words import WRONG_USE, LastWords
+from gradsync.tools.cli.failure_message import WRONG_USE, LastWords
 from gradsync.tools.launch import Failure, RankPlace
 
-__all__ = ["Inquest"]
+__all__ = ["FailureReport"]
 
 LETTERS_A_LINE = 260
 # By which the launcher ends ranks.
@@ -16,7 +16,7 @@ ENDING = (-signal.SIGTERM, -signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inquest:
+class FailureReport:
     """Why a run failed. ``early`` are the ranks that had failed before the others were asked to end, which was
     ``told_at`` that time of day; ``failures`` are all of them. ``signals`` have come before any had: then ranks do no
     more than obey."""

@@ -17,13 +17,13 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.observe.explain import explain_recordings
 from gradsync.observe.recording import find_recordings, read_models
+from gradsync.tools.cli.failure_message import FAILED, last_words_of, write_last_words
 from gradsync.tools.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
-from gradsync.tools.cli.last_words import FAILED, last_words_of, write_last_words
 from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of
 from gradsync.tools.run.account import Account, find_accounts, read_account
+from gradsync.tools.run.messages import tell
 from gradsync.tools.run.rank import all_accounts, common_folder, end_rank, run_rank
 from gradsync.tools.run.script import Script, traceback_of
-from gradsync.tools.run.words import tell
 
 __all__ = ["SETTINGS", "run"]
 

@@ -14,8 +14,8 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
 from gradsync.health.elastic import require_torchft
 from gradsync.health.watch import say_goodbye
+from gradsync.tools.cli.failure_message import is_heard, leave_last_words
 from gradsync.tools.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
-from gradsync.tools.cli.last_words import is_heard, leave_last_words
 from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of, times_restarted
 from gradsync.tools.cli.options import refusing
 from gradsync.tools.llm.settings import TrainSettings

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradsync.tools.doctor import machine, network, software
 from gradsync.tools.doctor.finding import Finding, Status, guarded
-from gradsync.tools.doctor.wire import Wire
+from gradsync.tools.doctor.link_speed import Wire
 from gradsync.tools.lab import SharedGpuPlan
 
 __all__ = ["Finding", "Status", "examine"]

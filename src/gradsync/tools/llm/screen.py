@@ -5,9 +5,9 @@ import time
 from collections import Counter
 from typing import Any
 
-from gradsync.observe.charts.words import count
+from gradsync.observe.charts.numbers import count
 from gradsync.observe.explain import Explanation
-from gradsync.observe.explain.words import NAMES, gained
+from gradsync.observe.explain.explanation_text import NAMES, gained
 from gradsync.tools.llm.phases import PHASES
 from gradsync.tools.llm.trainer import Listener, Outcome, StepRecord, Trainer
 

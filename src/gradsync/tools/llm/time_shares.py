@@ -12,9 +12,9 @@ from typing import Any
 
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.explain import Explanation
+from gradsync.observe.explain.explanation_text import NAMES
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
 from gradsync.observe.explain.split import step_parts
-from gradsync.observe.explain.words import NAMES
 from gradsync.tools.llm.phases import PHASES
 from gradsync.tools.llm.run_folder import Run
 

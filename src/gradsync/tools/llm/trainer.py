@@ -19,11 +19,11 @@ from gradsync.observe.recording import Recorder, loading
 from gradsync.observe.timeline import StepTimes, Timeline
 from gradsync.optim.local_steps import LocalSteps
 from gradsync.tools.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
+from gradsync.tools.llm.checkpointing import Saving
 from gradsync.tools.llm.heartbeat import Heartbeat, Pulse
 from gradsync.tools.llm.interruption import Interruption
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
 from gradsync.tools.llm.phases import Phases
-from gradsync.tools.llm.saving import Saving
 from gradsync.tools.llm.schedule import warmup_cosine
 from gradsync.tools.llm.settings import TrainSettings
 from gradsync.tools.llm.tokens import TokenFile

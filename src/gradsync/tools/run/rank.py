@@ -13,7 +13,7 @@ from typing import NoReturn
 from gradsync.base.environment import ProcessEnvironment, read_environment
 from gradsync.base.errors import ConfigurationError
 from gradsync.health.watch import say_goodbye
-from gradsync.health.watch.exits import exit_status
+from gradsync.health.watch.exit_causes import exit_status
 from gradsync.observe.recording import close_recorders
 from gradsync.observe.recording.setting import VARIABLE
 from gradsync.tools.run.account import Account, account_path, find_accounts, read_account, write_account

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CASES", "CUT_LINK", "PAUSE_SECONDS", "Case", "Injury", "hurt"]
+__all__ = ["CASES", "CUT_LINK", "PAUSE_SECONDS", "Case", "Fault", "hurt"]
 
 # How long a rank is stopped that is let go on: longer than it takes gradsync to say so.
 PAUSE_SECONDS = 7.0
@@ -50,7 +50,7 @@ CASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Injury:
+class Fault:
     """Which rank is hurt, how, in which step and so many seconds into it."""
 
     case: str
@@ -59,7 +59,7 @@ class Injury:
     delay: float
 
     @classmethod
-    def draw(cls, case: str, seed: int, ranks: int) -> "Injury":
+    def draw(cls, case: str, seed: int, ranks: int) -> "Fault":
         chance = random.Random(f"{case} {seed}")
         return cls(
             case=case,
@@ -81,38 +81,38 @@ class FaultError(Exception):
     """Raised on purpose."""
 
 
-def hurt(injury: Injury, model: nn.Module, told: Callable[[], None]) -> None:
+def hurt(fault: Fault, model: nn.Module, told: Callable[[], None]) -> None:
     """Have the fault happen on this rank, in the step that begins now. ``told`` is called right before."""
-    if CASES[injury.case].is_inside:
-        _inside(injury, model, told)
+    if CASES[fault.case].is_inside:
+        _inside(fault, model, told)
         return
-    thread = threading.Thread(target=_later, args=(injury, told), name="fault", daemon=True)
+    thread = threading.Thread(target=_later, args=(fault, told), name="fault", daemon=True)
     thread.start()
 
 
-def _later(injury: Injury, told: Callable[[], None]) -> None:
-    time.sleep(injury.delay)
+def _later(fault: Fault, told: Callable[[], None]) -> None:
+    time.sleep(fault.delay)
     told()
-    if injury.case == "os._exit":
+    if fault.case == "os._exit":
         os._exit(7)
-    if injury.case != CUT_LINK:
-        os.kill(os.getpid(), signal.SIGKILL if injury.case == "kill -9" else signal.SIGSTOP)
+    if fault.case != CUT_LINK:
+        os.kill(os.getpid(), signal.SIGKILL if fault.case == "kill -9" else signal.SIGSTOP)
 
 
-def _inside(injury: Injury, model: nn.Module, told: Callable[[], None]) -> None:
+def _inside(fault: Fault, model: nn.Module, told: Callable[[], None]) -> None:
     parameter = list(model.parameters())[2]
-    if injury.case == "bit flip":
+    if fault.case == "bit flip":
         told()
         # The lowest bit of an exponent: a number that is half or twice as large.
         with torch.no_grad():
             parameter.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 23)
         return
 
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+    def invalidate(gradient: torch.Tensor) -> torch.Tensor:
         handle.remove()
         told()
-        if injury.case == "exception":
+        if fault.case == "exception":
             raise FaultError("raised on purpose, in backward")
         return gradient * float("nan")
 
-    handle = parameter.register_hook(spoil)
+    handle = parameter.register_hook(invalidate)

@@ -23,7 +23,7 @@ from gradsync.accelerator.handlers import DistributedDataParallelKwargs
 from gradsync.base.files import whole_file
 from gradsync.core.engine import Fingerprints, SyncPolicy
 from gradsync.health.elastic import Elastic
-from gradsync.tools.bench.faults.cases import AFTERWARDS, Injury, hurt
+from gradsync.tools.bench.faults.cases import AFTERWARDS, Fault, hurt
 from gradsync.tools.bench.faults.contenders import FINGERPRINTS_EVERY, REPLICA, TORCHFT
 from gradsync.tools.bench.faults.judging import RANKS
 from gradsync.tools.bench.faults.program import (
@@ -53,7 +53,7 @@ class Standing:
     """How many windows there were since the fault, and how many of them with all ranks. It is part of what newcomers
     take over, so that all end with the same window."""
 
-    injury: Injury
+    fault: Fault
     windows: int = 0
     together: int = 0
 
@@ -63,7 +63,7 @@ class Standing:
 
     def count(self, step: int, ranks: int) -> None:
         """``step`` windows are done, the last one by so many ranks."""
-        if step > self.injury.step:
+        if step > self.fault.step:
             self.windows += 1
             self.together += ranks == RANKS
 
@@ -74,11 +74,11 @@ class Standing:
         self.windows, self.together = int(state["windows"]), int(state["together"])
 
 
-class Hurting:
+class FaultInjector:
     """Has the fault happen, once, on the rank that it is meant for."""
 
-    def __init__(self, injury: Injury, model: torch.nn.Module, events: Events, *, is_victim: bool) -> None:
-        self._injury, self._model, self._events = injury, model, events
+    def __init__(self, fault: Fault, model: torch.nn.Module, events: Events, *, is_victim: bool) -> None:
+        self._injury, self._model, self._events = fault, model, events
         self._is_due = is_victim
 
     def before(self, step: int) -> None:
@@ -95,10 +95,10 @@ def main(text: str) -> None:
     events = Events.listening(Path(settings.folder), rank, life)
     torch.manual_seed(0)
     model = make_model()
-    hurting = Hurting(settings.injury, model, events, is_victim=life == 0 and rank == settings.injury.victim)
+    injector = FaultInjector(settings.fault, model, events, is_victim=life == 0 and rank == settings.fault.victim)
     train: Callable[..., int] = _with_torchft if settings.peer == TORCHFT else _with_gradsync
     try:
-        step = train(settings, model, events, hurting)
+        step = train(settings, model, events, injector)
     except Exception as error:
         events.note("raised", text=f"{type(error).__name__}: {error}")
         raise
@@ -111,7 +111,7 @@ def _forward(model: torch.nn.Module) -> torch.Tensor:
     return loss
 
 
-def _with_gradsync(settings: Settings, model: torch.nn.Module, events: Events, hurting: Hurting) -> int:
+def _with_gradsync(settings: Settings, model: torch.nn.Module, events: Events, injector: FaultInjector) -> int:
     fingerprints = Fingerprints(every=FINGERPRINTS_EVERY, on_difference="heal-from-majority")
     policy = SyncPolicy(on_veto="skip-window", fingerprints=fingerprints)
     accelerator = Accelerator(
@@ -120,7 +120,7 @@ def _with_gradsync(settings: Settings, model: torch.nn.Module, events: Events, h
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
     )
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
-    standing = Standing(injury=settings.injury)
+    standing = Standing(fault=settings.fault)
     accelerator.register_for_checkpointing(standing)
     elastic: Any = accelerator.elastic
     events.note("began", step=0)
@@ -128,7 +128,7 @@ def _with_gradsync(settings: Settings, model: torch.nn.Module, events: Events, h
     for attempt in elastic.attempts(sys.maxsize):
         is_done = False
         with attempt as step:
-            hurting.before(step)
+            injector.before(step)
             accelerator.backward(_forward(wrapped))
             optimizer.step()
             standing.count(step + 1, accelerator.num_processes)
@@ -141,9 +141,9 @@ def _with_gradsync(settings: Settings, model: torch.nn.Module, events: Events, h
     return int(elastic.step)
 
 
-def _with_torchft(settings: Settings, model: torch.nn.Module, events: Events, hurting: Hurting) -> int:
+def _with_torchft(settings: Settings, model: torch.nn.Module, events: Events, injector: FaultInjector) -> int:
     torchft: Any = importlib.import_module("torchft")
-    optimizer, standing = make_optimizer(model.parameters()), Standing(injury=settings.injury)
+    optimizer, standing = make_optimizer(model.parameters()), Standing(fault=settings.fault)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "standing": standing}
 
     def state() -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _with_torchft(settings: Settings, model: torch.nn.Module, events: Events, hu
     torch.manual_seed(1000 * events.life + events.rank)
     while not standing.is_over:
         before = manager.current_step()
-        hurting.before(before)
+        injector.before(before)
         stepping.zero_grad()
         _forward(wrapped).backward()
         stepping.step()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradsync.tools.bench.faults.cases import CUT_LINK, Injury
+from gradsync.tools.bench.faults.cases import CUT_LINK, Fault
 
 __all__ = ["RANKS", "ElasticJudge", "Judge", "Limits", "Outcome", "has_noticed"]
 
@@ -42,22 +42,22 @@ class Outcome:
     said: str = ""
 
 
-def has_noticed(events: Sequence[Event], injury: Injury, at: float) -> bool:
-    return any(_tells(each, injury) and each["at"] > at for each in events)
+def has_noticed(events: Sequence[Event], fault: Fault, at: float) -> bool:
+    return any(_tells(each, fault) and each["at"] > at for each in events)
 
 
-def _tells(event: Event, injury: Injury) -> bool:
+def _tells(event: Event, fault: Fault) -> bool:
     """Whether somebody has said something: another rank, or also the one with wrong numbers, which lives and speaks for
     all if it is rank 0."""
-    speaks = event["rank"] != injury.victim or injury.case in WRONG_NUMBERS
+    speaks = event["rank"] != fault.victim or fault.case in WRONG_NUMBERS
     return event["what"] in ("warned", "raised") and speaks
 
 
 class Judge:
     """Of ranks that go on together, after a restart of all of them or without one."""
 
-    def __init__(self, injury: Injury, limits: Limits) -> None:
-        self.injury = injury
+    def __init__(self, fault: Fault, limits: Limits) -> None:
+        self.fault = fault
         self.limits = limits
 
     def judge(self, events: Sequence[Event], said: str) -> Outcome | None:
@@ -67,9 +67,9 @@ class Judge:
             return None
         at = float(fault["at"])
         after = [each for each in events if each["at"] > at]
-        told = [each for each in after if _tells(each, self.injury)]
+        told = [each for each in after if _tells(each, self.fault)]
         # Where all ranks live they all fail together, and a launcher lists them all, in any order.
-        words = "\n".join([*(str(each["text"]) for each in told), "" if self.injury.case in ALL_LIVE else said])
+        words = "\n".join([*(str(each["text"]) for each in told), "" if self.fault.case in ALL_LIVE else said])
         noticed = self._noticed(after, told, at)
         return Outcome(
             noticed=noticed,
@@ -89,9 +89,9 @@ class Judge:
     def _names(self, words: str, process: int) -> bool:
         """Whether the rank that was hurt is told: we say ``rank 1``; torch's excepthook, its monitored barrier and
         torchrun have ways of their own."""
-        victim = self.injury.victim
+        victim = self.fault.victim
         ways = [rf"\brank(?:\s+|\s*: ){victim}\b", rf"\bpid: {process}\b", rf"\bRanks (?:\d+, )*{victim}\b"]
-        if self.injury.case == "exception":
+        if self.fault.case == "exception":
             # Torch puts it before every traceback. One that was cut off has a traceback, too, as all others have.
             ways.append(rf"\[rank{victim}\]")
         return any(re.search(way, words) for way in ways)
@@ -121,7 +121,7 @@ class Judge:
 
     def _done_again(self, begins: Sequence[int]) -> int:
         """How many steps were begun by the time of the fault that are done anew, by ranks that go on with these."""
-        begun = self.injury.step + 1
+        begun = self.fault.step + 1
         return max(0, begun - min(begins, default=begun))
 
 
@@ -163,13 +163,13 @@ class ElasticJudge(Judge):
         return max(self._done_again(again), *skipped)
 
     def _of_others(self, after: Sequence[Event]) -> list[list[Event]]:
-        others = [rank for rank in range(RANKS) if rank != self.injury.victim]
+        others = [rank for rank in range(RANKS) if rank != self.fault.victim]
         return [[each for each in after if each["what"] == "step" and each["rank"] == rank] for rank in others]
 
     def _are_right(self, after: Sequence[Event]) -> bool:
         """All others have come to the end, and whoever has ended with the same step has the same parameters."""
         ends = {each["rank"]: each for each in after if each["what"] == "ended"}
-        others = [ends.get(rank) for rank in range(RANKS) if rank != self.injury.victim]
+        others = [ends.get(rank) for rank in range(RANKS) if rank != self.fault.victim]
         if not all(others):
             return False
         last = max(int(each["step"]) for each in others if each is not None)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradsync.base.files import whole_file
-from gradsync.tools.bench.faults.cases import Injury, hurt
+from gradsync.tools.bench.faults.cases import Fault, hurt
 from gradsync.tools.bench.faults.contenders import WRAPPERS
 
 __all__ = [
@@ -53,15 +53,15 @@ class Settings:
     peer: str
     folder: str
     timeout: float
-    injury: Injury
+    fault: Fault
 
     def as_json(self) -> str:
-        return json.dumps({**vars(self), "injury": self.injury.as_data()})
+        return json.dumps({**vars(self), "fault": self.fault.as_data()})
 
     @classmethod
     def read(cls, text: str) -> "Settings":
         fields = json.loads(text)
-        return cls(**{**fields, "injury": Injury(**fields["injury"])})
+        return cls(**{**fields, "fault": Fault(**fields["fault"])})
 
 
 class Events(logging.Handler):
@@ -109,11 +109,11 @@ def _train(settings: Settings, events: Events) -> None:
     checkpoint = Path(settings.folder) / CHECKPOINT
     step = _load(checkpoint, model, wrapped.optimizer)
     events.note("began", step=step)
-    injury = settings.injury
+    fault = settings.fault
     torch.manual_seed(1000 * events.life + events.rank)
-    while step < injury.steps:
-        if events.life == 0 and events.rank == injury.victim and step == injury.step:
-            hurt(injury, model, lambda: events.note("fault", step=injury.step))
+    while step < fault.steps:
+        if events.life == 0 and events.rank == fault.victim and step == fault.step:
+            hurt(fault, model, lambda: events.note("fault", step=fault.step))
         wrapped.optimizer.zero_grad()
         loss = wrapped.model(torch.randn(BATCH, WIDTH)).square().mean()
         time.sleep(THINKING_SECONDS)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from gradsync.tools.bench.faults.cases import CUT_LINK, PAUSE_SECONDS, Injury
+from gradsync.tools.bench.faults.cases import CUT_LINK, PAUSE_SECONDS, Fault
 from gradsync.tools.bench.faults.contenders import CONTENDERS, PROGRAM
 from gradsync.tools.bench.faults.judging import Limits, Outcome, has_noticed
 from gradsync.tools.bench.faults.program import EVENTS, Settings
@@ -43,7 +43,7 @@ class Trial:
     it is not wanted any more."""
 
     peer: str
-    injury: Injury
+    fault: Fault
     limits: Limits = field(default_factory=Limits)
     lab: Lab | None = None
     is_wanted: Callable[[], bool] = lambda: True
@@ -54,12 +54,12 @@ class Trial:
         with tempfile.TemporaryDirectory(prefix="gradsync-faults-") as name:
             folder, temporary = Path(name), Path(name, "tmp")
             temporary.mkdir()
-            settings = Settings(peer=self.peer, folder=name, timeout=self.limits.timeout, injury=self.injury).as_json()
+            settings = Settings(peer=self.peer, folder=name, timeout=self.limits.timeout, fault=self.fault).as_json()
             variables = {MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
             variables |= CONTENDERS[self.peer].variables
             with (folder / "output").open("wb") as output:
                 start = partial(self._launch, settings, variables, output)
-                if self.injury.case == CUT_LINK:
+                if self.fault.case == CUT_LINK:
                     start = partial(self._fork, settings, variables, output)
                 with start() as is_running:
                     self._attend(folder, is_running)
@@ -69,7 +69,7 @@ class Trial:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             said = (folder / "output").read_text(errors="replace")
-            outcome = CONTENDERS[self.peer].judge(self.injury, self.limits).judge(_events(folder), said)
+            outcome = CONTENDERS[self.peer].judge(self.fault, self.limits).judge(_events(folder), said)
         return None if outcome is None else replace(outcome, left=left)
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -111,15 +111,15 @@ class Trial:
                 if fault is not None:
                     deadline = float(fault["at"]) + self.limits.notice + self.limits.going_on
                     self._take_part(fault)
-            elif self.injury.case == CUT_LINK and has_noticed(_events(folder), self.injury, float(fault["at"])):
+            elif self.fault.case == CUT_LINK and has_noticed(_events(folder), self.fault, float(fault["at"])):
                 # Nobody starts these ranks again.
                 return
 
     def _take_part(self, fault: dict[str, Any]) -> None:
         """What a rank cannot do to itself."""
-        if self.injury.case == CUT_LINK and self.lab is not None:
-            self.lab.cut(self.injury.victim)
-        elif self.injury.case == "pause":
+        if self.fault.case == CUT_LINK and self.lab is not None:
+            self.lab.cut(self.fault.victim)
+        elif self.fault.case == "pause":
             wake = partial(_wake, int(fault["process"]))
             timer = threading.Timer(max(0.0, float(fault["at"]) + PAUSE_SECONDS - time.monotonic()), wake)
             timer.daemon = True

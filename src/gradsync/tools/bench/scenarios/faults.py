@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.canvas import SOFT, canvas, legend
-from gradsync.tools.bench.faults.cases import AFTERWARDS, CASES, CUT_LINK, Injury
+from gradsync.tools.bench.faults.cases import AFTERWARDS, CASES, CUT_LINK, Fault
 from gradsync.tools.bench.faults.contenders import (
     AGAINST_FAULTS,
     CONTENDERS,
@@ -146,12 +146,12 @@ class Planned:
     lab: "Lab | None"
 
     def run(self, is_wanted: Callable[[], bool]) -> Outcome | None:
-        injury = Injury.draw(self.case, self.seed, RANKS)
+        fault = Fault.draw(self.case, self.seed, RANKS)
         try:
-            return Trial(peer=self.peer, injury=injury, limits=LIMITS, lab=self.lab, is_wanted=is_wanted).run()
+            return Trial(peer=self.peer, fault=fault, limits=LIMITS, lab=self.lab, is_wanted=is_wanted).run()
         finally:
             if self.case == CUT_LINK and self.lab is not None:
-                self.lab.heal(injury.victim)
+                self.lab.heal(fault.victim)
 
 
 def outcomes(planned: Sequence[Planned], jobs: int, deadline: float) -> "Iterator[tuple[Planned, Outcome | None]]":

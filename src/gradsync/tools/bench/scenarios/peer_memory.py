@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradsync.observe.charts.words import count
+from gradsync.observe.charts.numbers import count
 from gradsync.tools.bench.measure import Parts, Rounds
 from gradsync.tools.bench.peers import ALONE, OURS, PEERS, TUNED, Peer
 from gradsync.tools.bench.record import Cell, CellRecord

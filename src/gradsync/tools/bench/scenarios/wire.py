@@ -18,7 +18,7 @@ from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.observe.charts.canvas import canvas, colour, legend, limit_line
 from gradsync.observe.charts.kinds import Series, draw_curves
-from gradsync.observe.charts.words import size as size_words
+from gradsync.observe.charts.numbers import size as size_words
 from gradsync.tools.bench.device import Device
 from gradsync.tools.bench.measure import Rounds, Step
 from gradsync.tools.bench.measured import MeasuredScenario

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradsync.observe.charts.words import size as size_words
+from gradsync.observe.charts.numbers import size as size_words
 from gradsync.tools.bench.record import Cell, CellRecord
 from gradsync.tools.bench.statistics import ring_bytes
 from gradsync.tools.bench.windows import MIB

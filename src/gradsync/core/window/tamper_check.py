@@ -13,7 +13,7 @@ import torch
 
 from gradsync.core.bucket.bucket import Bucket
 
-__all__ = ["Witness", "has_loose_gradients", "has_nonzero_gradients"]
+__all__ = ["TamperCheck", "has_loose_gradients", "has_nonzero_gradients"]
 
 
 class _Seen(NamedTuple):
@@ -25,7 +25,7 @@ class _Seen(NamedTuple):
     version: int
 
 
-class Witness:
+class TamperCheck:
     """Remembers one gradient and the version of every bucket, and every gradient outside of buckets."""
 
     def __init__(self) -> None:

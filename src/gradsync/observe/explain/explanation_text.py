@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gradsync.communicator.naming import listed
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import frame, heading, lines, strip, table
-from gradsync.observe.charts.words import count, duration, saving, size
+from gradsync.observe.charts.numbers import count, duration, saving, size
 from gradsync.observe.explain.advice import WORTH_SAYING, Advice
 from gradsync.observe.explain.evidence import missing_evidence
 from gradsync.observe.explain.merging import Timeline

@@ -44,7 +44,7 @@ MOST_KEPT = 64
 class Leaver(Protocol):
     """A wire, as it is seen here."""
 
-    def forsake(self) -> None:
+    def after_fork(self) -> None:
         """Called in a forked child."""
 
     def leave(self, seconds: float) -> None:
@@ -151,7 +151,7 @@ def _gloo_states() -> Iterator[str]:
 
 def _forsake_all() -> None:
     for wire in list(_wires):
-        wire.forsake()
+        wire.after_fork()
 
 
 os.register_at_fork(after_in_child=_forsake_all)

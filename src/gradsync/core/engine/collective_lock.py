@@ -10,13 +10,13 @@ from typing import Any
 
 from gradsync.communicator import Communicator
 
-__all__ = ["Turns"]
+__all__ = ["CollectiveLock"]
 
 # Who overlaps the running backward, by the group. A rank that is a thread has a communicator, and so a key, of its own.
 _leaders: "dict[int, weakref.ref[Any]]" = {}
 
 
-class Turns:
+class CollectiveLock:
     """One synchronizer's part in it."""
 
     def __init__(self, owner: Any, communicator: Communicator) -> None:

@@ -9,7 +9,7 @@ from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.accelerator.process_control import DistributedType, ProcessControl
 from gradsync.base.errors import ConfigurationError
 
-__all__ = ["AbsentError", "Familiar", "is_dynamo_off", "launched_settings", "refuse_absent"]
+__all__ = ["AbsentError", "Compatibility", "is_dynamo_off", "launched_settings", "refuse_absent"]
 
 _SHARDED = "Every process holds the whole model here. Accelerate itself, or torch's fully_shard, shards it"
 _PARALLEL = "Here there is data parallelism alone: process_index is the place in it, of num_processes"
@@ -84,7 +84,7 @@ def refuse_absent(arguments: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name}={value!r} is not supported by this Accelerator. {advice}")
 
 
-class Familiar(ProcessControl):
+class Compatibility(ProcessControl):
     """What an Accelerator answers so that scripts written for Accelerate's go on."""
 
     dataloader_config: DataLoaderConfiguration

@@ -26,10 +26,10 @@ from gradsync.optim.sharded.pace import Pace, plan_early
 from gradsync.optim.sharded.segments import Segment, Segments
 from gradsync.optim.sharded.share import Share
 
-__all__ = ["Journey"]
+__all__ = ["GatherPipeline"]
 
 
-class Journey:
+class GatherPipeline:
     """What is under way of one sharded optimizer, whose groups say ``options()`` at the moment. It follows
     reduce-scatters: :class:`~gradsync.core.reduction.scattered.Follower`."""
 

@@ -13,7 +13,7 @@ import struct
 import threading
 from typing import NamedTuple
 
-__all__ = ["HELLO", "SECRET_BYTES", "Caller", "HostDoor"]
+__all__ = ["HELLO", "SECRET_BYTES", "Credentials", "HandshakeServer"]
 
 SECRET_BYTES = 32
 HELLO = struct.Struct(f"<q{SECRET_BYTES}s")
@@ -23,37 +23,37 @@ MOST_STRANGERS = 256
 LOOK_MILLISECONDS = 20
 
 
-class Caller(NamedTuple):
+class Credentials(NamedTuple):
     """The process at the other end of a socket, as the kernel knows it."""
 
     process: int
     user: int
 
     @classmethod
-    def of(cls, connection: socket.socket) -> "Caller":
+    def of(cls, connection: socket.socket) -> "Credentials":
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         process, user, _ = _CREDENTIALS.unpack(credentials)
         return cls(process, user)
 
     @property
-    def is_stranger(self) -> bool:
+    def is_unauthenticated(self) -> bool:
         """Whether another user runs it than this one."""
         return self.user != os.geteuid()
 
 
-class HostDoor:
-    """Lets the ``missing`` ranks in that know ``secret``, from ``with`` to its end. ``guests`` are those who came."""
+class HandshakeServer:
+    """Lets the ``missing`` ranks in that know ``secret``, from ``with`` to its end. ``peers`` are those who came."""
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int]) -> None:
         self.missing = missing
-        self.guests: dict[int, tuple[socket.socket, Caller]] = {}
+        self.peers: dict[int, tuple[socket.socket, Credentials]] = {}
         self._listener, self._secret = listener, secret
-        self._strangers: dict[int, socket.socket] = {}
+        self._unauthenticated: dict[int, socket.socket] = {}
         self._poller = select.poll()
         self._all_came, self._is_shut = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="gradsync host door", daemon=True)
 
-    def __enter__(self) -> "HostDoor":
+    def __enter__(self) -> "HandshakeServer":
         if self.missing:
             self._poller.register(self._listener, select.POLLIN)
             self._thread.start()
@@ -65,25 +65,25 @@ class HostDoor:
         self._is_shut = True
         if self._thread.ident is not None:
             self._thread.join()
-        for connection in (*self._strangers.values(), *(guest for guest, _ in self.guests.values())):
+        for connection in (*self._unauthenticated.values(), *(peer for peer, _ in self.peers.values())):
             connection.close()
 
     def wait(self, seconds: float) -> bool:
         """Whether all have come by then."""
         return self._all_came.wait(seconds)
 
-    def take_guests(self) -> dict[int, tuple[socket.socket, Caller]]:
+    def take_peers(self) -> dict[int, tuple[socket.socket, Credentials]]:
         """By rank. Whoever calls closes them."""
-        guests, self.guests = self.guests, {}
-        return guests
+        peers, self.peers = self.peers, {}
+        return peers
 
     def _run(self) -> None:
         while self.missing and not self._is_shut:
             for descriptor, _ in self._poller.poll(LOOK_MILLISECONDS):
                 if descriptor == self._listener.fileno():
                     self._welcome()
-                elif descriptor in self._strangers:
-                    self._ask(self._strangers[descriptor])
+                elif descriptor in self._unauthenticated:
+                    self._ask(self._unauthenticated[descriptor])
         self._all_came.set()
 
     def _welcome(self) -> None:
@@ -92,13 +92,13 @@ class HostDoor:
         except OSError:  # it has gone again, or there is no descriptor left
             return
         connection.setblocking(False)
-        if Caller.of(connection).is_stranger:
+        if Credentials.of(connection).is_unauthenticated:
             connection.close()
             return
-        self._strangers[connection.fileno()] = connection
+        self._unauthenticated[connection.fileno()] = connection
         self._poller.register(connection, select.POLLIN)
-        if len(self._strangers) > MOST_STRANGERS:
-            self._let_go(next(iter(self._strangers.values())))
+        if len(self._unauthenticated) > MOST_STRANGERS:
+            self._let_go(next(iter(self._unauthenticated.values())))
             return
         self._ask(connection)
 
@@ -114,7 +114,7 @@ class HostDoor:
             self._let_go(connection)
             return
         self._poller.unregister(connection)
-        self.guests[peer] = self._strangers.pop(connection.fileno()), Caller.of(connection)
+        self.peers[peer] = self._unauthenticated.pop(connection.fileno()), Credentials.of(connection)
         self.missing.remove(peer)
 
     def _known(self, hello: bytes) -> int | None:
@@ -126,7 +126,7 @@ class HostDoor:
         return None
 
     def _let_go(self, connection: socket.socket) -> None:
-        self._strangers.pop(connection.fileno(), None)
+        self._unauthenticated.pop(connection.fileno(), None)
         with contextlib.suppress(KeyError):
             self._poller.unregister(connection)
         connection.close()

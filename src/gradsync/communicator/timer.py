@@ -14,10 +14,10 @@ import time
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-__all__ = ["Alarm", "make_alarm"]
+__all__ = ["Timer", "make_timer"]
 
 
-class Alarm(Protocol):
+class Timer(Protocol):
     """Set by anybody, any number of times; one thread waits for it."""
 
     def set(self, seconds: float) -> None:
@@ -30,7 +30,7 @@ class Alarm(Protocol):
         """Return when it has gone off."""
 
 
-def make_alarm() -> Alarm:
+def make_timer() -> Timer:
     return KernelAlarm() if sys.platform == "linux" else SleepingAlarm()
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from gradsync.optim.sharded.options import Options, copied, is_equal
 
-__all__ = ["PutOffStep", "Twin", "doubled"]
+__all__ = ["PutOffStep", "ShadowParameter", "doubled"]
 
 
-class Twin:
+class ShadowParameter:
     """``itself`` is a parameter in the memory of another."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -33,11 +33,11 @@ class Twin:
             mine.data = other.data
 
 
-Gradients = Mapping[Twin, torch.Tensor]
+Gradients = Mapping[ShadowParameter, torch.Tensor]
 
 
-def doubled(optimizer: torch.optim.Optimizer, twins: Mapping[int, Twin]) -> torch.optim.Optimizer:
-    """The same optimizer with the same state, over the twins of its parameters, by their ids."""
+def doubled(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParameter]) -> torch.optim.Optimizer:
+    """The same optimizer with the same state, over the shadows of its parameters, by their ids."""
     double: torch.optim.Optimizer = object.__new__(type(optimizer))
     # Schedulers put a step of their own into the optimizer, which steps the original.
     vars(double).update({name: value for name, value in vars(optimizer).items() if name != "step"})
@@ -45,15 +45,15 @@ def doubled(optimizer: torch.optim.Optimizer, twins: Mapping[int, Twin]) -> torc
     for name in [name for name in vars(double) if name.endswith("_hooks")]:
         setattr(double, name, OrderedDict())
     double.param_groups = [
-        {**group, "params": [twins[id(p)].itself for p in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [shadows[id(p)].itself for p in group["params"]]} for group in optimizer.param_groups
     ]
-    double.state = defaultdict(dict, {twins[id(p)].itself: state for p, state in optimizer.state.items()})
+    double.state = defaultdict(dict, {shadows[id(p)].itself: state for p, state in optimizer.state.items()})
     return double
 
 
 @dataclass(frozen=True, kw_only=True)
 class PutOffStep:
-    """One step of ``optimizers`` over twins, made of several updates. Each sees the ``options`` of all groups as they
+    """One step of ``optimizers`` over shadows, made of several updates. Each sees the ``options`` of all groups as they
     were when the step was called; what they write there is ``written``, once a step."""
 
     options: Options
@@ -62,11 +62,11 @@ class PutOffStep:
 
     def update(self, gradients: Gradients) -> None:
         """Have the optimizers update these parameters, and no other."""
-        for twin in gradients:
-            twin.follow()
-        wanted = {id(twin.itself): gradient for twin, gradient in gradients.items()}
+        for shadow in gradients:
+            shadow.follow()
+        wanted = {id(shadow.itself): gradient for shadow, gradient in gradients.items()}
         for number, optimizer in self._numbered():
-            if any(id(twin) in wanted for group in optimizer.param_groups for twin in group["params"]):
+            if any(id(shadow) in wanted for group in optimizer.param_groups for shadow in group["params"]):
                 self._step(number, optimizer, wanted)
 
     def count(self, idle: Sequence[bool]) -> None:
@@ -88,18 +88,18 @@ class PutOffStep:
         all_of_them = [group["params"] for group in groups]
         for group, options in zip(groups, copied(self.options[number : number + len(groups)]), strict=True):
             group.update(options)
-            group["params"] = [twin for twin in group["params"] if id(twin) in gradients]
-        twins: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in groups))
-        for twin in twins:
+            group["params"] = [shadow for shadow in group["params"] if id(shadow) in gradients]
+        shadows: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in groups))
+        for shadow in shadows:
             # Of narrow parameters means may be wider than what an optimizer expects.
-            twin.grad = gradients[id(twin)].to(twin.dtype)
+            shadow.grad = gradients[id(shadow)].to(shadow.dtype)
         try:
             with torch._C._EnableTorchFunction():
-                # Parameters of the model are not for its eyes: it has twins of them.
+                # Parameters of the model are not for its eyes: it has shadows of them.
                 optimizer.step()
         finally:
-            for twin in twins:
-                twin.grad = None
+            for shadow in shadows:
+                shadow.grad = None
             for place, (group, params) in enumerate(zip(groups, all_of_them, strict=True), number):
                 group["params"] = params
                 old = self.options[place]

@@ -19,10 +19,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gradsync.health.watch.standing import MOST_LETTERS, Standing, Wait
+from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
 from gradsync.health.watch.waiting import at_odds, holds_up, longest, roots
 
-__all__ = ["SLOW_SECONDS", "Ending", "Judge", "RaisedError", "Suspicion"]
+__all__ = ["SLOW_SECONDS", "Detector", "ExitRecord", "RaisedError", "Suspect"]
 
 # When a rank is warned about, for the first time; later each time after twice as long.
 SLOW_SECONDS = 5.0
@@ -33,7 +33,7 @@ Kind = Literal["silent", "behind", "at odds"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class ExitRecord:
     """How a rank ended, in ``words``; ``at`` is the time of day. Its last standing is that of its goodbye, if it said
     it, and else the last that was heard of it, ``age`` seconds before."""
 
@@ -41,18 +41,18 @@ class Ending:
     left: bool
     words: str
     at: float
-    standing: Standing
+    status: RankStatus
     age: float = 0.0
 
     def strands(self, wait: Wait) -> bool:
         """Whether ``wait`` has no end by it. Of a rank that was killed nobody knows how far it had come."""
-        return not self.left or holds_up(self.standing, wait)
+        return not self.left or holds_up(self.status, wait)
 
     def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "standing": self.standing.as_data()}
+        return {**vars(self), "standing": self.status.as_data()}
 
     @classmethod
-    def read(cls, data: Any, size: int) -> "Ending | None":
+    def read(cls, data: Any, size: int) -> "ExitRecord | None":
         """What :meth:`as_data` has made, of one of ``size`` ranks."""
         try:
             read = cls(
@@ -60,7 +60,7 @@ class Ending:
                 left=bool(data["left"]),
                 words=str(data["words"])[:MOST_LETTERS],
                 at=float(data["at"]),
-                standing=Standing.read(data["standing"]),
+                status=RankStatus.read(data["standing"]),
                 age=float(data["age"]),
             )
             return read if 0 <= read.member < size else None
@@ -75,16 +75,16 @@ class RaisedError:
 
     words: str
     at: float
-    standing: Standing
+    status: RankStatus
     is_told: bool = False
 
-    def is_past(self, standing: Standing) -> bool:
+    def is_past(self, status: RankStatus) -> bool:
         """Whether the rank has gone on since, by where it stands now."""
-        return any(now > then for now, then in zip(standing.started, self.standing.started, strict=False))
+        return any(now > then for now, then in zip(status.started, self.status.started, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspicion:
+class Suspect:
     """That a rank holds ``waiters`` up, for so many ``seconds``, in ``what``. ``raised`` is an error that it has told
     of since it last went on."""
 
@@ -93,14 +93,14 @@ class Suspicion:
     seconds: float
     waiters: tuple[int, ...]
     what: str
-    standing: Standing
+    status: RankStatus
     raised: str = ""
 
     def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "standing": self.standing.as_data()}
+        return {**vars(self), "standing": self.status.as_data()}
 
     @classmethod
-    def read(cls, data: Any, size: int) -> "Suspicion | None":
+    def read(cls, data: Any, size: int) -> "Suspect | None":
         """What :meth:`as_data` has made, of one of ``size`` ranks."""
         try:
             kind: Kind = data["kind"]
@@ -110,7 +110,7 @@ class Suspicion:
                 seconds=float(data["seconds"]),
                 waiters=tuple(int(each) for each in data["waiters"]),
                 what=str(data["what"]),
-                standing=Standing.read(data["standing"]),
+                status=RankStatus.read(data["standing"]),
                 raised=str(data.get("raised", ""))[:MOST_LETTERS],
             )
             return read if all(0 <= each < size for each in (read.member, *read.waiters)) else None
@@ -118,42 +118,42 @@ class Suspicion:
             return None
 
 
-class Judge:
+class Detector:
     """What this rank, ``me``, thinks of those it has ``heard``: all others on the hub, which alone ``sees_all`` and can
     tell who is behind whom; the hub elsewhere."""
 
     def __init__(self, me: int, heard: Collection[int], now: float, *, sees_all: bool = True) -> None:
         self.me = me
         self._sees_all = sees_all
-        self.endings: dict[int, Ending] = {}
+        self.exits: dict[int, ExitRecord] = {}
         self.errors: dict[int, RaisedError] = {}
         self._last = dict.fromkeys(heard, now)
-        self._standings: dict[int, tuple[Standing, float]] = {}
+        self._standings: dict[int, tuple[RankStatus, float]] = {}
         self._next_warning: dict[int, float] = {}
 
-    def hear(self, member: int, standing: Standing, now: float) -> None:
+    def hear(self, member: int, status: RankStatus, now: float) -> None:
         if member != self.me:
             self._last[member] = now
-        self._standings[member] = standing, now
-        if member in self.errors and self.errors[member].is_past(standing):
+        self._standings[member] = status, now
+        if member in self.errors and self.errors[member].is_past(status):
             del self.errors[member]
 
     def wake(self, now: float) -> None:
         """This rank itself was stopped: that it heard of nobody meanwhile says nothing of them."""
         self._last = dict.fromkeys(self._last, now)
 
-    def end(self, ending: Ending) -> bool:
+    def end(self, exit_record: ExitRecord) -> bool:
         """Whether that is news."""
-        if ending.member in self.endings:
+        if exit_record.member in self.exits:
             return False
-        self.endings[ending.member] = ending
-        self._last.pop(ending.member, None)
-        self.errors.pop(ending.member, None)
+        self.exits[exit_record.member] = exit_record
+        self._last.pop(exit_record.member, None)
+        self.errors.pop(exit_record.member, None)
         return True
 
     def hear_error(self, member: int, error: RaisedError) -> None:
         """A rank has raised, and may go on or not."""
-        if member not in self.endings:
+        if member not in self.exits:
             self.errors[member] = error
 
     @property
@@ -166,9 +166,9 @@ class Judge:
         for member, error in self.errors.items():
             waits = [
                 wait
-                for rank, standing in self._now(now).items()
-                for wait in standing.waits
-                if rank != member and holds_up(error.standing, wait)
+                for rank, status in self._now(now).items()
+                for wait in status.waits
+                if rank != member and holds_up(error.status, wait)
             ]
             if waits and not error.is_told:
                 self.errors[member] = replace(error, is_told=True)
@@ -180,23 +180,23 @@ class Judge:
         self._last.pop(member, None)
         self._standings.pop(member, None)
 
-    def standing_of(self, member: int, now: float) -> tuple[Standing, float]:
+    def standing_of(self, member: int, now: float) -> tuple[RankStatus, float]:
         """The last that was heard of a rank, and how many seconds ago."""
-        standing, at = self._standings.get(member, (NOWHERE, now))
-        return standing, now - at
+        status, at = self._standings.get(member, (NOWHERE, now))
+        return status, now - at
 
     def silence_of(self, member: int, now: float) -> float:
         """For how many seconds nothing was heard of it."""
         return now - self._last.get(member, now)
 
-    def suspicions(self, now: float) -> list[Suspicion]:
+    def suspects(self, now: float) -> list[Suspect]:
         """Who holds others up, or may."""
-        standings = self._now(now)
-        waiting = [rank for rank, each in standings.items() if _waits(each, WAITING_SECONDS)]
+        statuses = self._now(now)
+        waiting = [rank for rank, each in statuses.items() if _waits(each, WAITING_SECONDS)]
         if not waiting:
             return []
-        found = {each.member: each for each in self._silent(standings, waiting, now)}
-        heard = {rank: each for rank, each in standings.items() if rank not in found}
+        found = {each.member: each for each in self._silent(statuses, waiting, now)}
+        heard = {rank: each for rank, each in statuses.items() if rank not in found}
         # Of one that is silent it is not known whether it waits.
         if not found and self._sees_all:
             for each in (*self._behind(heard), *self._at_odds(heard)):
@@ -205,13 +205,13 @@ class Judge:
         named = (replace(each, raised=told.get(each.member, "")) for each in found.values())
         return sorted(named, key=lambda each: each.member)
 
-    def due(self, now: float) -> list[Suspicion]:
+    def due(self, now: float) -> list[Suspect]:
         """Those that are to be warned about now: after 5 s, 10 s, 20 s and so on. What has passed leaves no trace."""
-        suspicions = self.suspicions(now)
-        suspected = {each.member for each in suspicions}
+        suspects = self.suspects(now)
+        suspected = {each.member for each in suspects}
         self._next_warning = {rank: at for rank, at in self._next_warning.items() if rank in suspected}
         due = []
-        for each in suspicions:
+        for each in suspects:
             limit = self._next_warning.get(each.member, SLOW_SECONDS)
             if each.seconds >= limit:
                 due.append(each)
@@ -220,70 +220,68 @@ class Judge:
                 self._next_warning[each.member] = limit
         return due
 
-    def _now(self, now: float) -> dict[int, Standing]:
+    def _now(self, now: float) -> dict[int, RankStatus]:
         """The standings of those who live, with what has passed since they were told."""
         return {
-            rank: _aged(standing, now - at)
-            for rank, (standing, at) in self._standings.items()
-            if rank not in self.endings
+            rank: _aged(status, now - at) for rank, (status, at) in self._standings.items() if rank not in self.exits
         }
 
-    def _silent(self, standings: dict[int, Standing], waiting: list[int], now: float) -> list[Suspicion]:
+    def _silent(self, statuses: dict[int, RankStatus], waiting: list[int], now: float) -> list[Suspect]:
         found = []
         for rank, last in self._last.items():
             waiters = tuple(each for each in waiting if each != rank)
             if now - last >= SLOW_SECONDS and waiters:
-                wait = longest(standings[waiters[0]])
+                wait = longest(statuses[waiters[0]])
                 found.append(
-                    Suspicion(
+                    Suspect(
                         member=rank,
                         kind="silent",
                         seconds=now - last,
                         waiters=waiters,
                         what="" if wait is None else wait.what,
-                        standing=self.standing_of(rank, now)[0],
+                        status=self.standing_of(rank, now)[0],
                     )
                 )
         return found
 
-    def _behind(self, standings: dict[int, Standing]) -> list[Suspicion]:
+    def _behind(self, statuses: dict[int, RankStatus]) -> list[Suspect]:
         found = []
-        for rank, waiters in roots(standings, SLOW_SECONDS).items():
+        for rank, waiters in roots(statuses, SLOW_SECONDS).items():
             wait = max(waiters.values(), key=lambda each: each.seconds)
             found.append(
-                Suspicion(
+                Suspect(
                     member=rank,
                     kind="behind",
                     seconds=wait.seconds,
                     waiters=tuple(sorted(waiters)),
                     what=wait.what,
-                    standing=standings[rank],
+                    status=statuses[rank],
                 )
             )
         return found
 
-    def _at_odds(self, standings: dict[int, Standing]) -> list[Suspicion]:
+    def _at_odds(self, statuses: dict[int, RankStatus]) -> list[Suspect]:
         return [
-            Suspicion(
+            Suspect(
                 member=rank,
                 kind="at odds",
                 seconds=min(its.seconds, theirs.seconds),
                 waiters=(other,),
                 what=theirs.what,
-                standing=standings[rank],
+                status=statuses[rank],
             )
-            for rank, (other, its, theirs) in at_odds(standings, SLOW_SECONDS).items()
+            for rank, (other, its, theirs) in at_odds(statuses, SLOW_SECONDS).items()
         ]
 
 
-NOWHERE = Standing(windows=0, phase="", progress="", seconds=0.0)
+NOWHERE = RankStatus(windows=0, phase="", progress="", seconds=0.0)
 
 
-def _waits(standing: Standing, seconds: float) -> bool:
-    wait = longest(standing)
+def _waits(status: RankStatus, seconds: float) -> bool:
+    wait = longest(status)
     return wait is not None and wait.seconds >= seconds
 
 
-def _aged(standing: Standing, seconds: float) -> Standing:
-    waits = tuple(replace(wait, seconds=wait.seconds + seconds) for wait in standing.waits)
-    return replace(standing, waits=waits, seconds=standing.seconds + seconds)
+def _aged(status: RankStatus, seconds: float) -> RankStatus:
+    waits = tuple(replace(wait, seconds=wait.seconds + seconds) for wait in status.waits)
+    return replace(status, waits=waits, seconds=status.seconds + seconds)

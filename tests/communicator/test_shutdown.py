@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import SharedMemoryCommunicator, leaving
+from gradsync.communicator import SharedMemoryCommunicator, shutdown
 from gradsync.communicator.host_peers import HostPeers
-from gradsync.communicator.leaving import MOST_KEPT, UnderWay
+from gradsync.communicator.shutdown import MOST_KEPT, UnderWay
 from tests.ranks import RankPool
 from tests.scripts import free_port
 from tests.wires import fresh_wire
@@ -42,9 +42,9 @@ def test_what_nobody_waits_for_is_let_go_of_when_it_has_ended() -> None:
 def test_threads_of_gloo_are_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they have been at rest twice in a row."""
     looks = iter([["S", "R"], ["S", "S"], ["R", "S"], ["S", "S"], ["S", "S"], ["R", "R"]])
-    monkeypatch.setattr(leaving, "_gloo_states", lambda: iter(next(looks)))
-    monkeypatch.setattr(leaving, "SETTLE_SECONDS", 60.0)
-    leaving._let_gloo_settle()
+    monkeypatch.setattr(shutdown, "_gloo_states", lambda: iter(next(looks)))
+    monkeypatch.setattr(shutdown, "SETTLE_SECONDS", 60.0)
+    shutdown._let_gloo_settle()
     assert next(looks) == ["R", "R"]
 
 
@@ -63,16 +63,16 @@ def test_a_wire_over_others_leaves_before_them() -> None:
     class Wire:
         def __init__(self, name: str) -> None:
             self.name = name
-            leaving.keep_track(self)
+            shutdown.keep_track(self)
 
-        def forsake(self) -> None:
+        def after_fork(self) -> None:
             raise NotImplementedError
 
         def leave(self, seconds: float) -> None:
             left.append(self.name)
 
     wires = [Wire(f"wire {number}") for number in range(20)]
-    leaving.leave_all()
+    shutdown.leave_all()
     assert left == [wire.name for wire in reversed(wires)]
 
 
@@ -109,8 +109,8 @@ def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, lis
         references = sys.getrefcount(tensor)
         time.sleep(seconds)
     # These ranks are this test's own, and a busy machine takes its time.
-    leaving.PATIENCE_SECONDS = 10.0
-    leaving.leave_all()
+    shutdown.PATIENCE_SECONDS = 10.0
+    shutdown.leave_all()
     if group.rank == 0:
         failures = [str(wire.failure) for wire in wires]
     names = ("gradsync peer exchange", "gradsync-shared-memory", "gradsync hierarchy")

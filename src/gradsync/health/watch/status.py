@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from gradsync.communicator.collective import Fate
 from gradsync.health.watch.pace import PaceMeter
 
-__all__ = ["MOST_LETTERS", "Model", "Sampler", "Standing", "Wait", "Whereabouts", "stack_of"]
+__all__ = ["MOST_LETTERS", "Model", "Position", "RankStatus", "Sampler", "Wait", "stack_of"]
 
 # What is said of one rank stays short, whatever it is named after.
 MOST_LETTERS = 300
@@ -26,7 +26,7 @@ MOST_FRAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
+class Position:
     """What an engine does: ``windows`` it has synchronized, the name of its phase, and how far its buckets are."""
 
     windows: int
@@ -38,7 +38,7 @@ class Whereabouts:
 class Model(Protocol):
     """A synchronizer, as it is seen here."""
 
-    def whereabouts(self) -> Whereabouts:
+    def position(self) -> Position:
         """May be called on any thread, at any time."""
 
     def describe(self) -> str:
@@ -67,7 +67,7 @@ class Wait:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RankStatus:
     """``seconds`` is how long it has been the same; ``started`` is the number of collectives, by wire."""
 
     windows: int
@@ -82,7 +82,7 @@ class Standing:
         return {**vars(self), "waits": [vars(wait) for wait in self.waits]}
 
     @classmethod
-    def read(cls, data: Any) -> "Standing":
+    def read(cls, data: Any) -> "RankStatus":
         """What :meth:`as_data` has made. Whatever else it may be becomes something that does no harm."""
         fields = data if isinstance(data, dict) else {}
         waits = [each for each in _listed(fields.get("waits")) if isinstance(each, dict)]
@@ -115,7 +115,7 @@ class Sampler:
         self._added = 0
         self._shows_stack_after = shows_stack_after
         self._seen: tuple[object, ...] = ()
-        self._last = Whereabouts(windows=0, phase="idle", progress="no model is wrapped", busy=False)
+        self._last = Position(windows=0, phase="idle", progress="no model is wrapped", busy=False)
         self._since = time.monotonic()
 
     def add(self, model: Model) -> None:
@@ -134,7 +134,7 @@ class Sampler:
         would compare two models else."""
         return next(((number, model.pace) for number, each in self._models if (model := each()) is not None), None)
 
-    def look(self, now: float) -> Standing:
+    def look(self, now: float) -> RankStatus:
         model = self._current()
         started = tuple(fate.started for fate in self._wires.fates)
         waits = self._waits(now)
@@ -144,7 +144,7 @@ class Sampler:
             self._seen, self._since = seen, now
         seconds = now - self._since
         limit = self._shows_stack_after
-        return Standing(
+        return RankStatus(
             windows=model.windows,
             phase=model.phase,
             progress=model.progress[:MOST_LETTERS],
@@ -154,12 +154,12 @@ class Sampler:
             stack=tuple(stack_of()[-MOST_FRAMES:]) if limit is not None and seconds >= limit else (),
         )
 
-    def _current(self) -> Whereabouts:
+    def _current(self) -> Position:
         """That of the model which is at work, or else has come furthest."""
         seen = []
         for model in self.models:
             try:
-                seen.append(model.whereabouts())
+                seen.append(model.position())
             except Exception:  # it is changed at this very moment; the next look comes in a second
                 continue
         # A script that ends has let go of its models before it says goodbye.

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gradsync.errors import WireLostError
-from gradsync.tools.cli.last_words import LastWords, Statements, is_heard, last_words_of, write_last_words
+from gradsync.tools.cli.failure_message import LastWords, Statements, is_heard, last_words_of, write_last_words
 from gradsync.tools.cli.launching import run_ranks_of
-from gradsync.tools.cli.root_cause import Inquest
+from gradsync.tools.cli.root_cause import FailureReport
 from gradsync.tools.launch import Failure, RankPlace
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,9 +32,9 @@ def words(at: float, message: str = "no luck", *, kind: str = "ValueError", cons
 def test_the_first_to_raise_an_error_of_its_own_is_the_cause() -> None:
     lost = words(1.0, "rank 1 is gone", kind="WireLostError", consequence=True)
     failures = [failure(0, at=1.5), failure(1, at=2.5), failure(2, at=2.0)]
-    inquest = Inquest(early=failures[:1], failures=failures, words={0: lost, 1: words(2.0), 2: words(2.3)})
-    assert inquest.first.place.rank == 1
-    assert inquest.lines(PLACES) == [
+    failure_report = FailureReport(early=failures[:1], failures=failures, words={0: lost, 1: words(2.0), 2: words(2.3)})
+    assert failure_report.first.place.rank == 1
+    assert failure_report.lines(PLACES) == [
         "rank 1 failed first:\na\nb",
         "rank 0 then raised WireLostError: rank 1 is gone",
         "rank 2 failed in the same way, 0.3 s later",
@@ -44,9 +44,9 @@ def test_the_first_to_raise_an_error_of_its_own_is_the_cause() -> None:
 def test_a_rank_that_was_killed_is_the_cause_of_what_others_say_of_it() -> None:
     lost = words(2.0, "rank 1 is gone", kind="WireLostError", consequence=True)
     failures = [failure(0, at=2.1), failure(1, -9, at=1.0), failure(2, -9, at=7.0)]
-    inquest = Inquest(early=failures[:2], failures=failures, words={0: lost})
-    assert inquest.first.place.rank == 1
-    assert inquest.lines(PLACES) == [
+    failure_report = FailureReport(early=failures[:2], failures=failures, words={0: lost})
+    assert failure_report.first.place.rank == 1
+    assert failure_report.lines(PLACES) == [
         "rank 0 then raised WireLostError: rank 1 is gone",
         "rank 2 was ended with the others",
     ]
@@ -57,14 +57,14 @@ def test_a_refusal_is_said_once() -> None:
         rank: words(float(3 - rank), "no such file", kind="ConfigurationError", consequence=True) for rank in (0, 2)
     }
     failures = [failure(rank, 2) for rank in (0, 2)]
-    assert Inquest(early=failures, failures=failures, words=same).lines(PLACES) == ["no such file"]
+    assert FailureReport(early=failures, failures=failures, words=same).lines(PLACES) == ["no such file"]
 
 
 def test_who_obeys_a_signal_is_blamed_last() -> None:
     failures = [failure(0, 130), failure(1, -9), failure(2, 130)]
-    inquest = Inquest(early=[], failures=failures, words={}, signals=[signal.SIGINT])
-    assert inquest.first.place.rank == 1
-    assert inquest.lines(PLACES) == []
+    failure_report = FailureReport(early=[], failures=failures, words={}, signals=[signal.SIGINT])
+    assert failure_report.first.place.rank == 1
+    assert failure_report.lines(PLACES) == []
 
 
 def exits(code: int, at: float, *, consequence: bool = False) -> LastWords:
@@ -75,9 +75,11 @@ def exits(code: int, at: float, *, consequence: bool = False) -> LastWords:
 def test_a_rank_that_is_ended_on_its_way_out_keeps_its_code() -> None:
     lost = words(1.1, "rank 1 called sys.exit(3)", kind="WireLostError", consequence=True)
     failures = [failure(0, at=1.5), failure(1, -15, at=2.0), failure(2, -15, at=2.0)]
-    inquest = Inquest(early=failures[:1], failures=failures, words={0: lost, 1: exits(3, 1.0)}, told_at=1.8)
-    assert (inquest.first.place.rank, inquest.first.exit_code) == (1, 3)
-    assert inquest.lines(PLACES) == [
+    failure_report = FailureReport(
+        early=failures[:1], failures=failures, words={0: lost, 1: exits(3, 1.0)}, told_at=1.8
+    )
+    assert (failure_report.first.place.rank, failure_report.first.exit_code) == (1, 3)
+    assert failure_report.lines(PLACES) == [
         "rank 1 failed first: it called sys.exit(3) in line 7 of train.py",
         "rank 0 then raised WireLostError: rank 1 called sys.exit(3)",
         "rank 2 was ended with the others",
@@ -86,44 +88,46 @@ def test_a_rank_that_is_ended_on_its_way_out_keeps_its_code() -> None:
 
 def test_a_rank_that_had_ended_with_0_has_not_failed_by_being_ended() -> None:
     failures = [failure(0, at=1.5), failure(1, -15, at=2.0)]
-    inquest = Inquest(early=failures[:1], failures=failures, words={0: words(1.0), 1: exits(0, 0.5)}, told_at=1.8)
-    assert [each.place.rank for each in inquest.failed] == [0]
-    assert inquest.lines(PLACES[:2])[-1] == "rank 1 had ended, without an error"
+    failure_report = FailureReport(
+        early=failures[:1], failures=failures, words={0: words(1.0), 1: exits(0, 0.5)}, told_at=1.8
+    )
+    assert [each.place.rank for each in failure_report.failed] == [0]
+    assert failure_report.lines(PLACES[:2])[-1] == "rank 1 had ended, without an error"
     # Ended by somebody else, before the launcher asked for it, it has.
-    assert len(Inquest(early=failures, failures=failures, words=inquest.words, told_at=1.8).failed) == 2
+    assert len(FailureReport(early=failures, failures=failures, words=failure_report.words, told_at=1.8).failed) == 2
 
 
 def test_who_finds_another_one_gone_has_not_failed_before_it() -> None:
     """Whenever the launcher has seen that one end, and whatever the error looks like."""
     after = replace(words(1.0), gone=(2,))
     failures = [failure(0, at=1.2), failure(2, -11, at=1.3)]
-    assert Inquest(early=failures, failures=failures, words={0: after}).first.place.rank == 2
-    assert Inquest(early=failures, failures=failures, words={0: words(1.0)}).first.place.rank == 0
+    assert FailureReport(early=failures, failures=failures, words={0: after}).first.place.rank == 2
+    assert FailureReport(early=failures, failures=failures, words={0: words(1.0)}).first.place.rank == 0
     # One that the launcher has ended is gone, too.
-    assert Inquest(early=failures[:1], failures=failures, words={0: after}).first.place.rank == 0
+    assert FailureReport(early=failures[:1], failures=failures, words={0: after}).first.place.rank == 0
 
 
 def test_what_is_said_after_the_launcher_has_asked_ranks_to_end_is_no_cause() -> None:
     lost = words(1.0, "rank 2 has ended", kind="WireLostError", consequence=True)
     failures = [failure(0, at=1.2), failure(1, 7, at=2.1)]
     told = {0: lost, 1: exits(7, 2.0)}
-    assert Inquest(early=failures[:1], failures=failures, words=told, told_at=1.9).first.place.rank == 0
-    assert Inquest(early=failures[:1], failures=failures, words=told, told_at=2.1).first.place.rank == 1
+    assert FailureReport(early=failures[:1], failures=failures, words=told, told_at=1.9).first.place.rank == 0
+    assert FailureReport(early=failures[:1], failures=failures, words=told, told_at=2.1).first.place.rank == 1
 
 
 def test_an_exit_with_2_is_no_refusal() -> None:
     failures = [failure(0, at=1.2), failure(1, 2, at=1.1)]
     told = {0: words(1.0), 1: exits(2, 1.1)}
-    inquest = Inquest(early=failures, failures=failures, words=told)
-    assert inquest.first.place.rank == 0
-    assert inquest.lines(PLACES[:2])[-1] == "rank 1 then called sys.exit(2) in line 7 of train.py"
+    failure_report = FailureReport(early=failures, failures=failures, words=told)
+    assert failure_report.first.place.rank == 0
+    assert failure_report.lines(PLACES[:2])[-1] == "rank 1 then called sys.exit(2) in line 7 of train.py"
 
 
 def test_ranks_that_are_seen_to_end_at_once() -> None:
     """A lost rank makes others abort or exit, and kills nobody."""
     for killed, other in ((-9, 1), (-11, -6), (3, -6)):
         failures = [failure(0, other, at=1.0), failure(1, killed, at=1.0)]
-        assert Inquest(early=failures, failures=failures, words={}).first.place.rank == 1
+        assert FailureReport(early=failures, failures=failures, words={}).first.place.rank == 1
 
 
 def test_an_error_in_whose_handling_another_is_raised_is_its_cause() -> None:
@@ -190,7 +194,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 RAISE = """
     import os, pathlib, sys, time
-    from gradsync.tools.cli.last_words import leave_last_words
+    from gradsync.tools.cli.failure_message import leave_last_words
     from gradsync.errors import WireLostError
 
     rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])

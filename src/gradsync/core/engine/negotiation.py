@@ -17,14 +17,14 @@ from gradsync.core.bucket.requests import Requests
 from gradsync.core.engine.fingerprints import Comparison
 from gradsync.core.engine.pipeline import Division, Pipeline
 from gradsync.core.engine.sparse_reduction import SparseGradients
-from gradsync.core.engine.veto import Verdict, spoil
+from gradsync.core.engine.veto import Verdict, invalidate
 from gradsync.core.window import Weights
 
-__all__ = ["Meeting", "Present"]
+__all__ = ["LocalContribution", "Negotiation"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Present:
+class LocalContribution:
     """What this rank brings along: whether it has gradients or is computing them, which have come in this backward, and
     which parameters its forwards left out (None where the model never says)."""
 
@@ -33,7 +33,7 @@ class Present:
     absent: Collection[int] | None
 
 
-class Meeting:
+class Negotiation:
     """The meetings of one engine with those of the other ranks."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Meeting:
 
     # -- before the first bucket starts ----------------------------------------------------------------------------
 
-    def before_buckets(self, present: Present, rebuild: Callable[[], None]) -> None:
+    def before_buckets(self, present: LocalContribution, rebuild: Callable[[], None]) -> None:
         """Agree on where gradients lie and what they are divided by. Collective, where there is something to agree on.
 
         Once a synchronization: a backward that reached no parameter may have met already.
@@ -138,7 +138,7 @@ class Meeting:
         pipeline = self._pipeline
         verdict = self._hear_vetoes()
         if verdict is not None and verdict.skips:
-            spoil(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
+            invalidate(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
             pipeline.conclude(well=False)
             return False
         late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=uncounted)
@@ -187,7 +187,7 @@ class Meeting:
         """What follows from the ballot, if anybody has vetoed. Collective then. A rank that has failed is not there."""
         pipeline = self._pipeline
         if pipeline.failed:
-            return pipeline.veto.forgive(pipeline.failed)
+            return pipeline.veto.tolerate(pipeline.failed)
         if pipeline.requests.late:
             # Ranks raise at the end of this window, for the one before.
             return Verdict()

@@ -30,16 +30,16 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.communicator import Wire
-from gradsync.communicator.first_cause import BEFORE
-from gradsync.health.watch.door import Door
+from gradsync.communicator.root_cause import BEFORE
+from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.guards import Guards
-from gradsync.health.watch.judge import SLOW_SECONDS, Ending, Judge, RaisedError, Suspicion
+from gradsync.health.watch.messages import Member, ended, raised_error, sort_key, suspected
 from gradsync.health.watch.pacing import Pacing, Ways
-from gradsync.health.watch.protocol import HUB, Doorkeeper, Line, ProtocolError, pack
-from gradsync.health.watch.standing import MOST_LETTERS, Model, Sampler, Standing
-from gradsync.health.watch.words import Member, ended, raised_error, sort_key, suspected
+from gradsync.health.watch.protocol import HUB, Handshake, Line, ProtocolError, pack
+from gradsync.health.watch.rendezvous import Rendezvous
+from gradsync.health.watch.status import MOST_LETTERS, Model, RankStatus, Sampler
 
-__all__ = ["Plan", "Post"]
+__all__ = ["Agent", "Plan"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -85,13 +85,15 @@ class Plan:
         return self.timeout - min(EARLIER_SECONDS, EARLIER_SHARE * self.timeout)
 
 
-class Post:
-    """One rank's end of the watch over ``group``. The hub gets a ``door``, another rank a ``line`` to the hub."""
+class Agent:
+    """One rank's end of the watch over ``group``. The hub gets a ``rendezvous``, another rank a ``line`` to the hub."""
 
-    def __init__(self, plan: Plan, group: Any, *, door: Door | None = None, line: Line | None = None) -> None:
+    def __init__(
+        self, plan: Plan, group: Any, *, rendezvous: Rendezvous | None = None, line: Line | None = None
+    ) -> None:
         self.plan = plan
         # What the other ranks must know to come in.
-        self.invitation = None if door is None else door.invitation()
+        self.invitation = None if rendezvous is None else rendezvous.invitation()
         self._guards = Guards(group, plan.device_timeout)
         self.sampler = Sampler(self._guards, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self.on_dump: Callable[[], None] | None = None
@@ -100,11 +102,11 @@ class Post:
         self._group = weakref.ref(group)
         # Not all are: then nobody can tell when they are destroyed.
         self._is_registered = group in dist.distributed_c10d._world.pg_map
-        self._door, self._lines = door, {} if line is None else {HUB: line}
-        heard = [HUB] if door is None else [number for number in range(len(plan.members)) if number != plan.me]
-        self._judge = Judge(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
+        self._rendezvous, self._lines = rendezvous, {} if line is None else {HUB: line}
+        heard = [HUB] if rendezvous is None else [number for number in range(len(plan.members)) if number != plan.me]
+        self._detector = Detector(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
-        self._told: list[Suspicion] = []
+        self._told: list[Suspect] = []
         sampler = self.sampler
         ways = Ways(tell=self._tell, say=self._say, meter=lambda: sampler.meter, models=lambda: len(sampler.models))
         self._pacing = Pacing(plan.members, plan.me, ways)
@@ -126,8 +128,8 @@ class Post:
     def start(self) -> None:
         self._woken.setblocking(False)
         self._listen_to(self._woken, self._hear_waker)
-        for listener in self._door.listeners if self._door is not None else ():
-            self._listen_to(listener, partial(self._open_door, listener))
+        for listener in self._rendezvous.listeners if self._rendezvous is not None else ():
+            self._listen_to(listener, partial(self._open_rendezvous, listener))
         for number, line in self._lines.items():
             self._listen_to(line, partial(self._hear, number, line))
         self._thread.start()
@@ -150,9 +152,9 @@ class Post:
         """The story of a failure, with what is known of the ranks that may have caused it."""
         patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
         with self._news:
-            self._news.wait_for(lambda: bool(self._judge.endings or self._suspects()), patience)
+            self._news.wait_for(lambda: bool(self._detector.exits or self._suspects()), patience)
             words = self._words()
-            if any(not ending.left for ending in self._judge.endings.values()):
+            if any(not exit_record.left for exit_record in self._detector.exits.values()):
                 # What another rank has said of the same end is no news.
                 story = story.partition(BEFORE)[0]
         own = self.sampler.look(time.monotonic()).windows + 1
@@ -172,12 +174,12 @@ class Post:
         """What this rank has heard of the others, for a dump."""
         now = time.monotonic()
         with self._news:
-            known = {number: self._judge.standing_of(number, now) for number in range(len(self.plan.members))}
+            known = {number: self._detector.standing_of(number, now) for number in range(len(self.plan.members))}
             words = self._words()
         others = {
-            str(self.plan.members[number].rank): {"heard_seconds_ago": round(age, 1), **standing.as_data()}
-            for number, (standing, age) in known.items()
-            if number != self.plan.me and standing.phase
+            str(self.plan.members[number].rank): {"heard_seconds_ago": round(age, 1), **status.as_data()}
+            for number, (status, age) in known.items()
+            if number != self.plan.me and status.phase
         }
         return {"known": words, "others": others}
 
@@ -191,14 +193,14 @@ class Post:
             # It never began.
             self._close()
 
-    def forsake(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child: close its copies of the sockets. The parent's stay as they are."""
         for each in (self._waker, self._woken):
             each.close()
         for line in self._lines.values():
             line.close()
-        if self._door is not None:
-            self._door.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -219,7 +221,7 @@ class Post:
         next_beat = last = time.monotonic()
         while not self._farewell:
             due = min(next_beat, self._pacing.next, self._deadline)
-            looks = self._judge.endings or self._judge.has_untold_errors
+            looks = self._detector.exits or self._detector.has_untold_errors
             limit = LOOK_SECONDS if looks else max(0.0, due - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
@@ -227,9 +229,9 @@ class Post:
             for key, _ in ready:
                 key.data(now)
             if was_stopped:
-                self._judge.wake(now)
-            if self._door is not None:
-                self._tend_door(self._door, now)
+                self._detector.wake(now)
+            if self._rendezvous is not None:
+                self._tend_rendezvous(self._rendezvous, now)
             if now >= min(next_beat, self._pacing.next):
                 self._pacing.tick(now)
             if was_stopped:
@@ -239,9 +241,9 @@ class Post:
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
-            if self._judge.has_untold_errors:
+            if self._detector.has_untold_errors:
                 self._warn_of_errors(now)
-            if self._judge.endings:
+            if self._detector.exits:
                 self._lose_stranded(now)
 
     def _listen_to(self, source: Any, hear: Callable[[float], None]) -> None:
@@ -261,37 +263,37 @@ class Post:
 
     # -- while ranks come in ------------------------------------------------------------------------------------------
 
-    def _open_door(self, listener: socket.socket, now: float) -> None:
-        for keeper in self._door.welcome(listener) if self._door is not None else ():
-            self._listen_to(keeper.line, partial(self._ask, keeper))
+    def _open_rendezvous(self, listener: socket.socket, now: float) -> None:
+        for handshake in self._rendezvous.welcome(listener) if self._rendezvous is not None else ():
+            self._listen_to(handshake.line, partial(self._ask, handshake))
 
-    def _ask(self, keeper: Doorkeeper, now: float) -> None:
-        assert self._door is not None
+    def _ask(self, handshake: Handshake, now: float) -> None:
+        assert self._rendezvous is not None
         try:
-            number = keeper.hear()
+            number = handshake.hear()
         except ProtocolError:
-            self._send_away(keeper)
+            self._send_away(handshake)
             return
         if number is not None:
-            self._door.strangers.pop(keeper)
-            self._lines[number] = keeper.line
-            self._selector.modify(keeper.line, selectors.EVENT_READ, partial(self._hear, number, keeper.line))
+            self._rendezvous.unauthenticated.pop(handshake)
+            self._lines[number] = handshake.line
+            self._selector.modify(handshake.line, selectors.EVENT_READ, partial(self._hear, number, handshake.line))
 
-    def _tend_door(self, door: Door, now: float) -> None:
-        for keeper in door.overdue(now):
-            self._send_away(keeper)
-        if not door.missing:
-            for keeper in list(door.strangers):
-                self._send_away(keeper)
-            for listener in door.listeners:
+    def _tend_rendezvous(self, rendezvous: Rendezvous, now: float) -> None:
+        for handshake in rendezvous.overdue(now):
+            self._send_away(handshake)
+        if not rendezvous.missing:
+            for handshake in list(rendezvous.unauthenticated):
+                self._send_away(handshake)
+            for listener in rendezvous.listeners:
                 self._selector.unregister(listener)
-            door.close()
-            self._door = None
+            rendezvous.close()
+            self._rendezvous = None
 
-    def _send_away(self, keeper: Doorkeeper) -> None:
-        assert self._door is not None
-        self._selector.unregister(keeper.line)
-        self._door.send_away(keeper)
+    def _send_away(self, handshake: Handshake) -> None:
+        assert self._rendezvous is not None
+        self._selector.unregister(handshake.line)
+        self._rendezvous.send_away(handshake)
 
     # -- hearing ------------------------------------------------------------------------------------------------------
 
@@ -303,38 +305,38 @@ class Post:
             line.close()
             self._lines.pop(number, None)
             # Where the way was broken for long, it is a way that comes back which resets the line, and no end.
-            was_heard = self.plan.here[number] or self._judge.silence_of(number, now) < SLOW_SECONDS
+            was_heard = self.plan.here[number] or self._detector.silence_of(number, now) < SLOW_SECONDS
             if line.end == "closed" or (line.end == "reset" and was_heard):
-                standing, age = self._judge.standing_of(number, now)
+                status, age = self._detector.standing_of(number, now)
                 self._note(
-                    Ending(member=number, left=False, words=GONE, at=time.time(), standing=standing, age=age), now
+                    ExitRecord(member=number, left=False, words=GONE, at=time.time(), status=status, age=age), now
                 )
 
     def _take(self, number: int, message: dict[str, Any], now: float) -> None:
         if "beat" in message:
-            standing = Standing.read(message["beat"])
+            status = RankStatus.read(message["beat"])
             with self._news:
-                self._judge.hear(number, standing, now)
+                self._detector.hear(number, status, now)
                 suspects = message.get("suspects")
                 if number == HUB and isinstance(suspects, list):
-                    told = [Suspicion.read(each, len(self.plan.members)) for each in suspects]
+                    told = [Suspect.read(each, len(self.plan.members)) for each in suspects]
                     self._told = [each for each in told if each is not None]
         elif "bye" in message:
-            standing, words = Standing.read(message.get("beat_at_end")), str(message["bye"])
-            self._note(Ending(member=number, left=True, words=words, at=time.time(), standing=standing), now)
+            status, words = RankStatus.read(message.get("beat_at_end")), str(message["bye"])
+            self._note(ExitRecord(member=number, left=True, words=words, at=time.time(), status=status), now)
         elif "off" in message:
             self._pacing.forget(number)
             with self._news:
-                self._judge.forget(number)
+                self._detector.forget(number)
             self._lines[number].end = "off"
         elif "ended" in message and number == HUB:
-            ending = Ending.read(message["ended"], len(self.plan.members))
-            if ending is not None:
-                self._note(ending, now)
+            exit_record = ExitRecord.read(message["ended"], len(self.plan.members))
+            if exit_record is not None:
+                self._note(exit_record, now)
         elif "error" in message:
-            standing, words = Standing.read(message.get("stood")), str(message["error"])[:MOST_LETTERS]
+            status, words = RankStatus.read(message.get("stood")), str(message["error"])[:MOST_LETTERS]
             with self._news:
-                self._judge.hear_error(number, RaisedError(words=words, at=time.time(), standing=standing))
+                self._detector.hear_error(number, RaisedError(words=words, at=time.time(), status=status))
         elif "dump" in message:
             # From whichever rank was asked to the hub, and from there to all others.
             for other, line in self._lines.items():
@@ -346,15 +348,15 @@ class Post:
         else:
             self._pacing.take(number, message, now)
 
-    def _note(self, ending: Ending, now: float) -> None:
+    def _note(self, exit_record: ExitRecord, now: float) -> None:
         with self._news:
-            is_new = self._judge.end(ending)
-            self._noticed.setdefault(ending.member, now)
+            is_new = self._detector.end(exit_record)
+            self._noticed.setdefault(exit_record.member, now)
             self._news.notify_all()
-        self._guards.refuse_new(ending, ended(self.plan.members, ending))
+        self._guards.refuse_new(exit_record, ended(self.plan.members, exit_record))
         if is_new and self._is_hub:
             for line in self._lines.values():
-                line.send({"ended": ending.as_data()})
+                line.send({"ended": exit_record.as_data()})
 
     # -- speaking -----------------------------------------------------------------------------------------------------
 
@@ -363,13 +365,13 @@ class Post:
         if group is None or (self._is_registered and group not in dist.distributed_c10d._world.pg_map):
             self._farewell = "has destroyed its process group"
             return
-        standing = self.sampler.look(now)
-        message: dict[str, Any] = {"beat": standing.as_data()}
+        status = self.sampler.look(now)
+        message: dict[str, Any] = {"beat": status.as_data()}
         with self._news:
-            self._judge.hear(self.plan.me, standing, now)
-            due = [] if quietly else self._judge.due(now)
+            self._detector.hear(self.plan.me, status, now)
+            due = [] if quietly else self._detector.due(now)
             if self._is_hub:
-                suspects = self._judge.suspicions(now)[:MOST_SUSPECTS]
+                suspects = self._detector.suspects(now)[:MOST_SUSPECTS]
                 message["suspects"] = [each.as_data() for each in suspects]
         frame = pack(message)
         for line in self._lines.values():
@@ -390,10 +392,10 @@ class Post:
 
     def _warn_of_errors(self, now: float) -> None:
         """Of ranks that have raised, as soon as somebody waits for them."""
-        standing = self.sampler.look(now)
+        status = self.sampler.look(now)
         with self._news:
-            self._judge.hear(self.plan.me, standing, now)
-            found = self._judge.errors_to_tell(now)
+            self._detector.hear(self.plan.me, status, now)
+            found = self._detector.errors_to_tell(now)
         for member, error, wait in found if self._speaks else ():
             LOGGER.warning(
                 "%s. It is an error when that process ends, or after %g s, the timeout of the group",
@@ -408,17 +410,17 @@ class Post:
 
     def _say(self, words: str) -> None:
         # Who waits for one that has ended is not slow.
-        if not self._judge.endings:
+        if not self._detector.exits:
             LOGGER.warning("%s", words)
             if self.on_words is not None:
                 self.on_words(words)
 
     def _lose_stranded(self, now: float) -> None:
         """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""
-        endings = sorted(self._judge.endings.values(), key=sort_key)
-        noticed = [(ending, self._noticed[ending.member]) for ending in endings]
-        for number, ending in self._guards.stranded(noticed, now):
-            story = f"{ended(self.plan.members, ending)}. {self._own_wait(number, now)}"
+        exits = sorted(self._detector.exits.values(), key=sort_key)
+        noticed = [(exit_record, self._noticed[exit_record.member]) for exit_record in exits]
+        for number, exit_record in self._guards.stranded(noticed, now):
+            story = f"{ended(self.plan.members, exit_record)}. {self._own_wait(number, now)}"
             self._guards.lose(number, story.rstrip(". "))
 
     def _end_overdue(self, now: float) -> None:
@@ -450,14 +452,14 @@ class Post:
     def _is_hub(self) -> bool:
         return self.plan.me == HUB
 
-    def _suspects(self) -> list[Suspicion]:
-        return [*self._judge.suspicions(time.monotonic()), *self._told]
+    def _suspects(self) -> list[Suspect]:
+        return [*self._detector.suspects(time.monotonic()), *self._told]
 
     def _words(self) -> str:
         """Of those who have ended, the first cause first; else of those who hold others up."""
-        endings = sorted(self._judge.endings.values(), key=sort_key)
-        if endings:
-            return ended(self.plan.members, endings[0])
+        exits = sorted(self._detector.exits.values(), key=sort_key)
+        if exits:
+            return ended(self.plan.members, exits[0])
         suspects = {each.member: each for each in self._suspects() if each.member != self.plan.me}
         return ". ".join(
             suspected(self.plan.members, each, is_here=self.plan.here[each.member]) for each in suspects.values()
@@ -477,8 +479,8 @@ class Post:
             # Closed with something unread, a connection is reset, and what was said last may be lost with it.
             line.receive()
             line.close()
-        if self._door is not None:
-            self._door.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         self._selector.close()
         self._waker.close()
         self._woken.close()

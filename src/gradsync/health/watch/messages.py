@@ -9,11 +9,11 @@ from typing import Any
 
 from gradsync.communicator.checks import missing_step
 from gradsync.communicator.naming import listed
-from gradsync.health.watch.exits import ENDED, EXITED, exit_words, noted_exit
-from gradsync.health.watch.judge import Ending, RaisedError, Suspicion
+from gradsync.health.watch.detector import ExitRecord, RaisedError, Suspect
+from gradsync.health.watch.exit_causes import ENDED, EXITED, exit_words, noted_exit
 from gradsync.health.watch.slow_links import SlowLink
 from gradsync.health.watch.slow_wire import WireVerdict
-from gradsync.health.watch.standing import MOST_LETTERS, Standing, Wait
+from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
 from gradsync.health.watch.stragglers import Verdict
 
 __all__ = [
@@ -53,81 +53,81 @@ class Member:
         return cls(rank=int(data["rank"]), host=str(data["host"]), process=int(data["process"]))
 
 
-def where(standing: Standing) -> str:
+def where(status: RankStatus) -> str:
     """Where a rank stands, in a clause: ``in window 8, synchronizing: 2 of 5 buckets started, …``."""
-    if not standing.phase:
+    if not status.phase:
         return "somewhere before its first window"
-    words = f"in window {standing.windows + 1}, {standing.phase}"
-    if standing.progress:
-        words += f" ({standing.progress})"
-    if standing.waits:
-        words += f", waiting in {standing.waits[-1].what}"
+    words = f"in window {status.windows + 1}, {status.phase}"
+    if status.progress:
+        words += f" ({status.progress})"
+    if status.waits:
+        words += f", waiting in {status.waits[-1].what}"
     return words
 
 
-def ended(members: Sequence[Member], ending: Ending) -> str:
+def ended(members: Sequence[Member], exit_record: ExitRecord) -> str:
     """Of a rank that is gone, or has left."""
-    member, at = members[ending.member], time.strftime("%H:%M:%S", time.localtime(ending.at))
-    if ending.left and ending.words.startswith(RAISED):
-        return f"{member} {ending.words} [at {at}, {where(ending.standing)}]. Its own output tells where"
-    if ending.left and ending.words.startswith(EXITED):
+    member, at = members[exit_record.member], time.strftime("%H:%M:%S", time.localtime(exit_record.at))
+    if exit_record.left and exit_record.words.startswith(RAISED):
+        return f"{member} {exit_record.words} [at {at}, {where(exit_record.status)}]. Its own output tells where"
+    if exit_record.left and exit_record.words.startswith(EXITED):
         return (
-            f"{member} {ending.words} [at {at}, {where(ending.standing)}], while others still need it. Its own output "
-            "may tell why"
+            f"{member} {exit_record.words} [at {at}, {where(exit_record.status)}], while others still need it. Its own "
+            "output may tell why"
         )
-    if ending.left:
+    if exit_record.left:
         return (
-            f"{member} {ending.words} at {at}, {where(ending.standing)}, while others still need it. It left the loop "
-            "before them: see that all ranks run as many batches, or use accumulate() or join()"
+            f"{member} {exit_record.words} at {at}, {where(exit_record.status)}, while others still need it. It left "
+            "the loop before them: see that all ranks run as many batches, or use accumulate() or join()"
         )
     return (
-        f"{member} {ending.words} at {at}; {ending.age:.1f} s before it was {where(ending.standing)}. "
+        f"{member} {exit_record.words} at {at}; {exit_record.age:.1f} s before it was {where(exit_record.status)}. "
         "Its own output may tell why, or the kernel's log (dmesg), if it ran out of memory. Start all ranks again, "
         "from the last checkpoint"
     )
 
 
-def sort_key(ending: Ending) -> tuple[int, float]:
+def sort_key(exit_record: ExitRecord) -> tuple[int, float]:
     """Causes before consequences: who was killed, who raised an error of its own or called ``sys.exit(1)``, who only
     lost others, who left."""
-    if not ending.left:
-        return (0, ending.at)
-    if not ending.words.startswith((RAISED, EXITED)):
-        return (3, ending.at)
-    return (2 if any(each in ending.words for each in CONSEQUENCES) else 1, ending.at)
+    if not exit_record.left:
+        return (0, exit_record.at)
+    if not exit_record.words.startswith((RAISED, EXITED)):
+        return (3, exit_record.at)
+    return (2 if any(each in exit_record.words for each in CONSEQUENCES) else 1, exit_record.at)
 
 
-def suspected(members: Sequence[Member], suspicion: Suspicion, *, is_here: bool) -> str:
+def suspected(members: Sequence[Member], suspect: Suspect, *, is_here: bool) -> str:
     """Of a rank that holds others up. ``is_here``: its process is one of this machine."""
-    member = members[suspicion.member]
-    waiters = [f"rank {members[each].rank}" for each in suspicion.waiters]
+    member = members[suspect.member]
+    waiters = [f"rank {members[each].rank}" for each in suspect.waiters]
     if len(waiters) > MOST_NAMED:
         waiters = [*waiters[: MOST_NAMED - 1], f"{len(waiters) - MOST_NAMED + 1} more"]
-    verb = "waits" if len(suspicion.waiters) == 1 else "wait"
-    waiting = f"{listed(waiters)} {verb} in {suspicion.what}" if waiters else "nobody waits for it yet"
-    stand, seconds = where(suspicion.standing), f"{suspicion.seconds:.0f} s"
-    hint = _missing_step(member, waiters, suspicion)
-    if suspicion.raised:
-        stand += f". It {suspicion.raised}, and has not gone on since"
-    if suspicion.kind == "silent":
+    verb = "waits" if len(suspect.waiters) == 1 else "wait"
+    waiting = f"{listed(waiters)} {verb} in {suspect.what}" if waiters else "nobody waits for it yet"
+    stand, seconds = where(suspect.status), f"{suspect.seconds:.0f} s"
+    hint = _missing_step(member, waiters, suspect)
+    if suspect.raised:
+        stand += f". It {suspect.raised}, and has not gone on since"
+    if suspect.kind == "silent":
         state = _state(member.process) if is_here else ""
         cause = state or "It is stopped, its link is cut, or it holds the interpreter's lock"
         return f"{member} has not been heard of for {seconds}; {waiting}. {cause}. When last heard of, it was {stand}"
-    if suspicion.kind == "at odds":
+    if suspect.kind == "at odds":
         return (
             f"{member} has waited for {seconds} in another collective than the others: {waiting}, and it is {stand}. "
             + (hint or "All ranks must run the same collectives in the same order")
         )
-    stack = f". Its stack: {' < '.join(reversed(suspicion.standing.stack))}" if suspicion.standing.stack else ""
+    stack = f". Its stack: {' < '.join(reversed(suspect.status.stack))}" if suspect.status.stack else ""
     return f"{member} keeps others waiting for {seconds}: {waiting}, and it is {stand}{stack}" + (hint and f". {hint}")
 
 
-def _missing_step(member: Member, waiters: list[str], suspicion: Suspicion) -> str:
-    own = suspicion.standing.waits[-1].what if suspicion.standing.waits else ""
+def _missing_step(member: Member, waiters: list[str], suspect: Suspect) -> str:
+    own = suspect.status.waits[-1].what if suspect.status.waits else ""
     # Only of one and the same collective, by its number: who waits in another one may just be late.
-    if not waiters or own.partition(" (")[0] != suspicion.what.partition(" (")[0]:
+    if not waiters or own.partition(" (")[0] != suspect.what.partition(" (")[0]:
         return ""
-    return missing_step({listed(waiters): suspicion.what, f"rank {member.rank}": own})
+    return missing_step({listed(waiters): suspect.what, f"rank {member.rank}": own})
 
 
 def straggling(members: Sequence[Member], verdict: Verdict) -> str:
@@ -147,7 +147,7 @@ def straggling(members: Sequence[Member], verdict: Verdict) -> str:
 def raised_error(members: Sequence[Member], member: int, error: RaisedError, wait: Wait) -> str:
     """Of a rank that has raised and may go on, while others wait for it."""
     at = time.strftime("%H:%M:%S", time.localtime(error.at))
-    return f"{members[member]} {error.words} [at {at}, {where(error.standing)}], and others wait for it in {wait.what}"
+    return f"{members[member]} {error.words} [at {at}, {where(error.status)}], and others wait for it in {wait.what}"
 
 
 def slow_wire(verdict: WireVerdict) -> str:

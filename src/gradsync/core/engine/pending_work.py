@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from gradsync.core.engine.backward import BackwardEngine
 
-__all__ = ["Debts"]
+__all__ = ["PendingWork"]
 
 LOGGER = logging.getLogger("gradsync")
 
 
-class Debts:
+class PendingWork:
     """What one engine owes those of the other ranks."""
 
     def __init__(self, engine: BackwardEngine) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from gradsync.health.watch.exits import note_exits
+from gradsync.health.watch.exit_causes import note_exits
 
 __all__ = ["tell_uncaught"]
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradsync.observe.plan.wire import Cost
+from gradsync.observe.plan.link_cost import Cost
 
 __all__ = ["Clock", "Core", "Link", "Phase", "Traffic", "Transfer"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["BEFORE", "Circle", "begin_anew", "first_cause"]
+__all__ = ["BEFORE", "Circle", "begin_anew", "find_root_cause"]
 
 # What a failure may take longer for that. A store answers in less than a thousandth of it, if it does.
 PATIENCE_SECONDS = 0.5
@@ -45,7 +45,7 @@ _circles: "weakref.WeakKeyDictionary[Any, Circle]" = weakref.WeakKeyDictionary()
 _unanswered: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def first_cause(group: Any, story: str) -> str:
+def find_root_cause(group: Any, story: str) -> str:
     """``story``, with what the first rank of ``group`` to fail has said, unless this is the first."""
     circle = _circles.get(group)
     root, key = (group, KEY) if circle is None else (circle.group, circle.key)

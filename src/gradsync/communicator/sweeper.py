@@ -4,7 +4,7 @@ A small collective costs less than to wake a thread for it, so it is left to who
 moment later. But it may be a while: the caller may meet the others somewhere else first (a barrier, another
 communicator), and they may be waiting in this one. So a thread of this process looks after all queues with such
 collectives, now and then, and has those moved on whose first one it has seen before. Who is about to sleep in one
-collective hands the others over at once (:func:`make_way`), since they may be what its peers are in.
+collective hands the others over at once (:func:`flush_lazy`), since they may be what its peers are in.
 
 To set an alarm for each of them, and call it off again, would cost a tenth of the time that the smallest ones take.
 """
@@ -16,7 +16,7 @@ import time
 import weakref
 from typing import Protocol
 
-__all__ = ["look_after", "make_way"]
+__all__ = ["flush_lazy", "look_after"]
 
 # Between two looks: rare enough not to show where collectives are waited for at once.
 LOOK_SECONDS = 2e-3
@@ -25,7 +25,7 @@ LOOK_SECONDS = 2e-3
 class Queue(Protocol):
     """What is looked after."""
 
-    # Whether it is; kept by the patrol.
+    # Whether it is; kept by the sweeper.
     is_looked_after: bool
 
     def first(self) -> object | None:
@@ -35,7 +35,7 @@ class Queue(Protocol):
         """Have its thread work on it."""
 
 
-class _Patrol:
+class _Sweeper:
     def __init__(self) -> None:
         self._queues: weakref.WeakKeyDictionary[Queue, object | None] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -47,14 +47,14 @@ class _Patrol:
             queue.is_looked_after = True
             self._queues[queue] = None
             if self._thread is None:
-                thread = threading.Thread(target=self._walk, name="gradsync patrol", daemon=True)
+                thread = threading.Thread(target=self._walk, name="gradsync sweeper", daemon=True)
                 # Where there can be no further thread, who waits for a collective still runs it.
                 with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
         self._has_work.set()
 
-    def make_way(self) -> None:
+    def flush_lazy(self) -> None:
         with self._lock:
             for queue in self._queues:
                 if queue.first() is not None:
@@ -89,13 +89,13 @@ class _Patrol:
         self._queues[queue] = first
 
 
-_patrol = _Patrol()
+_sweeper = _Sweeper()
 
 
 def _begin_anew() -> None:
     """In a forked child, which has none of its parent's threads."""
-    global _patrol
-    _patrol = _Patrol()
+    global _sweeper
+    _sweeper = _Sweeper()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -103,10 +103,10 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 def look_after(queue: Queue) -> None:
     """From now on, until nothing is left in ``queue``."""
-    _patrol.look_after(queue)
+    _sweeper.look_after(queue)
 
 
-def make_way() -> None:
+def flush_lazy() -> None:
     """Called before this thread goes to sleep in a collective: what others have started at leisure is moved on."""
-    if _patrol._queues:
-        _patrol.make_way()
+    if _sweeper._queues:
+        _sweeper.flush_lazy()

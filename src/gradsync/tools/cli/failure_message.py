@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from gradsync.base.errors import ConfigurationError, GradsyncError, PeerFailedError
-from gradsync.health.watch.exits import exit_call, exit_status
+from gradsync.health.watch.exit_causes import exit_call, exit_status
 
 __all__ = [
     "DEBUG",

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsync.communicator.alarm import Alarm, KernelAlarm, SleepingAlarm
 from gradsync.communicator.background import Background
+from gradsync.communicator.timer import KernelAlarm, SleepingAlarm, Timer
 
 pytestmark = pytest.mark.timeout(30)
 
 both = pytest.mark.parametrize("make", [KernelAlarm, SleepingAlarm])
 
 
-def rings_within(alarm: Alarm, seconds: float) -> bool:
+def rings_within(alarm: Timer, seconds: float) -> bool:
     """Whether somebody who waits for the alarm hears it. Hears it late, at the end, in any case."""
     heard = threading.Event()
     waiting = threading.Thread(target=lambda: (alarm.wait(), heard.set()))
@@ -32,7 +32,7 @@ def rings_within(alarm: Alarm, seconds: float) -> bool:
 
 @both
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
-def test_it_goes_off(make: Callable[[], Alarm], seconds: float) -> None:
+def test_it_goes_off(make: Callable[[], Timer], seconds: float) -> None:
     alarm = make()
     began = time.monotonic()
     alarm.set(seconds)
@@ -41,7 +41,7 @@ def test_it_goes_off(make: Callable[[], Alarm], seconds: float) -> None:
 
 
 @both
-def test_it_goes_off_again_and_again(make: Callable[[], Alarm]) -> None:
+def test_it_goes_off_again_and_again(make: Callable[[], Timer]) -> None:
     alarm = make()
     for _ in range(3):
         alarm.set(0.001)
@@ -84,7 +84,7 @@ def test_what_is_left_behind_a_wait_runs_by_itself() -> None:
 
 def test_who_waits_does_not_call_off_the_end() -> None:
     background = Background("a test")
-    handles = [background.start(lambda: None, at_leisure=True) for _ in range(200)]
+    handles = [background.start(lambda: None, lazy=True) for _ in range(200)]
     background._queue.close()
     for handle in handles:
         handle.wait()
@@ -103,7 +103,7 @@ def test_the_thread_of_a_collective_records_no_gradients_and_keeps_the_setting()
     done = threading.Event()
     background.start(lambda: (look(), done.set()))
     assert done.wait(10)
-    background.start(look, at_leisure=True).wait()
+    background.start(look, lazy=True).wait()
     assert [recorded for _, recorded in seen] == [False, False]
     assert seen[0][0] != seen[1][0] == threading.get_ident()
     assert torch.is_grad_enabled()

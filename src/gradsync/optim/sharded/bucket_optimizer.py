@@ -29,11 +29,11 @@ from gradsync.core.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.optim.sharded.gather import AwaitedParameter, await_before_forward
 from gradsync.optim.sharded.mode import ChosenMode, Mode, check_mode
 from gradsync.optim.sharded.options import Options
-from gradsync.optim.sharded.saving import indexed
+from gradsync.optim.sharded.sharded_checkpoint import indexed
 from gradsync.optim.sharded.share import is_narrow
 from gradsync.parallel.replica import Replica
 
-__all__ = ["Resident", "Synchronized", "constructor_options", "trained_parameters"]
+__all__ = ["BucketOptimizer", "Synchronized", "constructor_options", "trained_parameters"]
 
 # Buckets at least, where the wire works by itself: a forward should not wait long for parameters that it does not need.
 PIECES = 11
@@ -51,7 +51,7 @@ class Synchronized(Protocol):
     def replica(self) -> Replica: ...
 
 
-class Resident(torch.optim.Optimizer):
+class BucketOptimizer(torch.optim.Optimizer):
     """An optimizer of ``groups`` of parameters of ``model`` that lives in the buckets of its engine, or, where ``mode``
     says plain, beside them."""
 
@@ -99,19 +99,19 @@ class Resident(torch.optim.Optimizer):
 
     @abstractmethod
     def received(self) -> None:
-        """The means are there: :class:`~gradsync.core.engine.sharing.Tenant`."""
+        """The means are there: :class:`~gradsync.core.engine.sharing.BucketClient`."""
 
     @abstractmethod
     def leave(self) -> None:
-        """The buckets are wanted for gradients: :class:`~gradsync.core.engine.sharing.Tenant`."""
+        """The buckets are wanted for gradients: :class:`~gradsync.core.engine.sharing.BucketClient`."""
 
     @abstractmethod
     def move_out(self) -> None:
-        """Buckets are about to go: :class:`~gradsync.core.engine.sharing.Tenant`."""
+        """Buckets are about to go: :class:`~gradsync.core.engine.sharing.BucketClient`."""
 
     @abstractmethod
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were laid out anew: :class:`~gradsync.core.engine.sharing.Tenant`. Collective."""
+        """Buckets were laid out anew: :class:`~gradsync.core.engine.sharing.BucketClient`. Collective."""
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Resident(torch.optim.Optimizer):
 
     def _move_in(self) -> None:
         engine = self._synchronizer.engine
-        if engine.sharing.tenant is not None:
+        if engine.sharing.client is not None:
             raise ConfigurationError(
                 "another sharded optimizer has this model's parameters. One optimizer takes several parameter groups: "
                 "pass them as params; or close() the other one"
@@ -143,7 +143,7 @@ class Resident(torch.optim.Optimizer):
         # Alone there is nobody to share with: steps are plain, if that is precise enough.
         in_buckets = reduction is not None and (engine.communicator.world_size > 1 or narrow)
         self.lives_in_buckets = False
-        engine.sharing.tenant = self
+        engine.sharing.client = self
         if reduction is None or not in_buckets:
             return
         if reduction.scatters and self._tuner is not None:
@@ -151,7 +151,7 @@ class Resident(torch.optim.Optimizer):
         try:
             self._synchronizer.reduce_with(reduction)
         except BaseException:
-            engine.sharing.tenant = None
+            engine.sharing.client = None
             raise
         self.lives_in_buckets = True
 
@@ -174,7 +174,7 @@ class Resident(torch.optim.Optimizer):
 
     @property
     def whole(self) -> Reduction:
-        """What the model takes without this optimizer: :class:`~gradsync.core.engine.sharing.Tenant`."""
+        """What the model takes without this optimizer: :class:`~gradsync.core.engine.sharing.BucketClient`."""
         before = self._reduction_before
         return before.whole if isinstance(before, ScatteredMean) else before
 
@@ -312,7 +312,7 @@ class Resident(torch.optim.Optimizer):
                 "only. Call step() and zero_grad() before close()"
             )
         self._is_closed = True
-        self._synchronizer.engine.sharing.tenant = None
+        self._synchronizer.engine.sharing.client = None
         if self.lives_in_buckets:
             if self._tuner is not None:
                 self._tuner.fewest = 1

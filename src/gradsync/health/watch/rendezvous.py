@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gradsync.communicator.host_door import Caller
-from gradsync.health.watch.protocol import SECRET_BYTES, Doorkeeper, Line, ProtocolError, join
+from gradsync.communicator.handshake import Credentials
+from gradsync.health.watch.protocol import SECRET_BYTES, Handshake, Line, ProtocolError, join
 
-__all__ = ["Door", "Invitation", "enter", "own_addresses"]
+__all__ = ["Invitation", "Rendezvous", "enter", "own_addresses"]
 
 Invitation = dict[str, Any]
 
@@ -37,7 +37,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _DISCARD_PORT = 9
 
 
-class Door:
+class Rendezvous:
     """The hub's listening sockets, and who stands before them."""
 
     def __init__(self, missing: set[int], *, others_elsewhere: bool) -> None:
@@ -45,7 +45,7 @@ class Door:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._name = b"\0gradsync-watch-" + secrets.token_hex(NAME_BYTES).encode()
         self.listeners: list[socket.socket] = []
-        self.strangers: dict[Doorkeeper, float] = {}
+        self.unauthenticated: dict[Handshake, float] = {}
         try:
             self._listen(socket.AF_UNIX, self._name)
             if others_elsewhere:
@@ -59,33 +59,33 @@ class Door:
         addresses = [each.getsockname()[:2] for each in self.listeners if each.family != socket.AF_UNIX]
         return {"secret": self._secret.hex(), "name": self._name.hex(), "addresses": addresses}
 
-    def welcome(self, listener: socket.socket) -> Iterator[Doorkeeper]:
+    def welcome(self, listener: socket.socket) -> Iterator[Handshake]:
         """Those who have connected, and are not of another user: a few at a time, as others want to be heard, too."""
         for _ in range(AT_A_TIME):
             try:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            if listener.family == socket.AF_UNIX and Caller.of(connection).is_stranger:
+            if listener.family == socket.AF_UNIX and Credentials.of(connection).is_unauthenticated:
                 connection.close()
                 continue
             _send_at_once(connection)
-            keeper = Doorkeeper(Line(connection), self._secret, self.missing)
-            self.strangers[keeper] = time.monotonic() + STRANGER_SECONDS
-            yield keeper
+            handshake = Handshake(Line(connection), self._secret, self.missing)
+            self.unauthenticated[handshake] = time.monotonic() + STRANGER_SECONDS
+            yield handshake
 
-    def overdue(self, now: float) -> list[Doorkeeper]:
+    def overdue(self, now: float) -> list[Handshake]:
         """Who has stood there too long, or before too many others."""
-        late = [keeper for keeper, until in self.strangers.items() if until <= now]
-        return late or list(self.strangers)[: max(0, len(self.strangers) - MOST_STRANGERS)]
+        late = [handshake for handshake, until in self.unauthenticated.items() if until <= now]
+        return late or list(self.unauthenticated)[: max(0, len(self.unauthenticated) - MOST_STRANGERS)]
 
-    def send_away(self, keeper: Doorkeeper) -> None:
-        if self.strangers.pop(keeper, None) is not None:
-            keeper.line.close()
+    def send_away(self, handshake: Handshake) -> None:
+        if self.unauthenticated.pop(handshake, None) is not None:
+            handshake.line.close()
 
     def close(self) -> None:
-        for keeper in list(self.strangers):
-            self.send_away(keeper)
+        for handshake in list(self.unauthenticated):
+            self.send_away(handshake)
         for listener in self.listeners:
             listener.close()
         self.listeners = []
@@ -153,7 +153,7 @@ def enter(invitation: Invitation, member: int, *, is_here: bool) -> Line:
             try:
                 connection.connect(address)
                 _send_at_once(connection)
-                if family == socket.AF_UNIX and Caller.of(connection).is_stranger:
+                if family == socket.AF_UNIX and Credentials.of(connection).is_unauthenticated:
                     raise PermissionError("another user listens there")
                 return join(connection, member, secret, JOIN_SECONDS / 2)
             except (OSError, ProtocolError) as error:
