@@ -135,3 +135,26 @@ def test_who_looks_on_hurries_nothing(lazy: bool, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.001)
     assert threads == [threading.current_thread().name if lazy else "of a test", "told"]
     queue.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_thread_that_was_interrupted_in_the_middle_holds_nobody_up() -> None:
+    """The handler of a signal may wait for another thread, which comes by here."""
+    looking, woken = patrol._Patrol(), list[bool]()
+
+    class Queue:
+        is_looked_after = False
+
+        def first(self) -> object | None:
+            return None
+
+        def wake(self) -> None:
+            woken.append(True)
+
+    queue = Queue()
+    with looking._lock:
+        looking.make_way()
+        looking.look_after(queue)
+    # There it runs by itself, and the next collective has it looked after.
+    assert woken == [True]
+    assert not queue.is_looked_after

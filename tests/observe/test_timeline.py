@@ -1,6 +1,7 @@
 """The timeline: evidence that collectives run while backward computes."""
 
 import gc
+import threading
 import time
 import weakref
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from gradsync import DistributedDataParallel, Timeline
 from gradsync.communicator import InProcessWorld, choose_communicator
 from gradsync.core.bucket.requests import Requests
+from gradsync.observe import timeline
 from gradsync.observe.timeline import BucketTimes, GatherTimes, StepTimes, render
 from gradsync.optim.sharded import ShardedOptimizer
 from tests.ranks import RankPool, Ranks, pool_of
@@ -310,3 +312,20 @@ def test_text_of_a_step_with_gathers() -> None:
     first, row = render(step, width=8).splitlines()
     assert first == "gathers begin 4.00 ms before backward; it ends at 3.00 ms, synchronized at 4.00 ms"
     assert row == "bucket   0     1.00 MiB ▒▒▒ [·██"
+
+
+def test_marks_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler may come in the middle of one, and wait for another thread, which makes one, too."""
+    observer, ended = Timeline(), list[bool]()
+    other = threading.Thread(target=observer.backward_ended, daemon=True)
+
+    def handle() -> float:
+        if other.ident is None:
+            other.start()
+            other.join(10)
+            ended.append(not other.is_alive())
+        return 0.0
+
+    monkeypatch.setattr(timeline, "_now", handle)
+    observer.backward_began(synchronizes=True)
+    assert ended == [True]

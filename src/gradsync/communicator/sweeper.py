@@ -43,7 +43,11 @@ class _Sweeper:
         self._thread: threading.Thread | None = None
 
     def look_after(self, queue: Queue) -> None:
-        with self._lock:
+        if not self._lock.acquire(timeout=LOOK_SECONDS):
+            # See make_way().
+            queue.wake()
+            return
+        try:
             queue.is_looked_after = True
             self._queues[queue] = None
             if self._thread is None:
@@ -52,13 +56,20 @@ class _Sweeper:
                 with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
+        finally:
+            self._lock.release()
         self._has_work.set()
 
     def flush_lazy(self) -> None:
-        with self._lock:
-            for queue in self._queues:
-                if queue.first() is not None:
-                    queue.wake()
+        # Nobody holds the lock for long, but for a thread that a signal handler has interrupted with it. The
+        # handler may wait for this thread.
+        if self._lock.acquire(timeout=LOOK_SECONDS):
+            try:
+                for queue in self._queues:
+                    if queue.first() is not None:
+                        queue.wake()
+            finally:
+                self._lock.release()
 
     def _walk(self) -> None:
         while True:

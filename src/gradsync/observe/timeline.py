@@ -1,7 +1,6 @@
 """An observer that writes down when each bucket was ready, started and finished, and says what that means."""
 
 import functools
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +76,6 @@ class Timeline:
 
     def __init__(self, *, keep: int = 100) -> None:
         self._keep = keep
-        self._lock = threading.Lock()
         self._marks: Marks = []
         # Of gathers since the last synchronization: what comes in pairs, a start and an end.
         self._gathers: list[Marks] = []
@@ -134,9 +132,10 @@ class Timeline:
         handle.when_done(lambda: self._mark("gathered", bucket, marks))
 
     def _mark(self, what: str, bucket: Bucket | None, marks: Marks | None = None) -> None:
-        with self._lock:
-            identity = None if bucket is None else (bucket.index, bucket.buffer.nbytes)
-            (self._marks if marks is None else marks).append((what, identity, _now()))
+        # Several threads come by. There is no lock: a signal handler that reads a parameter in here waits for another
+        # thread, which would wait for this one.
+        identity = None if bucket is None else (bucket.index, bucket.buffer.nbytes)
+        (self._marks if marks is None else marks).append((what, identity, _now()))
 
     def __str__(self) -> str:
         last = self.last
