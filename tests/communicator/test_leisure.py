@@ -119,7 +119,7 @@ def test_what_is_added_while_the_patrol_leaves_is_looked_after() -> None:
     assert queue in walk._queues
 
 
-@pytest.mark.parametrize("at_leisure", [True, False])
+@pytest.mark.parametrize("lazy", [True, False])
 def test_who_looks_on_hurries_nothing(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be another training that is recorded than the one that is not."""
     monkeypatch.setattr(sweeper._Sweeper, "_look", lambda *_: None)
@@ -140,7 +140,7 @@ def test_who_looks_on_hurries_nothing(lazy: bool, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(20)
 def test_a_thread_that_was_interrupted_in_the_middle_holds_nobody_up() -> None:
     """The handler of a signal may wait for another thread, which comes by here."""
-    looking, woken = patrol._Patrol(), list[bool]()
+    looking, woken = sweeper._Sweeper(), list[bool]()
 
     class Queue:
         is_looked_after = False
@@ -153,7 +153,7 @@ def test_a_thread_that_was_interrupted_in_the_middle_holds_nobody_up() -> None:
 
     queue = Queue()
     with looking._lock:
-        looking.make_way()
+        looking.flush_lazy()
         looking.look_after(queue)
     # There it runs by itself, and the next collective has it looked after.
     assert woken == [True]

@@ -167,6 +167,7 @@ def look_without_waiting() -> list[bool]:
     optimizer.zero_grad()
     assert parameter.grad is None
     assert isinstance(parameter, nn.Parameter)
+    assert parameter._post_accumulate_grad_hooks
     awaited = [type(each) is AwaitedParameter for each in model.parameters()]
     optimizer.flush()
     return [*awaited, *(type(each) is nn.Parameter for each in model.parameters())]

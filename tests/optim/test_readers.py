@@ -34,6 +34,7 @@ from gradsync.optim.sharded.gather import AwaitedParameter, Gather, Gathers
 from gradsync.optim.sharded.update_thread import UpdateThread
 from tests.optim.test_sharded import assert_same, batch, filled, parameters_of
 from tests.ranks import Ranks
+from tests.scripts import run_scripts
 from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
@@ -537,6 +538,38 @@ def save_on_a_signal(kind: str, folder: str) -> tuple[list[torch.Tensor], list[t
 def test_a_handler_that_saves_waits_inside_of_a_wait(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     (saved, parameters), (_, theirs) = ranks.run(save_on_a_signal, kind, str(tmp_path))
     assert_same([saved, parameters], theirs)
+
+
+# -- the end of a process ---------------------------------------------------------------------------------------------
+
+ENDS_AFTER_A_STEP = """
+import atexit, sys
+# Before torch is there, so after all that it does at the end.
+atexit.register(lambda: print(model.module.weight.sum().item() != before) if READS else None)
+import torch
+import torch.distributed as dist
+from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
+
+kind, READS = sys.argv[1], sys.argv[2] == "read"
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+plain = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+before = model.module.weight.sum().item()
+model(torch.ones(2, 64)).square().sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("then", ["read", "leave"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_may_end_after_a_step(kind: str, then: str, tmp_path: Path) -> None:
+    """Nobody has waited for the parameters, and who reads them at the very end still gets them."""
+    script = tmp_path / "ends_after_a_step.py"
+    script.write_text(ENDS_AFTER_A_STEP)
+    ran = run_scripts([script], ranks=2, folder=tmp_path, arguments=[kind, then], timeout=50)[script]
+    assert ran.error is None
+    assert ran.output.split() == (["True"] * 2 if then == "read" else [])
 
 
 # -- several ----------------------------------------------------------------------------------------------------------

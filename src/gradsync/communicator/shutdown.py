@@ -149,9 +149,9 @@ def _gloo_states() -> Iterator[str]:
             yield rest[0]
 
 
-def _forsake_all() -> None:
+def _after_fork() -> None:
     for wire in list(_wires):
         wire.after_fork()
 
 
-os.register_at_fork(after_in_child=_forsake_all)
+os.register_at_fork(after_in_child=_after_fork)

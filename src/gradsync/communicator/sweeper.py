@@ -44,7 +44,7 @@ class _Sweeper:
 
     def look_after(self, queue: Queue) -> None:
         if not self._lock.acquire(timeout=LOOK_SECONDS):
-            # See make_way().
+            # See flush_lazy().
             queue.wake()
             return
         try:

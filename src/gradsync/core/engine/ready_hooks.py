@@ -63,7 +63,7 @@ class ReadyHooks:
         # Not while hooks are exchanged: an interrupt may leave that half done.
         self.whole = False
         self.arrivals: list[int] = []
-        weakref.finalize(listener, _remove, self._registered)
+        weakref.finalize(listener, _remove, self._registered).atexit = False
 
     def register(self, places: Sequence[Place | None], *, counting: bool) -> None:
         """Put hooks where ``places`` say (None: a parameter outside the buckets), in place of the former ones."""

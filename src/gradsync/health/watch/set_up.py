@@ -231,7 +231,7 @@ def _trained_by(thread: int | None) -> bool:
     return any(getattr(model, "thread", None) == thread for agent in posts() for model in agent.sampler.models)
 
 
-def _forsake_all() -> None:
+def _after_fork() -> None:
     for agent in posts():
         agent.after_fork()
     _agents.clear()
@@ -239,6 +239,6 @@ def _forsake_all() -> None:
     forget_exit()
 
 
-os.register_at_fork(after_in_child=_forsake_all)
+os.register_at_fork(after_in_child=_after_fork)
 # Now, so that a signal that comes before the first model is wrapped does not end the process.
 listen_for_requests(posts)

@@ -39,6 +39,8 @@ __all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "tol
 _HARMLESS = (WITHOUT_VALUES - {torch.Tensor.__len__}) | {
     *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
     torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
+    # The engine takes its hooks away when a model goes.
+    torch.Tensor._post_accumulate_grad_hooks.__get__,  # type: ignore[attr-defined, misc]
 }
 
 

@@ -68,7 +68,8 @@ class UpdateThread:
         if jobs is None:
             jobs = SimpleQueue()
             threading.Thread(target=_serve, args=(jobs, self._turn), name="gradsync updates", daemon=True).start()
-            weakref.finalize(self, jobs.put, None)
+            # Not at the end of the process, where others may still read parameters.
+            weakref.finalize(self, jobs.put, None).atexit = False
             self._jobs = jobs
         job = _Job(action)
         jobs.put(job)
