@@ -11,7 +11,7 @@ from gradsync.health.watch.exit_causes import exit_call, exit_status, exit_words
 from tests.zygote import run_python
 
 SCRIPT = """
-import atexit, contextlib, ctypes, os, sys, time
+import asyncio, atexit, contextlib, ctypes, os, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +37,8 @@ def leave():
         case "terminated": os.kill(os.getpid(), 15)
         case "crash": ctypes.string_at(0)
         case "raises": raise ValueError("no luck")
+        case "cancelled": raise asyncio.CancelledError("not by an error")
+        case "large": sys.exit(2**70)  # exits here
 
 
 class End(Exception):
@@ -95,6 +97,9 @@ ENDS = [
     ("killed", "in a window", 137, r"rank 1 was ended by signal 9 \(SIGKILL\); the others were stopped"),
     ("terminated", "between steps", 143, r"rank 1 was ended by signal 15 \(SIGTERM\); the others were stopped"),
     ("crash", "between steps", 139, r"rank 1 was ended by signal 11 \(SIGSEGV\); the others were stopped"),
+    ("large", "between steps", 255, EXIT.format(2**70, LINES[5])),
+    # Python shows it: once is enough.
+    ("cancelled", "between steps", 1, r"rank 1 failed first, with CancelledError; its own message is above\n"),
     ("raises", "bare", 1, r"rank 1 failed first:\nTraceback [^\0]*\nValueError: no luck\ngradsync: rank 0 then"),
 ]
 
@@ -187,7 +192,20 @@ def test_a_rank_that_the_launcher_ends_is_never_the_cause(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("argument", "status"),
-    [(None, 0), (0, 0), (False, 0), (True, 1), (3, 3), (-1, 255), (256, 0), ("text", 1), ("", 1), (2.5, 1), ((), 1)],
+    [
+        (None, 0),
+        (0, 0),
+        (False, 0),
+        (True, 1),
+        (3, 3),
+        (-1, 255),
+        (256, 0),
+        (2**70, 255),
+        ("text", 1),
+        ("", 1),
+        (2.5, 1),
+        ((), 1),
+    ],
 )
 def test_a_status_is_what_python_makes_of_it(argument: object, status: int) -> None:
     error = SystemExit()

@@ -39,9 +39,9 @@ _noted: list[str] = []
 
 def exit_status(error: SystemExit) -> int:
     """What Python makes of the argument of ``sys.exit``: text is printed, and stands for 1."""
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    return 1
+    code = error.code or 0 if error.code is None or isinstance(error.code, int) else 1
+    # What does not fit into a C long stands for -1.
+    return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF
 
 
 def exit_words(error: SystemExit) -> str:

@@ -96,8 +96,10 @@ def run(
 def _tell_the_launcher(ended: BaseException | None) -> bool:
     """Returns whether it shows how the script ended: the error of the rank that failed first, and a line for each
     other one."""
-    at, is_printed = time.time(), isinstance(ended, KeyboardInterrupt) or _prints_its_errors()
+    at, is_printed = time.time(), _prints_its_errors()
     if not isinstance(ended, Exception):
+        # Python itself shows what is neither an error nor an exit: KeyboardInterrupt, asyncio.CancelledError.
+        is_printed |= not (ended is None or isinstance(ended, SystemExit))
         return write_last_words(last_words_of(ended, at=at, is_printed=is_printed))
     # Where a script was when another rank failed says nothing of why.
     has_trace = not isinstance(ended, PeerFailedError)
