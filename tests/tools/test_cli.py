@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -524,6 +525,19 @@ def test_a_rank_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 LOCAL_OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 
 
-def test_less_than_one_rank_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="nproc must be at least 1, got 0"):
-        run_ranks_of("a_module", [], nproc=0)
+@pytest.mark.parametrize("nproc", [0, 10_001, 10**20])
+def test_numbers_of_ranks_that_cannot_be_are_refused(nproc: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"--nproc must be at least 1 and at most 10,000, got {nproc}"):
+        run_ranks_of("a_module", [], nproc=nproc)
+
+
+def test_more_ranks_than_there_may_be_open_files_are_refused() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = os.listdir("/proc/self/fd")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(opened) + 50, before[1]))
+    try:
+        with pytest.raises(ConfigurationError, match=r"--nproc 1000 is more than .* \(ulimit -n\)"):
+            run_ranks_of("a_module", [], nproc=1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(os.listdir("/proc/self/fd")) == len(opened)

@@ -19,7 +19,7 @@ from gradsync.tools.cli.options import OPTION, refusing
 pytestmark = pytest.mark.timeout(120)
 
 # Of whatever kind an option is: some of them are wrong, unless any text will do.
-VALUES = ("0", "-1", "99999999999999999999", "nan", "inf", "foo", "foo:3", "", "no/such/place")
+VALUES = ("0", "-1", "99999999999999999999", "nan", "inf", "-inf", "foo", "foo:3", "", "no/such/place")
 # What a command needs to get as far as its options; and what stands behind them.
 BEFORE = {
     "train": ["--data", "text.txt", "--nproc", "2"],
@@ -192,6 +192,16 @@ def test_an_argument_that_is_refused_is_named(
             "--batch 9999 times --grad-accum 4 times --nproc 1, at --length 128: a window takes 39996",
         ),
         (["train", "--data", "text.txt", "--length", "99999"], "at --length 99999: a sample takes"),
+        (["bench", "overlap", "--peers", "DDP"], "--peers DDP is for the scenario 'faults', got 'overlap'"),
+        (["bench", "overlap", "--jobs", "2"], "--jobs 2 is for the scenario 'faults', got 'overlap'"),
+        # Values that look like options.
+        (
+            ["plan", "--profile", "a100-200g", "--model", "resnet50", "--link", "-inf"],
+            "--link: a link's rate is written like",
+        ),
+        (["train", "--model", "-foo", "--data", "text.txt"], "--model: there is no model '-foo'"),
+        (["train", "--data", "--foo"], "--data: there is no text source '--foo'"),
+        (["doctor", "--timeout", "inf"], "Invalid value for '--timeout'"),
         (["bench", "faults", "--seeds", "0"], "--rounds (or --seeds) must be at least 1, got 0"),
     ],
 )
@@ -208,6 +218,10 @@ def test_an_error_that_names_an_option_keeps_its_words() -> None:
         raise ConfigurationError("3 is no rate")
     with pytest.raises(ConfigurationError, match=r"^give --link, too$"), refusing("--rate"):
         raise ConfigurationError("give --link, too")
+    # Nor is what was given as a value.
+    for value in ("'--foo'", "-inf", "'-x'"):
+        with pytest.raises(ConfigurationError, match=r"^--rate: "), refusing("--rate"):
+            raise ConfigurationError(f"expected a rate, got {value}")
     # A path or a word with dashes in it is none.
     path = os.path.join("a", "b--c")
     with pytest.raises(ConfigurationError, match=r"^--rate: "), refusing("--rate"):

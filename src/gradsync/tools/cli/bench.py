@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-ALL, REPORT = "all", "report"
+ALL, REPORT, FAULTS = "all", "report", "faults"
 INTERRUPTED = 130
 
 
@@ -84,6 +84,10 @@ def bench(
             with refusing("--resume"):
                 ResultFolder.open(resume)
         asked, placement = find_scenarios(scenario), find_placement(device)
+        for option, is_given in ((f"--peers {peers}", peers is not None), (f"--jobs {jobs}", jobs != 1)):
+            # Else somebody waits for hours for what was not asked for.
+            if is_given and not any(each.name == FAULTS for each in asked):
+                raise ConfigurationError(f"{option} is for the scenario {FAULTS!r}, got {scenario!r}: leave it out")
         plan = RunPlan(
             scenarios=placement.scenarios(asked, all_of_them=scenario == ALL),
             placement=placement,

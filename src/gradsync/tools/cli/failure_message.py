@@ -215,7 +215,13 @@ class Statements:
     """The memory in which ranks leave their last words. Until then the launcher's words are there: the processes."""
 
     def __init__(self, ranks: int) -> None:
-        self._memories = [os.memfd_create(MEMORY, 0) for _ in range(ranks)]
+        self._memories: list[int] = []
+        try:
+            for _ in range(ranks):
+                self._memories.append(os.memfd_create(MEMORY, 0))
+        except OSError:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> "Statements":
         return self

@@ -34,6 +34,8 @@ FAILURE_SECONDS = 5
 # If those that have failed have only lost another rank: how long that one has to say why, before it is asked to end.
 CAUSE_SECONDS = 3
 LOOK_SECONDS = 0.05
+# Of one machine. Far more than anybody wants: each is a process that has imported torch.
+MOST_RANKS = 10_000
 # When it is said what is waited for.
 SLOW_SECONDS = 5
 SHOW_CURSOR = "\x1b[?25h"
@@ -88,8 +90,8 @@ def run_ranks_of(
 
     ``sharing``: the ranks share a GPU in this way. Each then is alone on its node, as far as it can tell.
     """
-    if nproc < 1:
-        raise ConfigurationError(f"nproc must be at least 1, got {nproc}")
+    if not 1 <= nproc <= MOST_RANKS:
+        raise ConfigurationError(f"--nproc must be at least 1 and at most {MOST_RANKS:,}, got {nproc}")
     if max_restarts < 0:
         raise ConfigurationError(f"--max-restarts must be at least 0, got {max_restarts}")
     if inside_a_launch():
@@ -103,8 +105,8 @@ def run_ranks_of(
     failure: Failure | None = None
     for count in range(max_restarts + 1):
         with (
+            _statements(nproc) as statements,
             _places(nproc, (count, max_restarts), sharing) as places,
-            Statements(nproc) as statements,
             RankProcesses(grace_seconds) as ranks,
         ):
             places = [replace(each, more={**each.more, **statements.variables(each.rank)}) for each in places]
@@ -118,6 +120,16 @@ def run_ranks_of(
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
     assert failure is not None
     return failure.exit_code
+
+
+def _statements(nproc: int) -> Statements:
+    try:
+        return Statements(nproc)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--nproc {nproc} is more than this process may start: {error}. Start fewer ranks, or raise the limit "
+            "(ulimit -n)"
+        ) from error
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from gradsync.base.errors import ConfigurationError
 
 __all__ = ["OPTION", "refusing"]
 
-# As it is typed: not inside of a word.
-OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*\b")
+# As it is typed: not inside of a word, and not what somebody gave as a value, such as '--foo' or -inf.
+OPTION = re.compile(r"(?<![\w'\"-])--[a-z][a-z-]*\b")
 
 
 @contextmanager
