@@ -71,6 +71,10 @@ def test_what_accelerate_launch_says_is_heard(monkeypatch: pytest.MonkeyPatch) -
     accelerator = Accelerator(cpu=True)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
     assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+    for text in ("0", "-1", "many", "1.5"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", text)
+        with pytest.raises(ConfigurationError, match=f"^ACCELERATE_GRADIENT_ACCUMULATION_STEPS must be .*{text}"):
+            Accelerator(cpu=True)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigurationError, match="ACCELERATE_USE_FSDP"):
         Accelerator(cpu=True)

@@ -816,9 +816,9 @@ def test_tensors_over_processes(ranks: Ranks, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gradient_accumulation_steps": 0}, "num_steps must be"),
-        ({"gradient_accumulation_steps": "2"}, "num_steps must be"),
-        ({"gradient_accumulation_steps": True}, "num_steps must be"),
+        ({"gradient_accumulation_steps": 0}, "^gradient_accumulation_steps must be"),
+        ({"gradient_accumulation_steps": "2"}, "^gradient_accumulation_steps must be"),
+        ({"gradient_accumulation_steps": True}, "^gradient_accumulation_steps must be"),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)},
             "pass one of them",

@@ -26,7 +26,11 @@ from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
 from gradsync.accelerator.over_processes import OverProcesses
 from gradsync.accelerator.overlapping import Overlap, Overlapping
-from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from gradsync.accelerator.plugins import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    require_steps,
+)
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.preparation import PreparedModels
 from gradsync.accelerator.saving import Saving
@@ -289,7 +293,7 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        GradientAccumulationPlugin(steps)
+        require_steps("gradient_accumulation_steps", steps)
         self.windows.num_steps = steps
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:

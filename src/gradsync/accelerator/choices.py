@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
+from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, require_steps
 from gradsync.base.errors import ConfigurationError
 
 __all__ = ["checked_rng_types", "chosen_loaders", "chosen_plugin"]
@@ -23,6 +23,8 @@ def checked_rng_types(rng_types: Sequence[Any] | None) -> list[str]:
 def chosen_plugin(steps: int, plugin: Any, launched: int | None) -> GradientAccumulationPlugin:
     """From a plugin of either library, or from a number: the launcher's, as in Accelerate, or the argument's."""
     if plugin is None:
+        if launched is None:
+            require_steps("gradient_accumulation_steps", steps)
         return GradientAccumulationPlugin(steps if launched is None else launched)
     chosen = GradientAccumulationPlugin.of(plugin)
     if steps not in (1, chosen.num_steps):

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from gradsync.accelerator.plugins import DataLoaderConfiguration
+from gradsync.accelerator.plugins import DataLoaderConfiguration, require_steps
 from gradsync.accelerator.process_control import DistributedType, ProcessControl
 from gradsync.base.errors import ConfigurationError
 
 __all__ = ["AbsentError", "Compatibility", "is_dynamo_off", "launched_settings", "refuse_absent"]
 
+STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _SHARDED = "Every process holds the whole model here. Accelerate itself, or torch's fully_shard, shards it"
 _PARALLEL = "Here there is data parallelism alone: process_index is the place in it, of num_processes"
 _BIG = "Load the model whole on every process; accelerate.dispatch_model spreads it over devices for inference"
@@ -58,12 +59,19 @@ def launched_settings(variables: Mapping[str, str] = os.environ) -> Launched:
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if _is_true(variables.get(f"ACCELERATE_USE_{name}")):
             raise ConfigurationError(f"ACCELERATE_USE_{name} is set, and not supported by this Accelerator. {_SHARDED}")
-    steps = variables.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     return Launched(
         variables.get("ACCELERATE_MIXED_PRECISION"),
-        None if steps is None else int(steps),
+        _steps(variables.get(STEPS)),
         _is_true(variables.get("ACCELERATE_USE_CPU")),
     )
+
+
+def _steps(text: str | None) -> int | None:
+    if text is None:
+        return None
+    number = int(text) if text.strip().isdecimal() else text
+    require_steps(STEPS, number)
+    return int(number)
 
 
 def _is_true(text: str | None) -> bool:

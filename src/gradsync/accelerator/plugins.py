@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from gradsync.base.errors import ConfigurationError
 
-__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration"]
+__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration", "require_steps"]
 
 
 CHOICES = {
@@ -14,6 +14,12 @@ CHOICES = {
     "scheduler_steps": ("per_process", "once"),
     "windows": ("per_model", "shared"),
 }
+
+
+def require_steps(name: str, steps: object) -> None:
+    """``name``: by which the caller has given the number."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {steps!r}")
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,8 @@ class GradientAccumulationPlugin:
         return plugin if isinstance(plugin, cls) else cls(**_fields_of(plugin, cls))
 
     def __post_init__(self) -> None:
-        steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigurationError(f"num_steps must be a whole number of at least 1, got {steps!r}")
+        if self.num_steps is not None:
+            require_steps("num_steps", self.num_steps)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigurationError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}")
