@@ -337,6 +337,38 @@ def test_the_division_of_a_short_window_is_mentioned_once(
     assert "like_accelerate(2)" in message
 
 
+class Stream(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, samples: int) -> None:
+        self.samples = rows(samples)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter([self.samples[place] for place in range(len(self.samples))])
+
+
+def read_a_stream(samples: int, dispatch: bool | None) -> None:
+    accelerator = gradsync.Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    loader = accelerator.prepare(DataLoader(Stream(samples), 4))
+    for _ in range(2):
+        for _ in loader:
+            pass
+
+
+@pytest.mark.cpu_ranks("reads what its ranks log")
+def test_the_end_of_a_stream_that_accelerate_would_dispatch_is_mentioned_once(
+    thread_ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the last batches are completed by other samples than Accelerate's, and nobody has asked for either."""
+    caplog.set_level(logging.WARNING, "gradsync")
+    size = thread_ranks.world_size
+    thread_ranks.run(read_a_stream, 8 * size, None)
+    thread_ranks.run(read_a_stream, 8 * size + 1, True)
+    thread_ranks.run(read_a_stream, 8 * size + 1, False)
+    assert caplog.messages == []
+    thread_ranks.run(read_a_stream, 8 * size + 1, None)
+    assert len(caplog.messages) == (size > 1)
+    assert all("dispatch_batches=True" in message for message in caplog.messages)
+
+
 # -- local SGD ----------------------------------------------------------------------------------------------------
 
 

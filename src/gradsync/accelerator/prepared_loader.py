@@ -21,6 +21,7 @@ of gradient accumulation are still equal in number on all of them: see :meth:`Pr
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -54,6 +55,8 @@ from gradsync.communicator import Communicator, InProcessWorld, choose_communica
 from gradsync.communicator.agreement import gather_bytes
 
 __all__ = ["CARRIED_OVER", "PreparedDataLoader"]
+
+LOGGER = logging.getLogger("gradsync")
 
 # Neighbouring ranks' seeds lie far apart, because workers count up from their rank's.
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -109,6 +112,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._resume: Position | None = None
         self._position: Position | None = None
         self._current: Lookahead | None = None
+        self._told = False
         # Made of a plain loader, to be iterated as it is or to be prepared.
         self.alone = False
 
@@ -288,6 +292,7 @@ class PreparedDataLoader(DataLoader[Any]):
             moved = self._move(batch)
             ahead.look()
             self._current = ahead
+            self._tell_if_completed(ahead.share)
             self._position = replace(position, batches=position.batches + ahead.position, ended=ahead.at_end)
             if ahead.at_end:  # where the next epoch will start
                 self._position = replace(self._position, generator=self._generators.states())
@@ -295,6 +300,21 @@ class PreparedDataLoader(DataLoader[Any]):
         self._position = None
         self._skip = 0
         self.iteration = position.epoch + 1
+
+    def _tell_if_completed(self, share: Share) -> None:
+        """Log, once, that Accelerate, which dispatches streams unless it is told not to, would complete this batch by
+        less."""
+        if self._told or share.remainder < 0 or self.communicator.rank > 0:
+            return
+        if self.configuration.dispatch_batches is None and isinstance(self.base_dataloader.dataset, IterableDataset):
+            self._told = True
+            LOGGER.warning(
+                "the last batches of an iterable dataset have %d samples of %d ranks, and are made full with its first "
+                "ones. Accelerate dispatches such a dataset by default, and adds no more than all ranks need to have "
+                "equally many. DataLoaderConfiguration(dispatch_batches=True) does as Accelerate (said once)",
+                share.remainder,
+                self.communicator.world_size,
+            )
 
     def _move(self, batch: Any) -> Any:
         return batch if self.device is None else send_to_device(batch, self.device, self.configuration.non_blocking)
