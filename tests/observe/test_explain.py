@@ -291,6 +291,17 @@ def test_a_slow_link_is_the_first_advice() -> None:
     assert eight.gain == pytest.approx(1 - taken(quick) / taken(slow), rel=0.05)
 
 
+@pytest.mark.parametrize("latency", [2e-3, 2e-2])
+def test_a_few_bytes_are_not_what_takes_long(latency: float) -> None:
+    """Whatever a bucket of a hundred bytes waits for, fewer bytes would wait as long."""
+    explanation = explain_recordings(World(ranks=[Loop(), Loop()], buckets=[112], latency=latency).record())
+    fitted = fit_link(explanation.timeline, explanation.split)
+    assert fitted is not None
+    assert fitted.latency == pytest.approx(latency, rel=0.1)
+    assert fitted.seconds(112) == pytest.approx(explanation.split.buckets[0].wire)
+    assert not [advice for advice in explanation.advice if "int8" in advice.change]
+
+
 def test_a_training_that_has_nothing_to_gain_gets_no_advice() -> None:
     explanation = explain_recordings(World(ranks=[Loop(), Loop()], per_byte=1e-11, latency=1e-6).record())
     assert explanation.advice == ()

@@ -19,6 +19,8 @@ TOGETHER = 8
 COMPUTES = 0.5
 # Seconds a byte that landing and starting take at most. Of buckets of nearly one size a line may make anything.
 SLOWEST_COPY = 4e-10
+# What little bytes take that nobody has told from their latency: as over a link of 10 Mbit/s. The rest is no link's.
+SLOWEST_BYTE = 8e-7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,8 @@ def _fit(points: list[tuple[int, float]], measured: tuple[float, float] | None) 
             return seconds - nbytes * per_byte, per_byte
     # Nothing is known. What goes fast is mostly latency, what takes long mostly bytes.
     latency = min(seconds, statistics.median(taken for _, taken in points), 500e-6)
-    return latency, (seconds - latency) / nbytes
+    per_byte = min((seconds - latency) / nbytes, SLOWEST_BYTE)
+    return seconds - nbytes * per_byte, per_byte
 
 
 def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
