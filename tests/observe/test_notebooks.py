@@ -142,9 +142,11 @@ def test_a_timeline_in_a_notebook_is_its_last_step() -> None:
 
 def test_a_timeline_of_a_training_is_drawn() -> None:
     def train() -> str:
-        timeline = Timeline()
+        timeline = Timeline(keep=5)
+        assert repr(timeline) == "Timeline(keep=5, 0 steps recorded)"
         model = DistributedDataParallel(nn.Linear(4, 4), observer=timeline)
         model(torch.ones(2, 4)).sum().backward()
+        assert repr(timeline) == "Timeline(keep=5, 1 step recorded)"
         return timeline._repr_html_()
 
     for html in run_ranks(train, 2):

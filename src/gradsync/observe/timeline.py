@@ -11,7 +11,7 @@ from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import Piece, frame, heading, legend, lines, strip, table
-from gradsync.observe.charts.numbers import duration, size
+from gradsync.observe.charts.numbers import count, duration, size
 
 __all__ = ["BucketTimes", "GatherTimes", "StepTimes", "Timeline"]
 
@@ -136,6 +136,9 @@ class Timeline:
         # thread, which would wait for this one.
         identity = None if bucket is None else (bucket.index, bucket.buffer.nbytes)
         (self._marks if marks is None else marks).append((what, identity, _now()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(keep={self._keep}, {count(len(self._recorded), 'step')} recorded)"
 
     def __str__(self) -> str:
         last = self.last
