@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from gradsync.core.reduction import fused
 from gradsync.core.reduction.codings import Blocks
-from gradsync.reduction import fused
 
 GPT2 = 124_439_808
 

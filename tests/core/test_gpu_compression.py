@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
+from gradsync.core.reduction import fused
 from gradsync.core.reduction.codings import Blocks, Noise, Rounded, Signs
-from gradsync.reduction import fused, reduction_by_name
+from gradsync.reduction import reduction_by_name
 from tests.ranks import RankPool
 
 pytestmark = [

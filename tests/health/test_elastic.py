@@ -21,7 +21,7 @@ from gradsync.accelerator.elasticity import refuse_nccl
 from gradsync.accelerator.healing import heal
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
-from gradsync.health.elastic import LIGHTHOUSE, LighthouseMembership, Member, RankStatus, require_torchft
+from gradsync.health.elastic import LIGHTHOUSE, LighthouseMembership, Member, MemberStatus, require_torchft
 from gradsync.health.elastic.membership import in_order
 from gradsync.testing import run_ranks
 from gradsync.tools.cli.elastic_launching import run_elastic_ranks_of
@@ -30,7 +30,7 @@ from gradsync.tools.llm.settings import TrainSettings
 from tests.elastic_soak import TOLERANCE, Plan, soak, worst_difference
 from tests.roll_call import RollCall, RollCallMembership, join_roll_call
 
-STANDING = RankStatus(
+STANDING = MemberStatus(
     step=0, generation=0, since=0, waited=0.0, meeting_place=("127.0.0.1", 1), launched=0, host="a", process=1
 )
 
@@ -63,9 +63,9 @@ def test_number_0_is_one_that_knows_most_and_has_been_there_longest() -> None:
 
 def test_a_standing_survives_json_and_one_of_another_version_is_refused() -> None:
     told = json.loads(json.dumps(dataclasses.asdict(STANDING)))
-    assert RankStatus.read(told) == STANDING
+    assert MemberStatus.read(told) == STANDING
     with pytest.raises(GradsyncError, match="same version"):
-        RankStatus.read({"step": 3})
+        MemberStatus.read({"step": 3})
 
 
 @pytest.mark.parametrize(

@@ -488,7 +488,7 @@ def test_files_say_what_was_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("invalidate", "words"),
     [
         (lambda text: text.replace('"format":1', '"format":9'), "format 9, and 1 is read here"),
         (lambda text: text.replace('"kind":"recording"', '"kind":"else"'), "no recording of a rank"),

@@ -353,7 +353,7 @@ def test_advice_of_a_plan_is_in_the_unit_of_all_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("invalidate", "words"),
     [
         (lambda folder: None, "no recording in"),
         (

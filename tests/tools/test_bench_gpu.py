@@ -18,7 +18,7 @@ from rich.console import Console
 
 import gradsync
 from gradsync.errors import ConfigurationError
-from gradsync.lab import LabError, emulated_gpu
+from gradsync.lab import LabError
 from gradsync.tools.bench import placing
 from gradsync.tools.bench.device import CPU, Cpu, Cuda
 from gradsync.tools.bench.measure import Rounds
@@ -31,6 +31,7 @@ from gradsync.tools.bench.scenario import Scenario, gpu_cell
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.bench.screen import Screen
 from gradsync.tools.cli import main
+from gradsync.tools.lab import emulated_gpu
 from gradsync.tools.lab.profile import transformer
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from gradsync import doctor
+from gradsync.tools import doctor
 from gradsync.tools.cli import doctor as command
 from gradsync.tools.cli.main import app
 from gradsync.tools.doctor import link_speed, machine, network, software

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import gradsync
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.lab import LabError
-from gradsync.lab import gpu as gpu_module
 from gradsync.tools.cli.main import app
+from gradsync.tools.lab import gpu as gpu_module
 from gradsync.tools.lab.gpu import MPS_CONTROL, SharedGpu, SharedGpuPlan, fork_gpu_ranks
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
