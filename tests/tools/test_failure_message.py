@@ -41,6 +41,18 @@ def test_the_first_to_raise_an_error_of_its_own_is_the_cause() -> None:
     ]
 
 
+def test_an_error_is_shown_once_however_many_ranks_repeat_it() -> None:
+    long = "ranks started different collectives: rank 0: all_gather of 4, rank 1: reduce_scatter of 4. Call step()"
+    lost = words(2.0, f"rank 0 (process 3) raised MismatchError: {long} [at 12:00]", kind="WireLostError")
+    failures = [failure(rank, at=1.5 + rank) for rank in range(2)]
+    own = words(1.0, long, kind="MismatchError")
+    inquest = Inquest(early=failures[:1], failures=failures, words={0: own, 1: replace(lost, is_consequence=True)})
+    assert inquest.lines(PLACES[:2]) == [
+        "rank 0 failed first:\na\nb",
+        "rank 1 then raised WireLostError: rank 0 (process 3) raised MismatchError, as above",
+    ]
+
+
 def test_a_rank_that_was_killed_is_the_cause_of_what_others_say_of_it() -> None:
     lost = words(2.0, "rank 1 is gone", kind="WireLostError", consequence=True)
     failures = [failure(0, at=2.1), failure(1, -9, at=1.0), failure(2, -9, at=7.0)]

@@ -11,6 +11,8 @@ from gradsync.tools.launch import Failure, RankPlace
 __all__ = ["FailureReport"]
 
 LETTERS_A_LINE = 260
+# So many letters in common are the same error.
+REPEATED = 60
 # By which the launcher ends ranks.
 ENDING = (-signal.SIGTERM, -signal.SIGKILL)
 
@@ -117,13 +119,20 @@ class FailureReport:
         if words is not None and words.code:
             if first is not None and (words.kind, words.message) == (first.kind, first.message):
                 return f"{place} failed in the same way, {max(0.0, words.at - first.at):.1f} s later"
-            return _told_then(place, replace(words, trace=""))
+            return _told_then(place, _without_what_is_above(replace(words, trace=""), first))
         failure = next((each for each in self.failed if each.place.rank == place.rank), None)
         if failure is None:
             return f"{place} had ended, without an error"
         if self._is_early(failure):
             return str(failure)
         return f"{place} was ended with the others"
+
+
+def _without_what_is_above(words: LastWords, first: LastWords | None) -> LastWords:
+    """Whoever lost a rank repeats its error, which has just been shown. Short ones may stand twice."""
+    beginning = first.message[:REPEATED] if first is not None else ""
+    known, found, _ = words.message.partition(beginning) if len(beginning) == REPEATED else (words.message, "", "")
+    return replace(words, message=f"{known.rstrip(': ')}, as above") if known and found else words
 
 
 def _is_cause(words: LastWords) -> bool:
