@@ -143,7 +143,7 @@ def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
     wire.fate.outstanding.add(started(13, now - 2.0))
     detector = judge_of(stands(12), stands(12), stands(12), now=now - 6.0)
     detector.hear(2, stands(13), now)
-    assert detector.suspicions(now) == []
+    assert detector.suspects(now) == []
     detector.hear(0, Sampler(guards).look(now), now)
     (silent,) = detector.due(now)
     assert (silent.member, silent.kind, silent.waiters) == (1, "silent", (0,))
@@ -152,8 +152,8 @@ def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
 def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
     guards, wire = guarded()
     now = time.monotonic()
-    killed = ExitRecord(member=1, left=False, words="was killed", at=0.0, standing=stands(12))
-    left = ExitRecord(member=1, left=True, words="has ended its script", at=0.0, standing=stands(12))
+    killed = ExitRecord(member=1, left=False, words="was killed", at=0.0, status=stands(12))
+    left = ExitRecord(member=1, left=True, words="has ended its script", at=0.0, status=stands(12))
 
     def stranded(ending: ExitRecord, after: float) -> bool:
         return bool(list(guards.stranded([(ending, now)], now + after)))
@@ -193,11 +193,11 @@ def test_when_a_device_has_waited_for_too_long() -> None:
 def test_what_cannot_end_is_not_started_on_a_device() -> None:
     """Of a rank that left, only what it has not started; of one that was killed nobody knows what it has."""
     guards, wire = guarded()
-    guards.refuse_new(ExitRecord(member=1, left=True, words="left", at=0.0, standing=stands(12)), "rank 1 left")
+    guards.refuse_new(ExitRecord(member=1, left=True, words="left", at=0.0, status=stands(12)), "rank 1 left")
     assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
-    guards.refuse_new(ExitRecord(member=2, left=True, words="left", at=0.0, standing=stands(14)), "rank 2 left")
+    guards.refuse_new(ExitRecord(member=2, left=True, words="left", at=0.0, status=stands(14)), "rank 2 left")
     assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
-    guards.refuse_new(ExitRecord(member=3, left=False, words="gone", at=0.0, standing=stands(14)), "rank 3 is gone")
+    guards.refuse_new(ExitRecord(member=3, left=False, words="gone", at=0.0, status=stands(14)), "rank 3 is gone")
     assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 3 is gone", 0)
 
 
@@ -216,16 +216,16 @@ def stop_one(timeout: float) -> tuple[str, float, bool]:
         with Hub(timeout=timeout) as hub:
             line = enter(hub.invitation, 1, is_here=True)
             engine = Engine(3)
-            hub.post.look_at(engine)
+            hub.agent.look_at(engine)
             wire = ProcessGroupCommunicator(hub.group)
-            hub.post.guard(wire)
+            hub.agent.guard(wire)
             began = time.monotonic()
             wire.fate.outstanding = begun()
             wire.fate.outstanding.add(started(12, began))
             assert until(lambda: wire.failure is not None)
             seconds = time.monotonic() - began
             line.close()
-            return str(wire.failure), seconds, hub.post._thread.is_alive()
+            return str(wire.failure), seconds, hub.agent._thread.is_alive()
     finally:
         judge_module.SLOW_SECONDS = 5.0
 

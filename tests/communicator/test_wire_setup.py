@@ -121,7 +121,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "receives": lambda patch: patch.setattr("socket.recv_fds", without_descriptors),
     "maps": lambda patch: patch.setattr(shared_heap, "_map", fail_with(errno.ENOMEM)),
     "starts": lambda patch: patch.setattr(threading.Thread, "start", fail_to_start),
-    "sets alarms": lambda patch: patch.setattr("gradsync.communicator.background.make_alarm", fail_with(errno.EMFILE)),
+    "sets alarms": lambda patch: patch.setattr("gradsync.communicator.background.make_timer", fail_with(errno.EMFILE)),
 }
 
 

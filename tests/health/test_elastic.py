@@ -35,8 +35,8 @@ STANDING = MemberStatus(
 )
 
 
-def member(identity: str, **status: int) -> Member:
-    return Member(identity=identity, status=dataclasses.replace(STANDING, **status))
+def member(identity: str, **standing: int) -> Member:
+    return Member(identity=identity, standing=dataclasses.replace(STANDING, **standing))
 
 
 def has_torchft() -> bool:

@@ -506,7 +506,7 @@ def test_only_who_waits_for_a_lost_rank_loses_its_wire() -> None:
 
 
 def write(folder: Path, rank: int, status: RankStatus, **more: Any) -> None:
-    group = {"ranks": [0, 1, 2], "standing": status.as_data(), "known": "", "others": {}}
+    group = {"ranks": [0, 1, 2], "status": status.as_data(), "known": "", "others": {}}
     content = {"format": dump.FORMAT, "rank": rank, "host": "here", "process": 100 + rank, "groups": [group], **more}
     times = {"time": "2026-01-01T12:00:00+0000", "models": [], "stacks": {"MainThread 1": ["train.py:3 load"]}}
     (folder / f"rank-{rank}.json").write_text(json.dumps(times | content))

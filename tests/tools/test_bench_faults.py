@@ -135,9 +135,9 @@ def test_a_skipped_window_is_one_lost_step() -> None:
 
 @pytest.mark.parametrize(("case", "noticed"), [("NaN", 0.2), ("kill -9", None)])
 def test_a_rank_with_wrong_numbers_may_say_so_itself(case: str, noticed: float | None) -> None:
-    fault = Fault(case=case, victim=0, step=10, delay=0.0)
+    planned = Fault(case=case, victim=0, step=10, delay=0.0)
     fault, told = event("fault", 10.0, 0, step=10), event("warned", 10.2, 0, text="rank 0 is not finite")
-    outcome = Judge(fault, LIMITS).judge([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], "")
+    outcome = Judge(planned, LIMITS).judge([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], "")
     assert outcome is not None
     assert outcome.noticed == (None if noticed is None else pytest.approx(noticed))
     assert outcome.named == (noticed is not None)

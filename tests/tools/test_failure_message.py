@@ -46,8 +46,10 @@ def test_an_error_is_shown_once_however_many_ranks_repeat_it() -> None:
     lost = words(2.0, f"rank 0 (process 3) raised MismatchError: {long} [at 12:00]", kind="WireLostError")
     failures = [failure(rank, at=1.5 + rank) for rank in range(2)]
     own = words(1.0, long, kind="MismatchError")
-    inquest = Inquest(early=failures[:1], failures=failures, words={0: own, 1: replace(lost, is_consequence=True)})
-    assert inquest.lines(PLACES[:2]) == [
+    failure_report = FailureReport(
+        early=failures[:1], failures=failures, words={0: own, 1: replace(lost, is_consequence=True)}
+    )
+    assert failure_report.lines(PLACES[:2]) == [
         "rank 0 failed first:\na\nb",
         "rank 1 then raised WireLostError: rank 0 (process 3) raised MismatchError, as above",
     ]

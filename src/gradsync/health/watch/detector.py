@@ -49,7 +49,7 @@ class ExitRecord:
         return not self.left or holds_up(self.status, wait)
 
     def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "standing": self.status.as_data()}
+        return {**vars(self), "status": self.status.as_data()}
 
     @classmethod
     def read(cls, data: Any, size: int) -> "ExitRecord | None":
@@ -60,7 +60,7 @@ class ExitRecord:
                 left=bool(data["left"]),
                 words=str(data["words"])[:MOST_LETTERS],
                 at=float(data["at"]),
-                status=RankStatus.read(data["standing"]),
+                status=RankStatus.read(data["status"]),
                 age=float(data["age"]),
             )
             return read if 0 <= read.member < size else None
@@ -97,7 +97,7 @@ class Suspect:
     raised: str = ""
 
     def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "standing": self.status.as_data()}
+        return {**vars(self), "status": self.status.as_data()}
 
     @classmethod
     def read(cls, data: Any, size: int) -> "Suspect | None":
@@ -110,7 +110,7 @@ class Suspect:
                 seconds=float(data["seconds"]),
                 waiters=tuple(int(each) for each in data["waiters"]),
                 what=str(data["what"]),
-                status=RankStatus.read(data["standing"]),
+                status=RankStatus.read(data["status"]),
                 raised=str(data.get("raised", ""))[:MOST_LETTERS],
             )
             return read if all(0 <= each < size for each in (read.member, *read.waiters)) else None

@@ -117,7 +117,7 @@ def _describe(posts: list[Agent]) -> dict[str, Any]:
         "groups": [
             {
                 "ranks": [member.rank for member in agent.plan.members],
-                "standing": agent.sampler.look(now).as_data(),
+                "status": agent.sampler.look(now).as_data(),
                 **agent.describe(),
             }
             for agent in posts

@@ -47,7 +47,7 @@ def read_dump(path: Path) -> Dump:
         return Dump(
             member=Member.read(data),
             time=datetime.fromisoformat(data["time"]),
-            groups=tuple((tuple(each["ranks"]), RankStatus.read(each["standing"])) for each in data["groups"]),
+            groups=tuple((tuple(each["ranks"]), RankStatus.read(each["status"])) for each in data["groups"]),
             known=next((each["known"] for each in data["groups"] if each["known"]), ""),
             stack=tuple(main),
         )
