@@ -362,6 +362,14 @@ def test_all_that_is_said_of_slow_ranks_is_one_verdict(world: World, chance: Ran
             assert max(split.waited_for, key=lambda rank: split.waited_for[rank]) in named
 
 
+def test_ranks_that_are_last_in_different_synchronizations_of_a_step_are_all_counted() -> None:
+    """An optimizer makes rank 0 late for the first of two, a forward makes rank 1 late for the second."""
+    world = World(ranks=[Loop(optimizer=0.1), Loop(forward=0.05)], micro_batches=2, synchronizations=2, steps=15)
+    split = explain_recordings(world.record()).split
+    assert {rank for rank, seconds in split.waited_for.items() if seconds > 0} == {0, 1}
+    assert split.was_last == {0: 1.0, 1: 1.0}
+
+
 def test_a_rank_that_is_slower_in_a_phase_and_not_waited_for_is_no_straggler() -> None:
     """Rank 0 takes longer in its forward, rank 1 in all: rank 0 waits."""
     explanation = explain_recordings(World(ranks=[Loop(forward=0.02), Loop(data=0.031)]).record())

@@ -70,9 +70,9 @@ class BucketSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """``ranks`` are the parts of each rank, ``mean`` those of all. ``waited_for`` is how many seconds of a step ranks
-    wait for each, on average, ``was_last`` in which share of the steps it was the last to come; ``waits`` are what each
-    rank itself has waited for another, step by step."""
+    """``ranks`` are the parts of each rank, ``mean`` their mean. ``waited_for`` is how many seconds per step ranks wait
+    for each, on average; ``was_last`` the share of steps in which it came last to a synchronization; ``waits`` how long
+    each rank itself waited for another, step by step."""
 
     mean: Parts
     ranks: dict[int, Parts]
@@ -93,8 +93,9 @@ def split(timeline: Timeline) -> Split:
     for step in timeline.steps:
         for place, parts in enumerate(each_rank):
             parts.append(_parts(step, place, waited_for))
-        if step.wires and step.wires[-1] and len(timeline.members) > 1:
-            last[step.wires[-1][-1].last] += 1
+        if len(timeline.members) > 1:
+            # A step may have several synchronizations, each with a last rank of its own.
+            last.update({wires[-1].last for wires in step.wires if wires})
     count, size = len(timeline.steps), len(timeline.members)
     ranks = {rank: _mean(parts) for rank, parts in zip(timeline.members, each_rank, strict=True)}
     steps = [step for merged in timeline.steps for step in merged.ranks]
