@@ -14,9 +14,9 @@ from torch import nn
 import gradsync
 from gradsync.communicator import Communicator, Handle, ambient_communicator
 from gradsync.communicator.mpi import PIECE_BYTES, MPICommunicator
-from tests import test_communicators as shared
-from tests import test_handles as handles
-from tests import test_shares as shares
+from tests.communicator import test_communicators as shared
+from tests.communicator import test_handles as handles
+from tests.communicator import test_shares as shares
 
 ANY_DTYPE = [*shared.DTYPES, torch.float16, torch.int32, torch.int8, torch.uint8]
 
