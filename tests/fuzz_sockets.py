@@ -179,13 +179,13 @@ class Doors:
         return pack({"rank": 1, "nonce": "00" * 16, "proof": code(secret, "11" * 16, 1)})
 
     def wrong(self) -> list[str]:
-        """What strangers have achieved; then the missing rank comes."""
+        """What unauthenticated peers have achieved; then the missing rank comes."""
         found = [] if self.watch.missing == self.host.missing == {1} else ["somebody has joined"]
         line = doors.enter(self.invitation, 1, is_here=True)
         with socket.socket(socket.AF_UNIX) as rank:
             rank.connect(self.secret.address)
             rank.sendall(HELLO.pack(1, self.secret.secret))
-            if not self.host.wait(20.0) or set(self.host.guests) != {1}:
+            if not self.host.wait(20.0) or set(self.host.peers) != {1}:
                 found.append("the missing rank was not let in where memory is shared")
         if not self.post._thread.is_alive() or self.watch.missing:
             found.append("the watch has failed, or has not let the missing rank in")
