@@ -102,6 +102,9 @@ class _Rank(Disturbed):
         self.optimizer: Any = self._wrap(program.optimizer.kind)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.93) if program.scheduler else None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3) if program.scaler else None
+        if self.scaler is not None:
+            # It must have scaled something before it steps, also on a rank that has no micro-batch until then.
+            self.scaler.scale(torch.zeros(()))
 
     def _wrap(self, kind: str) -> Any:
         if kind == "plain":
