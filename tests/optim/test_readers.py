@@ -298,7 +298,9 @@ def train_with_a_handler(
 RECORDS = (f"autograd{os.sep}profiler.py", f"torch{os.sep}_ops.py")
 
 
-@pytest.mark.parametrize("where", [OURS, RECORDS], ids=["ours", "records"])
+@pytest.mark.parametrize(
+    "where", [pytest.param(OURS, id="ours"), pytest.param(RECORDS, id="records", marks=pytest.mark.breadth)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @in_processes
 def test_a_signal_handler_reads_parameters_of_one_step(ranks: Ranks, kind: str, where: tuple[str, ...]) -> None:

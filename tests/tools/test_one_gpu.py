@@ -131,6 +131,7 @@ def test_what_cannot_be_is_one_line(
 # -- runs, without a GPU ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.program
 def test_ranks_of_a_script_are_alone_on_their_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +142,7 @@ def test_ranks_of_a_script_are_alone_on_their_hosts(
     assert [(tmp_path / str(rank)).read_text().split() for rank in range(3)] == [["3", "0", "3", "Socket"]] * 3
 
 
+@pytest.mark.program
 def test_a_script_that_may_want_more_gpus_is_run_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
