@@ -1,4 +1,4 @@
-"""gradsync: data-parallel gradients for PyTorch, exact, fast and clear.
+"""gradsync: exact, fast and clear gradient averaging for data-parallel training in PyTorch.
 
     from gradsync import DistributedDataParallel          # instead of torch.nn.parallel's
     from gradsync import Accelerator                      # instead of accelerate's

@@ -1,4 +1,4 @@
-"""Run a function as N ranks inside one process: for unit tests of training code, without launching anything.
+"""Run a function as N ranks inside one process: unit tests of training code without a launcher.
 
     from gradsync.testing import run_ranks
 
@@ -9,8 +9,8 @@
 
     first, second = run_ranks(train, 2)
 
-Ranks are threads. Each sees its own ambient communicator; gradsync's wrappers and functions use it when they are given
-neither a process group nor a communicator. Results are those of real processes: the contract tests run on both.
+Ranks are threads. Each has its own ambient communicator, which gradsync's wrappers and functions use when they are
+given neither a process group nor a communicator. Results match those of real processes: the contract tests run on both.
 """
 
 import threading
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 def run_ranks(function: Callable[P, R], world_size: int, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-    """Call ``function(*args, **kwargs)`` on ``world_size`` ranks at once; return their results in rank order.
+    """Call ``function(*args, **kwargs)`` on ``world_size`` ranks at once; return the results in rank order.
 
     If a rank raises, the ranks that wait for it are told, and the first error is raised here with a note that names
     the rank. torch's random numbers are shared by all threads: seed a ``torch.Generator`` per rank instead of calling
@@ -53,7 +53,7 @@ def run_ranks(function: Callable[P, R], world_size: int, *args: P.args, **kwargs
     for thread in threads:
         thread.join()
     if errors:
-        # A rank that failed because another had failed only repeats the other's story.
+        # A rank that failed because another had failed only repeats the other's message.
         culprits = [rank for rank, error in errors.items() if not isinstance(error, PeerFailedError)] or list(errors)
         error = errors[min(culprits)]
         error.add_note(f"raised on rank {min(culprits)} of {world_size} (in-process ranks)")

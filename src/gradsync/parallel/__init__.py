@@ -1,3 +1,3 @@
-"""Modules as replicas: ``DistributedDataParallel``, what it is made of, and the same without a wrapper."""
+"""Data-parallel models: ``DistributedDataParallel``, its components, and the same without a wrapper."""
 
 __all__: list[str] = []

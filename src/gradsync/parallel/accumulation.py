@@ -1,4 +1,4 @@
-"""Windows as users write them: ``accumulate``, ``backward`` with a weight, ``no_sync``; on wrapper and attachment."""
+"""Gradient accumulation as users write it: ``accumulate``, weighted ``backward``, ``no_sync``, for both front ends."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -25,7 +25,7 @@ _NO_MORE: Any = object()
 
 
 def framed(batches: Iterable[Batch], frame: Callable[[bool], AbstractContextManager[None]]) -> Iterator[Batch]:
-    """The batches of one window, each inside ``frame(last)``. A window without any is framed all the same."""
+    """Yield the batches of one window, each inside ``frame(last)``. An empty window is framed too."""
     iterator = iter(batches)
     batch = next(iterator, _NO_MORE)
     if batch is _NO_MORE:
@@ -39,17 +39,17 @@ def framed(batches: Iterable[Batch], frame: Callable[[bool], AbstractContextMana
 
 
 class MicroBatches:
-    """One micro-batch of a window, of one model or several, as a context.
+    """Context manager for one micro-batch of a window, of one model or several.
 
-    Leaving the last one finishes the window, with or without a backward. ``synchronizes`` says that a micro-batch
-    before the last synchronizes too. The collectives of several models must come in the same order on all ranks, also
-    on one that has a backward of only some of them, or of none. So nothing is sent while they run: the models are
-    synchronized one after the other, in the order in which they were named, when the block is left, or when an
-    optimizer is about to step.
+    Leaving the last one finishes the window, with or without a backward. ``synchronizes`` means that a micro-batch
+    before the last synchronizes too. The collectives of several models must come in the same order on all ranks, even
+    on a rank that runs a backward for only some of them, or for none. So nothing is sent while the block runs: the
+    models are synchronized one after the other, in the order in which they were named, when the block is left or when
+    an optimizer is about to step.
 
-    [Note: a loop that is left] Of ``for batch in model.accumulate(batches)`` the block does not see what its body
-    raises: the iterator is closed, at once or whenever it is collected. That is no time for a collective. What the
-    others must hear of the last micro-batch, they hear when this rank next touches the model.
+    [Note: a loop that is left] In ``for batch in model.accumulate(batches)`` the block does not see what the loop body
+    raises: the iterator is closed, either at once or when it is collected. That is no time for a collective. What the
+    others must learn about the last micro-batch, they learn when this rank next touches the model.
     """
 
     def __init__(self, owners: "Sequence[Accumulation]", *, last: bool, synchronizes: bool = False) -> None:
@@ -62,19 +62,19 @@ class MicroBatches:
         self._finished = False
         for synchronizer in self._synchronizers:
             synchronizer.enter_block(self._block)
-        # Entering may have ended a window before, of which the others had still to hear.
+        # Entering may have ended an earlier window that the other ranks had not yet heard about.
         self._before = [synchronizer.ends for synchronizer in self._synchronizers]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and not self._block.synchronizes:
-            # In the last micro-batch the others hear of it by taking part.
+            # In the last micro-batch the others learn of it because this rank takes part.
             for synchronizer in self._synchronizers:
                 synchronizer.raised(error, "a block of accumulate()")
         try:
             if self._block.synchronizes:
-                # The other ranks are waiting, or will: take part, or let them hear why not.
+                # The other ranks are waiting, or will be: take part, or tell them why not.
                 if kind is None:
                     self._finish()
                 elif issubclass(kind, Exception):
@@ -91,14 +91,14 @@ class MicroBatches:
                 synchronizer.leave_block(self._block)
 
     def _unfinished(self) -> list[Synchronizer]:
-        """Those that no backward has synchronized, or tried to: a failure that was caught has been told to all."""
+        """The models that no backward has synchronized or tried to: a failure that was caught was already reported."""
         if self._finished:
             return []
         pairs = zip(self._synchronizers, self._before, strict=True)
         return [synchronizer for synchronizer, before in pairs if synchronizer.ends == before]
 
     def _finish(self) -> None:
-        """Synchronize all that are left, whatever becomes of one: the other ranks do so too."""
+        """Synchronize all that remain, even if one fails: the other ranks do the same."""
         unfinished = self._unfinished()
         self._finished = True
         errors = []
@@ -117,7 +117,7 @@ class MicroBatches:
 def backward_through(
     owners: "Sequence[Accumulation]", loss: torch.Tensor, weight: Any = None, unit: float | None = None, **options: Any
 ) -> None:
-    """:meth:`Accumulation.backward` of a loss that several models share; without a weight, in that unit."""
+    """:meth:`Accumulation.backward` for a loss shared by several models; without a weight, each counts in that unit."""
     synchronizers = [owner.synchronizer for owner in owners]
     before = [synchronizer.ends for synchronizer in synchronizers]
     try:
@@ -139,7 +139,7 @@ def backward_through(
 def _count(
     synchronizers: Sequence[Synchronizer], loss: torch.Tensor, weight: Any, unit: float | None
 ) -> torch.Tensor | None:
-    """Count the backward in every window; returns what it is to start from."""
+    """Count the backward in every window; returns the gradient to start it from."""
     if weight is None:
         units = [each.window.weights.add_plain(announced=True, unit=unit) for each in synchronizers]
         if len(set(units)) > 1:
@@ -155,11 +155,11 @@ def _count(
 
 
 class Accumulation:
-    """What :class:`DistributedDataParallel` and the attachment of ``synchronize_gradients`` have in common."""
+    """The methods that :class:`DistributedDataParallel` and ``synchronize_gradients`` attachments have in common."""
 
     synchronizer: Synchronizer
     replica: Replica
-    # What carries the gradients, and why that.
+    # The transport of the gradients, and why it was chosen.
     wire: Choice
 
     @overload
@@ -174,8 +174,8 @@ class Accumulation:
         ``for batch in model.accumulate(batches):`` is a whole window; the iterator knows which batch is the last.
         ``with model.accumulate(last=…):`` is one micro-batch, for loops that know it themselves.
 
-        Ranks may have different numbers of micro-batches in a window, or none. A micro-batch without a backward counts
-        nothing.
+        Ranks may have different numbers of micro-batches in a window, or none. A micro-batch without a backward does
+        not count.
         """
         if (batches is None) == (last is None):
             raise ConfigurationError(
@@ -198,20 +198,20 @@ class Accumulation:
         """``loss.backward()`` of a micro-batch whose loss is the mean over ``weight`` items, such as tokens.
 
         After the window the gradient is ``Σ w·∇loss / Σ w`` over all micro-batches of all ranks. Without a weight every
-        micro-batch counts the same. Weights must be given to all backwards of a window or to none.
+        micro-batch counts the same. Give weights to all backwards of a window or to none.
         """
         backward_through([self], loss, weight, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards in here, and backwards of forwards in here, accumulate on this rank alone."""
+        """Backwards in this block, and backwards of forwards run in it, accumulate on this rank only."""
         return self.synchronizer.switched(enabled=False)
 
     def force_sync(self) -> AbstractContextManager[None]:
-        """Backwards in here synchronize, also those of forwards that ran under ``no_sync``."""
+        """Backwards in this block synchronize, even those of forwards that ran under ``no_sync``."""
         return self.synchronizer.switched(enabled=True, forced=True)
 
     def local_steps(self) -> AbstractContextManager[None]:
-        """Optimizer steps in here may use gradients of this rank alone, as local SGD wants."""
+        """Allow optimizer steps in this block to use this rank's own gradients, as local SGD requires."""
         return self.synchronizer.switched(steps_locally=True)
 
     def synchronize(self) -> None:
@@ -219,38 +219,38 @@ class Accumulation:
         self.synchronizer.synchronize()
 
     def discard(self) -> None:
-        """Give up what the window has accumulated on this rank. It counts nothing."""
+        """Discard what this rank has accumulated in the window. It counts for nothing."""
         self.synchronizer.clear()
 
     def abstain(self, reason: str = "") -> None:
-        """In the place of a backward: this rank has nothing for the window, and gives up what it has accumulated.
+        """Take the place of a backward: this rank contributes nothing to the window and discards what it accumulated.
 
-        The other ranks hear of it in the ballot, and all do what ``on_veto`` says; without that they skip the window.
-        After an error in backward they have heard already. Under ``no_sync`` call it once for each backward that is
-        left out.
+        The other ranks learn of it from the control flags, and all do what ``on_veto`` says; if it is not set, they
+        skip the window. After an error in backward they already know. Under ``no_sync``, call it once for each backward
+        that is left out.
         """
         self.synchronizer.abstain(reason, self._miss_forward)
 
     def _miss_forward(self) -> bool:
-        """Take part in what the others do in every forward, where this rank has run none: in a join they count who has
-        data. Whether there was such a thing."""
+        """Take part in what the other ranks do in every forward, where this rank has run none: in a join they count
+        which ranks have data. Returns whether there was anything to take part in."""
         return False
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step of an optimizer changed nothing, because its window was vetoed. The same on all ranks.
+        """Whether the last optimizer step changed nothing because its window was skipped. The same on all ranks.
 
-        Optimizers and schedulers do not know: ``if not model.step_was_skipped: scheduler.step()``.
+        Optimizers and schedulers cannot tell: ``if not model.step_was_skipped: scheduler.step()``.
         """
         return self.synchronizer.window.step_was_skipped
 
     def explain(self, *, all_ranks: bool = False) -> Explanation:
         """Where the time of the last steps went, and what to change: ``print(model.explain())``.
 
-        By itself it tells of this rank alone and needs no other, so that ``if rank == 0:`` may stand before it; then
-        waiting for another rank looks like wire. With ``all_ranks=True`` the steps of all ranks are laid beside each
-        other, and all ranks must call it, between two steps; unless that was done when the model was wrapped, they time
-        a few all-reduces.
+        By default it reports on this rank alone and communicates with no other, so it may be called under
+        ``if rank == 0:``; waiting for another rank then looks like communication time. With ``all_ranks=True`` it
+        compares the steps of all ranks. All ranks must then call it, between two steps; unless it was measured when the
+        model was wrapped, they time a few all-reduces.
         """
         replica, communicator = self.replica, self.synchronizer.engine.communicator
         return explain_model(replica.recorder, communicator, replica.device, all_ranks=all_ranks)
@@ -258,5 +258,5 @@ class Accumulation:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
+        """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before scaling."""
         return clip_norm(self.synchronizer.parameters, *checked_norm(max_norm, norm_type), error_if_nonfinite)

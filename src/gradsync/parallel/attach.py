@@ -1,4 +1,4 @@
-"""The engine without a wrapper: ``synchronize_gradients(model)`` works in place and keeps ``state_dict`` keys."""
+"""Gradient averaging without a wrapper: ``synchronize_gradients(model)`` works in place, ``state_dict`` keys stay."""
 
 from typing import Any, Unpack
 
@@ -16,7 +16,7 @@ __all__ = ["GradientSynchronization", "synchronize_gradients"]
 
 
 class _ForwardHooks:
-    """Tells the engine of forwards. A copy of the model (an EMA, a pickle) takes along hooks that do nothing."""
+    """Forward hooks that notify the engine. In a copy of the model (an EMA, a pickle) the copied hooks do nothing."""
 
     def __init__(self, attachment: "GradientSynchronization | None") -> None:
         self._attachment = attachment
@@ -40,7 +40,7 @@ class _ForwardHooks:
 
 
 class GradientSynchronization(Accumulation):
-    """The engine attached to a model, as :func:`synchronize_gradients` returns it."""
+    """Handle to the engine attached to a model, as :func:`synchronize_gradients` returns it."""
 
     def __init__(self, replica: Replica, wire: Choice, policy: SyncPolicy, *, init_sync: bool = True) -> None:
         self.replica = replica
@@ -64,7 +64,7 @@ class GradientSynchronization(Accumulation):
         )
 
     def detach(self) -> None:
-        """Take the engine off the model. Gradients stay as they are."""
+        """Detach the engine from the model. Gradients stay as they are."""
         for registered in self._registered:
             registered.remove()
         self._registered = []
@@ -81,11 +81,11 @@ def synchronize_gradients(
     init_sync: bool = True,
     **settings: Unpack[PolicySettings],
 ) -> GradientSynchronization:
-    """Average the gradients of ``model`` over the ranks during every backward, from now on.
+    """Average the gradients of ``model`` over the ranks during every backward from now on.
 
     Nothing is wrapped: the model keeps its class, its attributes and its ``state_dict`` keys. Parameters and buffers
-    are compared over ranks and taken from rank 0 once, unless ``init_sync`` is False. How gradients travel is said by
-    ``policy``, or by its fields as keyword arguments; see :class:`~gradsync.SyncPolicy`. The returned attachment has
+    are compared across ranks and copied from rank 0 once, unless ``init_sync`` is False. ``policy``, or its fields as
+    keyword arguments, determines how gradients travel; see :class:`~gradsync.SyncPolicy`. The returned attachment has
     ``accumulate()``, ``backward()``, ``no_sync()``, ``synchronize()`` and ``detach()``.
     """
     policy = SyncPolicy.chosen(policy, settings, wrapper="synchronize_gradients", bucket_cap_mb=bucket_cap_mb)
@@ -93,7 +93,7 @@ def synchronize_gradients(
         raise ConfigurationError("pass one of communicator and process_group, got both")
     chosen = choose_communicator(communicator if communicator is not None else process_group)
     replica = Replica(model)
-    # Ranks that must not talk yet, or were told which way to take, have no choice.
+    # Ranks that must not communicate yet, or that were given a transport, have nothing to choose.
     free = init_sync and communicator is None
     wire = fit_communicator(chosen, replica.device) if free else Choice.given(chosen)
     return GradientSynchronization(replica, wire, policy, init_sync=init_sync)

@@ -1,6 +1,6 @@
-"""``average_gradients``: the one-call form, without wrapper or hooks, after ``backward()``.
+"""``average_gradients``: a single call after ``backward()``, without wrapper or hooks.
 
-It is also the reference that the engine is tested against, so it is written to be read: compare, flatten, sum, divide.
+It is also the reference that the engine is tested against, so it is written for clarity: compare, flatten, sum, divide.
 """
 
 from collections import defaultdict
@@ -61,7 +61,7 @@ def _named_parameters(
 def _kinds_over_ranks(
     parameters: list[torch.nn.Parameter], communicator: Communicator
 ) -> tuple[list[bool], list[bool]]:
-    """For every parameter: is its gradient dense somewhere, or else sparse somewhere."""
+    """For every parameter: whether its gradient is dense on some rank, or else sparse on some rank."""
     flags = torch.zeros(2, len(parameters), dtype=torch.int32, device="cpu")
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None:

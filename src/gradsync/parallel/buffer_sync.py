@@ -1,4 +1,4 @@
-"""Buffers around a forward: those of rank 0, or whatever a hook makes of them."""
+"""Buffer synchronization around a forward: broadcast from rank 0, or a user's hook."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ __all__ = ["BufferSync", "choose_buffer_sync"]
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Whether forwards synchronize buffers, from the two names of the setting. Warns as torch does."""
+    """Whether forwards synchronize buffers, from the setting's two names. Warns as torch does."""
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         warnings.warn(
             "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and "
@@ -39,7 +39,7 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 class BufferSync:
-    """The part of a wrapper that brings buffers to the same values on all ranks. Names are torch's."""
+    """Mixin of the wrapper that brings buffers to the same values on all ranks. The names are torch's."""
 
     replica: Replica
     communicator: Communicator
@@ -79,9 +79,9 @@ class BufferSync:
         hook: Callable[[Any, dict[str, torch.Tensor]], Any],
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Call ``hook(state, named_buffers)`` in the place of the broadcast, before the forward or after it.
+        """Call ``hook(state, named_buffers)`` instead of the broadcast, before the forward or after it.
 
-        It may return futures; those are waited for at the end of the backward. With none it has done its work.
+        It may return futures; they are waited for at the end of the backward. If it returns none, it has done its work.
         """
         if not callable(hook):
             raise NotCallableError(f"a hook on buffers must be callable as hook(state, named_buffers), got {hook!r}")
@@ -101,7 +101,7 @@ class BufferSync:
         )
 
     def _sync_buffers(self, *, has_data: bool = True) -> None:
-        """Synchronize the buffers now. Collective. In a ``join`` those of a rank that still has data are taken."""
+        """Synchronize the buffers now. Collective. In a ``join`` they come from a rank that still has data."""
         joining = self._join_config.enable
         self._sync_module_buffers(agree_on_rank(self.communicator, candidate=has_data) if joining else 0)
 
@@ -120,7 +120,7 @@ class BufferSync:
     def _default_broadcast_coalesced(
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        """What happens without a hook: for hooks that do something beside it."""
+        """The default without a hook: for hooks that do something in addition."""
         broadcast_tensors(self.replica.buffers if bufs is None else bufs, self.communicator, authoritative_rank)
 
     def _finish_buffers(self) -> None:

@@ -15,10 +15,10 @@ Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 def clip_grad_norm_(
     parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale gradients so that the norm of all of them together is at most ``max_norm``; returns the norm before.
+    """Scale gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.
 
-    As ``torch.nn.utils.clip_grad_norm_``, for a model or its parameters. Where a whole model is clipped, one operation
-    per bucket does it, with norms that are known when the last bucket arrives. Inside an unfinished window it raises
+    Like ``torch.nn.utils.clip_grad_norm_``, for a model or its parameters. Where a whole model is clipped, it takes one
+    operation per bucket, with norms that are known when the last bucket arrives. Inside an unfinished window it raises
     :class:`~gradsync.base.errors.MisuseError`.
     """
     return clip_norm(_listed(parameters), *checked_norm(max_norm, norm_type), error_if_nonfinite)
@@ -26,7 +26,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
-    """Limit every element of every gradient to ±``clip_value``, as ``torch.nn.utils.clip_grad_value_``."""
+    """Limit every element of every gradient to ±``clip_value``, like ``torch.nn.utils.clip_grad_value_``."""
     listed = _listed(parameters)
     require_means_of(synchronizers_of(listed))
     torch.nn.utils.clip_grad_value_(listed, clip_value)

@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``: torch's wrapper, signature and habits, on gradsync's engine."""
+"""``DistributedDataParallel``: torch's wrapper, with its signature and behaviour, on gradsync's engine."""
 
 import dataclasses
 import warnings
@@ -28,7 +28,7 @@ from gradsync.parallel.uneven_inputs import Attendance, GradientJoinHook, Turnou
 
 __all__ = ["DistributedDataParallel"]
 
-# What a copy makes for itself.
+# Attributes that a copy creates for itself.
 _TRANSIENT = (
     *("wire", "communicator", "process_group", "device_mesh", "replica", "synchronizer"),
     *("_low_precision", "_in_backward", "_lazy_init_ran", "_buffer_futures"),
@@ -38,27 +38,26 @@ _TRANSIENT = (
 class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over all ranks during backward.
 
-    Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. These are accepted and have nothing to do
-    here, because the engine always behaves as if they were on, at no cost: ``find_unused_parameters``,
-    ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``, ``check_reduction``,
-    ``skip_all_reduce_unused_params``.
+    Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. The following are accepted but have no effect,
+    because the engine always behaves as if they were on, at no cost: ``find_unused_parameters``, ``static_graph``,
+    ``gradient_as_bucket_view``, ``batched_grad_copy``, ``check_reduction``, ``skip_all_reduce_unused_params``.
 
     Keyword arguments beyond torch's:
 
     communicator
-        how bytes move; by default the process group's own collectives.
+        how ranks communicate; by default through the process group's own collectives.
     policy
-        how gradients travel; see :class:`~gradsync.SyncPolicy`. Its fields may be given as keyword arguments instead:
+        how gradients are averaged; see :class:`~gradsync.SyncPolicy`. Its fields are also keyword arguments:
         ``reduction``, ``schedule``, ``observer``, ``accumulation_dtype``, ``on_veto``, ``fingerprints``.
 
     ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
     """
 
-    # The wrapper whose forward runs, for the compiler. It reads and sets this on whichever class it has by that name.
+    # The wrapper whose forward runs, for the compiler, which reads and sets this on whatever class has that name.
     _active_ddp_module: Any = None
 
     _lazy_init_ran = False
-    # How many synchronizations had ended when buffers were thought of last.
+    # The number of synchronizations that had ended when buffers were last considered.
     _ends = 0
     _in_backward: InBackwardOptimizers | None = None
 
@@ -108,7 +107,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delayed = {name for name, _ in delay_all_reduce_named_params or ()}
         self.replica = Replica(module, ignored=self.parameters_to_ignore, delayed=self._delayed)
-        # Ranks that must not talk yet, or were told which way to take, have no choice.
+        # Ranks that must not communicate yet, or that were given a transport, have nothing to choose.
         free = init_sync and communicator is None
         self.wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
         self.communicator = self.wire.communicator
@@ -156,8 +155,8 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self.synchronizer.pending_work.stand_in_by(stand_in)
 
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
-        """A rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a join
-        each of their forwards has asked who has data."""
+        """For a rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a
+        join each of their forwards has asked which ranks have data."""
         synchronizer, forwards = self.synchronizer, self.synchronizer.engine.forwards
         if self._join_config.enable:
             has_run = forwards.any_in_block if synchronizer.in_block else forwards.any_in_window
@@ -170,15 +169,15 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         return True
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward synchronizes buffers: the first of a window does, also where this rank has ended the
-        window before without a forward that said so."""
+        """Whether the next forward synchronizes buffers: the first of a window does, even where this rank has ended the
+        previous window without a forward that indicated so."""
         if self._ends != self.synchronizer.ends:
             self._ends = self.synchronizer.ends
             self.require_forward_param_sync = True
         return super().will_sync_module_buffers()
 
     def _sync_module_buffers(self, authoritative_rank: int = 0) -> None:
-        # Before a forward or after it, and in a hook's own collectives.
+        # Before or after a forward, and in a hook's own collectives.
         with self.synchronizer.pace.waiting():
             super()._sync_module_buffers(authoritative_rank)
 
@@ -191,7 +190,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self.synchronizer.before_forward(self.module, compiler_here())
         try:
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            # Where ranks may be threads, what belongs to the whole process is left alone.
+            # Where ranks may be threads, process-wide state is left alone.
             with nullcontext() if self.process_group is None else self._inside_ddp_forward():
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
@@ -202,7 +201,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
     @contextmanager
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _inside_ddp_forward(self) -> Iterator[None]:
-        """The compiler cuts the graph at bucket boundaries for the module that is named as active."""
+        """Mark the active module: the compiler cuts its graph at bucket boundaries."""
         owners: tuple[Any, Any] = (TorchDDP, DistributedDataParallel)
         before = [owner._active_ddp_module for owner in owners]
         for owner in owners:
@@ -247,13 +246,13 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
                 call_after_backward(output, self._step_in_backward)
         elif self._low_precision is not None and not self._awaits_backward:
             self._low_precision.release_all()
-        # As in torch: of several forwards without gradients only the first takes rank 0's buffers, so that ranks may
+        # As in torch: of consecutive forwards without gradients only the first takes rank 0's buffers, so ranks may
         # evaluate different numbers of batches.
         self.require_forward_param_sync = learning and self.synchronizer.enabled
         return output
 
     def _lazy_init(self) -> None:
-        """Before the first backward: optimizers may be hung on parameters before wrapping or after it."""
+        """Before the first backward: optimizers may be attached to parameters before or after wrapping."""
         self._in_backward = InBackwardOptimizers.of(self.replica.parameters)
         self._lazy_init_ran = True
 
@@ -262,7 +261,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             self._in_backward.step(self.synchronizer)
 
     def _prepare_ranks(self, learning: bool) -> None:
-        """The collectives of a forward: uneven inputs, buffers."""
+        """Run the collectives of a forward: uneven inputs, buffers."""
         if self._join_config.enable:
             with self.synchronizer.pace.waiting():
                 self._meet_in_join(learning)
@@ -296,7 +295,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may have different numbers of inputs; see ``torch.distributed.algorithms.Join``."""
+        """Context in which ranks may have different numbers of inputs; see ``torch.distributed.algorithms.Join``."""
         _ = self.join_process_group  # refuse before Join has changed anything
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -349,28 +348,28 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self.synchronizer.enabled = enabled
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on over another process group: all its ranks call this, and nothing is compared or broadcast.
+        """Switch to a different process group: all its ranks call this, and nothing is compared or broadcast.
 
-        On a rank that is not in the group nothing changes. Hooks that hold a process group must be told apart.
+        On a rank outside the group nothing changes. Hooks that hold a process group must be told separately.
         """
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             return
         self.reconnect(Choice.given(choose_communicator(new_process_group)), self.current_policy())
 
     def train_alone(self) -> TrainingAlone:
-        """Go on without the other ranks, until :meth:`~gradsync.parallel.alone.TrainingAlone.end`."""
+        """Train without the other ranks, until :meth:`~gradsync.parallel.alone.TrainingAlone.end`."""
         return TrainingAlone(self)
 
     def reconnect(self, wire: Choice, policy: SyncPolicy) -> None:
-        """Go on over another wire. As for another process group, nothing is compared or broadcast; but ranks that
-        share memory allocate it together, so that all of them call this, between two windows."""
+        """Switch to a different transport. As with a new process group, nothing is compared or broadcast; but ranks
+        that share memory allocate it together, so all of them call this, between two windows."""
         enabled, self._policy = self.synchronizer.enabled, policy
         self.synchronizer.detach()
         self._connect_to(wire)
         self.synchronizer.enabled = enabled
 
     def regroup(self, communicator: Communicator, policy: SyncPolicy) -> None:
-        """Go on with other ranks, in whatever state those of before have left it. As at wrapping the new ones compare
+        """Switch to different ranks, whatever state the previous group is in. As at wrapping, the new ranks compare
         their models and take rank 0's values. Collective among them."""
         self._policy = policy
         self.synchronizer.detach()
@@ -380,14 +379,14 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self.require_forward_param_sync = True
 
     def current_policy(self) -> SyncPolicy:
-        """What was chosen at wrapping, and has been exchanged since."""
+        """The policy chosen at wrapping, with later replacements."""
         client = self.synchronizer.engine.sharing.client
-        # An optimizer of shares stays with the engine it was made for.
+        # A sharded optimizer stays with the engine it was made for.
         reduction = self.synchronizer.reduction if client is None else client.whole
         return dataclasses.replace(self._policy, reduction=reduction)
 
     def _connect_to(self, wire: Choice, *, init_sync: bool = False, sync_buffers: bool = True) -> None:
-        """Without a word to the other ranks unless ``init_sync``, so there is nothing to choose by."""
+        """Nothing is communicated unless ``init_sync``, so there is no measurement to choose by."""
         self.wire = wire
         self.communicator = self.wire.communicator
         self.process_group = self.communicator.group

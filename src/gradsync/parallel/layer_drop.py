@@ -1,11 +1,11 @@
-"""Layers dropped at random, the same ones on all ranks, whose gradients nobody has and nobody sends.
+"""Layer dropping at random, identical on all ranks; gradients of dropped layers are not sent.
 
-Which layers are dropped is a function of a seed and of the number of the forward, both of them buffers: they are the
-same on all ranks because buffers are broadcast at wrapping, and a resumed run goes on with the same draws because they
-are in the ``state_dict``.
+Which layers are dropped is a function of a seed and the number of the forward. Both are buffers: they are the same on
+all ranks because buffers are broadcast at wrapping, and a resumed run continues with the same draws because they are in
+the ``state_dict``.
 
-The two numbers become the seed of a generator by BLAKE2, which is the same everywhere and forever. Python's ``hash`` is
-not: it depends on the build, may change with a release, and is the same for -1 and -2.
+BLAKE2 turns the two numbers into the seed of a generator. It gives the same result on every platform and in every
+release. Python's ``hash`` does not: it depends on the build, may change with a release, and is the same for -1 and -2.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ __all__ = ["LayerDrop"]
 
 
 class LayerDrop(nn.Module):
-    """Runs ``layers`` one after the other and, in training, skips each with probability ``drop``.
+    """Runs ``layers`` in sequence and, in training, skips each with probability ``drop``.
 
-    Every layer must give an output like its input, as transformer blocks do. The engine is told which layers a forward
-    left out, so their gradients do not travel. For a loop of your own, iterate over :meth:`kept`.
+    Every layer's output must look like its input, as with transformer blocks. The engine is told which layers a forward
+    left out, so their gradients are not sent. To write the loop yourself, iterate over :meth:`kept`.
     """
 
-    # Tells the replica that ranks must agree, in every window, on what nobody ran.
+    # Tells the replica that ranks must agree, in every window, on what no rank has run.
     announces_absence = True
 
     seed: torch.Tensor
@@ -52,7 +52,7 @@ class LayerDrop(nn.Module):
         return hidden
 
     def kept(self) -> Iterator[nn.Module]:
-        """The layers of this forward; all of them in evaluation. Draws anew at every call."""
+        """The layers of this forward; all of them in evaluation. Every call draws again."""
         if not self.training or self.drop == 0.0:
             yield from self.layers
             return
@@ -65,7 +65,7 @@ class LayerDrop(nn.Module):
     def _draw(self) -> list[bool]:
         # Drawn on the CPU from host numbers, so that a forward on an accelerator need not wait for its buffers.
         if self._versions != (self.seed._version, self.forwards._version):
-            # Written by others: at the start, by load_state_dict, or by the broadcast at wrapping.
+            # Written elsewhere: at the start, by load_state_dict, or by the broadcast at wrapping.
             self._count, self._seed = int(self.forwards), int(self.seed)
         generator = torch.Generator("cpu").manual_seed(_mixed(self._seed, self._count))
         self._count += 1
@@ -89,6 +89,6 @@ class LayerDrop(nn.Module):
 
 
 def _mixed(seed: int, count: int) -> int:
-    """A seed for a generator, different for each pair of 64-bit numbers as far as one can tell."""
+    """A generator seed that is, for all practical purposes, different for each pair of 64-bit numbers."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, count), digest_size=8).digest()
     return int.from_bytes(digest, "little") & 0x7FFF_FFFF_FFFF_FFFF

@@ -1,8 +1,8 @@
-"""Forward and backward in a low precision, parameters and gradients in their own.
+"""Mixed precision: forward and backward run in low precision, parameters and gradients keep their own.
 
 ``DistributedDataParallel(mixed_precision=...)`` takes torch's configuration object. During forward and backward the
 parameters hold low-precision copies; as soon as a bucket's gradients are complete its parameters get their own values
-back, and the gradients are added up in the parameters' precision, which torch's implementation does not do.
+back. Gradients are accumulated in the parameters' precision, which torch's implementation does not do.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class MixedPrecisionConfig(Protocol):
 
 
 class LowPrecision:
-    """Exchanges the values of parameters for low-precision copies and back."""
+    """Swaps the values of parameters for low-precision copies and back."""
 
     def __init__(self, config: MixedPrecisionConfig, module: nn.Module, ignored: set[str]) -> None:
         self.dtype = config.param_dtype
@@ -42,12 +42,12 @@ class LowPrecision:
 
     @staticmethod
     def wire_dtype(config: MixedPrecisionConfig) -> torch.dtype | None:
-        """The dtype of the reduction: its own, else that of the computation."""
+        """The dtype of the reduction: the configured one, else that of the computation."""
         return config.reduce_dtype or config.param_dtype
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Before a forward. Copies are made afresh, because the optimizer has changed the values since."""
+        """Before a forward. Copies are made each time, because the optimizer has changed the values since."""
         if self.dtype is None:
             return
         for parameter in self._parameters:
@@ -77,7 +77,7 @@ class LowPrecision:
         return parameter.data if kept is None else kept[1]
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Floating-point inputs in the precision of the computation."""
+        """Cast floating-point inputs to the precision of the computation."""
         if self.dtype is None or not any(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
             return args, kwargs
 

@@ -1,4 +1,4 @@
-"""A module as one replica among several: which parameters the engine manages, checked and compared over ranks."""
+"""A module as one data-parallel replica: which parameters the engine manages, compared and synchronized over ranks."""
 
 import weakref
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ __all__ = ["MIB", "Replica"]
 
 MIB = 1024 * 1024
 
-# Where ranks must not talk at set-up (init_sync=False) nothing can be measured; this is torch's own size.
+# Where ranks must not communicate at set-up (init_sync=False) nothing can be measured; this is torch's own size.
 UNMEASURED_CAP = 25 * MIB
 
-# In a world of one nothing travels, so there is nothing to hide: few buckets are least work.
+# In a world of one nothing is sent, so there is nothing to hide: few buckets mean the least work.
 LONE_CAP = 100 * MIB
 
 
@@ -55,19 +55,19 @@ class Replica:
         ]
         self._places: list[tuple[nn.Module, str, str]] | None = None
         self._added: list[str] = []
-        # Made when it is connected first, and kept when it goes on over another wire.
+        # Created at the first connect, and kept when the replica switches communicators.
         self.recorder: Recorder | None = None
         _watch_registrations(self, module)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers as they are now: modules may put others in their place."""
+        """The current buffers: modules may replace them."""
         current = (owner._buffers.get(name) for owner, name, _ in self._buffer_places)
         return list({id(buffer): buffer for buffer in current if buffer is not None}.values())
 
     @property
     def named_buffers(self) -> dict[str, torch.Tensor]:
-        """The same, each by its first name."""
+        """The current buffers, each by its first name."""
         current = [(path, owner._buffers.get(name)) for owner, name, path in self._buffer_places]
         first = {id(buffer): path for path, buffer in reversed(current)}
         return {path: buffer for path, buffer in current if buffer is not None and first[id(buffer)] == path}
@@ -109,7 +109,7 @@ class Replica:
         return synchronizer
 
     def watch(self, wrapper: nn.Module) -> None:
-        """Parameters added to ``wrapper`` itself are no part of the module, and refused alike."""
+        """Parameters added to ``wrapper`` itself are not part of the module; refuse them too."""
         _watched.setdefault(wrapper, []).append(weakref.ref(self))
 
     def require_unchanged(self) -> None:
@@ -123,7 +123,7 @@ class Replica:
     def _caps(
         self, communicator: Communicator, policy: SyncPolicy, measure: bool
     ) -> tuple[BucketCaps, BucketTuner | None]:
-        """Bucket sizes, and who may change them later: only what was measured before can be measured better."""
+        """Bucket sizes, and who may change them later: only a measured size can be tuned."""
         if policy.schedule == "naive":
             return BucketCaps.one_parameter_each(), None
         if policy.sizes is not None:
@@ -151,17 +151,17 @@ class Replica:
         ]
 
     def note_registration(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """``owner`` is about to have ``parameter`` by that name, which may lead through a child."""
+        """``owner`` is about to register ``parameter`` by that name, which may lead through a child."""
         known = not parameter.requires_grad or any(parameter is each for each in self.parameters)
         if not known and not self._ignores(owner, name):
             self._added.append(f"{type(owner).__name__}.{name}")
 
     def note_module(self) -> None:
-        """A module has been exchanged for another, with buffers of its own."""
+        """A module was replaced by a different one, with buffers of its own."""
         self._places = None
 
     def _ignores(self, owner: nn.Module, name: str) -> bool:
-        """Whether the name is one that is left alone, whatever goes by it."""
+        """Whether the name is to be ignored, whatever it refers to."""
         if not self.ignored:
             return False
         paths = [path for path, part in self.module.named_modules(remove_duplicate=False) if part is owner]
@@ -169,7 +169,7 @@ class Replica:
 
     @property
     def _buffer_places(self) -> list[tuple[nn.Module, str, str]]:
-        """Who holds the managed buffers, by which name, and the whole name. Walking a large module takes longer than
+        """Owners of the managed buffers, with the short and the full name. Walking a large module takes longer than
         many a forward, so it is done once."""
         if self._places is None:
             self._places = _find_buffers(self.module, self.ignored)
@@ -177,7 +177,7 @@ class Replica:
 
 
 def _described_parameters(specs: Sequence[ParameterSpec], trainable: Sequence[bool]) -> list[tuple[str, Any]]:
-    """What two replicas must have in common, parameter by parameter. Devices may differ."""
+    """What two replicas must have in common, per parameter. Devices may differ."""
     return [
         (
             f"parameter {number} ({spec.name})",

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a replica: brought to the same values on all ranks, coalesced by dtype and device."""
+"""Broadcast of a replica's parameters and buffers to all ranks, coalesced by dtype and device."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from gradsync.communicator import Communicator
 
 __all__ = ["BATCH_BYTES", "agree_on_rank", "broadcast_tensors"]
 
-# No more than this is copied at a time: a model must not need room for a second copy of itself, and what an allocator
-# was once asked for it may keep long after.
+# At most this much is copied at a time: a model must not need room for a second copy of itself, and an allocator may
+# keep for a long time whatever it was once asked for.
 BATCH_BYTES = 8 * 1024 * 1024
 
 
@@ -51,14 +51,14 @@ def _broadcast_batch(tensors: list[torch.Tensor], communicator: Communicator, so
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
     # Gloo's threads hold the tensor until their next collective; its memory need not wait that long.
-    # One whose memory somebody else has seen, as numpy() does, cannot be resized.
+    # A tensor whose memory was exposed, as numpy() does, cannot be resized.
     storage = flat.untyped_storage()
     if storage.resizable():
         storage.resize_(0)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Values are copied, not computed with, and every backend knows bytes (not every one knows bool)."""
+    """The bytes of a tensor: values are copied, not computed with, and every backend supports bytes (not all, bool)."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What arguments of torch's wrapper say: which ranks there are, and on which device the module is."""
+"""Interpretation of torch's wrapper arguments: which ranks take part, and which device the module is on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ __all__ = ["Devices", "choose_ranks", "default_reduction", "refuse_cpu_sync_batc
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices of a module's parameters. ``ids`` has the one to which inputs are moved and ``output`` the one on
-    which outputs are, by their numbers; None where nothing is moved."""
+    """The devices of a module's parameters. ``ids`` has the number of the device inputs are moved to, and ``output``
+    that of the device outputs are moved to; None where nothing is moved."""
 
     device: torch.device
     several: bool
@@ -27,7 +27,7 @@ class Devices:
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any) -> "Devices":
-        """Those that were asked for, held against those where parameters are."""
+        """The requested devices, checked against those of the parameters."""
         device, several = parameters[0].device, len({p.device for p in parameters}) > 1
         if device_ids and len(device_ids) > 1:
             raise ConfigurationError(f"device_ids must be None or hold one device, got {list(device_ids)}")
@@ -51,7 +51,7 @@ class Devices:
 def choose_ranks(
     module: nn.Module, communicator: Communicator | None, process_group: Any, device_mesh: Any
 ) -> Communicator:
-    """The ranks among which gradients are averaged; all of the default group's, where nothing is given."""
+    """The ranks over which gradients are averaged; by default all of the default group."""
     given = [
         name
         for name, value in (
@@ -81,13 +81,13 @@ def choose_ranks(
 
 
 def default_reduction(mixed_precision: MixedPrecisionConfig | None) -> Reduction:
-    """What is put on the wire where nobody has said: narrow gradients, if ``mixed_precision`` wants them so."""
+    """The reduction used where none was given: narrow gradients, if ``mixed_precision`` asks for them."""
     dtype = None if mixed_precision is None else LowPrecision.wire_dtype(mixed_precision)
     return Mean() if dtype is None else Cast(dtype)
 
 
 def refuse_cpu_sync_batch_norm(module: nn.Module, device_type: str) -> None:
-    """Raise for layers that torch has for GPUs only."""
+    """Raise for layers that torch supports on GPUs only."""
     if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise ConfigurationError(
             "SyncBatchNorm works on GPUs only, and this module is on the CPU. Move it to a GPU, or keep BatchNorm"

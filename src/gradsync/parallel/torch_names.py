@@ -1,11 +1,11 @@
-"""The names by which torch's compiler and other libraries know a wrapped model, beside those that do the work.
+"""Attributes and methods under which torch's compiler and other libraries expect to find a wrapped model.
 
-They are here so that gradsync's class may stand in the place of torch's::
+They let gradsync's class take the place of torch's::
 
     torch.nn.parallel.DistributedDataParallel = gradsync.DistributedDataParallel
 
-Whoever looked the class up before still holds torch's own (the compiler, where it was imported earlier). So torch's is
-taken when gradsync is imported, by whatever name it goes later, and both are told of the model whose forward runs.
+Code that looked the class up earlier still holds torch's own (the compiler, if it was imported before). So torch's
+class is captured when gradsync is imported, whatever name it has later, and both are told which model's forward runs.
 """
 
 import os
@@ -29,12 +29,12 @@ __all__ = ["TorchDDP", "TorchNames"]
 
 TorchDDP: Any = nn.parallel.DistributedDataParallel
 
-# What of the environment torch's logging data repeats.
+# The environment variables that torch's logging data repeats.
 _VARIABLES = ("master_addr", "master_port", "cuda_visible_devices", "gloo_socket_ifname", "torch_distributed_debug")
 
 
 class TorchNames:
-    """What a wrapper shows of itself under torch's names."""
+    """Mixin with the attributes of a wrapper under torch's names."""
 
     module: nn.Module
     replica: Replica
@@ -50,26 +50,26 @@ class TorchNames:
     static_graph: bool
     forward_sync_buffers: bool
 
-    # Inputs are copied to a GPU on a stream beside the computation's.
+    # Inputs are copied to a GPU on a stream of their own.
     use_side_stream_for_tensor_copies = True
-    # Under which name a hook of torch's goes that is a reduction here.
+    # The name of one of torch's hooks that is a reduction here.
     _builtin_hook: str | None = None
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Where the compiler cuts the graph of a compiled module: at the largest cap, or the least that it takes."""
+        """Where the compiler cuts the graph of a compiled module: the largest cap, or the smallest it accepts."""
         return max(*self.synchronizer.caps.caps, MIB)
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The sizes that were given for the first buckets; empty where there is one size for all."""
+        """The sizes given for the first buckets; empty if there is one size for all."""
         policy = self.synchronizer.options.policy
         listed = isinstance(policy.bucket_cap_mb, list | tuple)
         return [int(size * MIB) for size in policy.sizes or ()] if listed else []
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
-        """Whether nobody has said how large buckets are to be."""
+        """Whether bucket sizes were left to the default."""
         return self.synchronizer.options.policy.sizes is None
 
     @property
@@ -93,7 +93,7 @@ class TorchNames:
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """The parameters of a module that are not to be ignored, as ``torch.distributed.optim`` asks for them."""
+        """The parameters of a module that are not ignored, as ``torch.distributed.optim`` asks for them."""
         yield from TorchDDP._get_data_parallel_params(module, named_params)
 
     @staticmethod
@@ -120,7 +120,7 @@ class TorchNames:
         self._reduce_with(CommHook(state, hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """torch's hooks that are no Python: a plain mean, or one that travels in float16."""
+        """torch's built-in hooks, which are not Python: a plain mean, or one sent in float16."""
         kinds: dict[Any, Reduction] = {
             BuiltinCommHookType.ALLREDUCE: Mean(),
             BuiltinCommHookType.FP16_COMPRESS: Cast(torch.float16),
@@ -136,7 +136,7 @@ class TorchNames:
         self.synchronizer.reduce_with(reduction)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Step an optimizer bucket by bucket, as soon as the mean of a bucket is there."""
+        """Step an optimizer bucket by bucket, as soon as a bucket's mean is there."""
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
         try:
@@ -145,7 +145,7 @@ class TorchNames:
             raise ConfigurationError(f"torch cannot step {optim.__name__} bucket by bucket: {error}") from error
 
     def _remove_autograd_hooks(self) -> None:
-        """Take the engine off the model, which may then be wrapped again or trained alone."""
+        """Detach the engine from the model, which may then be wrapped again or trained alone."""
         self.synchronizer.detach()
 
     def _check_reducer_finalized(self) -> None:
@@ -156,14 +156,14 @@ class TorchNames:
     # -- what has nothing to do here -------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Graphs may be static or not."""
+        """No effect: graphs may be static or not."""
         self.static_graph = True
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Outputs are never cloned."""
+        """No effect: outputs are never cloned."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing is timed unasked; :class:`~gradsync.Timeline` times every window."""
+        """No effect: nothing is timed unless asked; :class:`~gradsync.Timeline` times every window."""
         if sample_rate < 1:
             raise ConfigurationError(f"the sample rate must be at least 1, got {sample_rate}")
 
@@ -198,7 +198,7 @@ class TorchNames:
         }
 
     def _hook_name(self) -> str | None:
-        """A plain mean is no hook."""
+        """The name of the hook; a plain mean has none."""
         reduction = self.synchronizer.reduction
         if self._builtin_hook is not None or isinstance(reduction, Mean):
             return self._builtin_hook

@@ -1,9 +1,10 @@
 """``join``: ranks whose data ran out shadow the collectives of those that go on (torch's ``Join`` protocol).
 
-[Note: forwards in step] In a join every forward of a rank with data meets those of all others, and a rank that has left
-follows them. So ranks with data must run as many forwards as each other between two synchronizations. A micro-batch of
-``accumulate()`` without a forward stands in for it, but nobody can for a micro-batch that is not there. What ranks are
-about to do is counted with who has data: where some end their window and some do not, all of them raise.
+[Note: forwards in step] In a join every forward of a rank with data is matched with one of every other rank, and a rank
+that has left follows along. So ranks with data must run equally many forwards between two synchronizations. A
+micro-batch of ``accumulate()`` without a forward stands in for one, but nothing stands in for a micro-batch that does
+not exist. Ranks count what each is about to do along with who has data: where some end their window and some do not,
+all of them raise.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ __all__ = ["Attendance", "GradientJoinHook", "JoinedModel", "Turnout", "set_divi
 
 @dataclass(frozen=True, kw_only=True)
 class Attendance:
-    """What a rank says of a forward: that it has data, that it will synchronize, that accumulate() frames it."""
+    """What a rank reports about a forward: that it has data, that it will synchronize, that accumulate() frames it."""
 
     has_data: bool
     synchronizes: bool
@@ -34,13 +35,13 @@ class Attendance:
         return cls(has_data=True, synchronizes=learning and synchronizer.enabled, framed=synchronizer.in_block)
 
 
-# A rank that has left the loop.
+# The report of a rank that has left the loop.
 GONE = Attendance(has_data=False, synchronizes=False, framed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turnout:
-    """What all ranks say of a forward: how many have data, will synchronize (``active``), and are framed."""
+    """What all ranks report about a forward: how many have data, will synchronize (``active``), and are framed."""
 
     present: int
     active: int
@@ -48,7 +49,7 @@ class Turnout:
 
     @classmethod
     def count(cls, communicator: Communicator, mine: Attendance) -> "Turnout":
-        """Collective."""
+        """Sum the reports of all ranks. Collective."""
         said = [int(mine.has_data), int(mine.synchronizes), int(mine.framed)]
         counts = torch.tensor(said, device=communicator.device)
         communicator.all_reduce(counts).wait()
@@ -56,7 +57,7 @@ class Turnout:
         return cls(present=present, active=active, framed=framed)
 
     def require_in_step(self, synchronizer: Synchronizer) -> None:
-        """Raise on all ranks if they could not come together any more. See [Note: forwards in step]."""
+        """Raise on all ranks if they could no longer get back in step. See [Note: forwards in step]."""
         if self.framed and 0 < self.active < self.present:
             synchronizer.engine.failed_backwards.raised_on_all()
             raise MisuseError(
@@ -88,7 +89,7 @@ class JoinedModel(Protocol):
 
 
 class GradientJoinHook(JoinHook):
-    """What a rank does, over and over, after its own data has run out."""
+    """What a rank does repeatedly after its own data has run out."""
 
     def __init__(self, model: JoinedModel) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class GradientJoinHook(JoinHook):
         self._shadowed = False
 
     def main_hook(self) -> None:
-        """One iteration of the ranks that still have data: their buffers, their count, their gradients."""
+        """Shadow one iteration of the ranks that still have data: their buffers, their count, their gradients."""
         model = self._model
         if model._check_sync_bufs_pre_fwd():
             model._sync_buffers(has_data=False)
@@ -112,14 +113,14 @@ class GradientJoinHook(JoinHook):
             model.synchronizer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Everybody has run out: all take the final model of one that ran to the end."""
+        """All ranks have run out of data: all take the final model of one that ran to the end."""
         model = self._model
         source = agree_on_rank(model.communicator, candidate=is_last_joiner)
         buffers = model.replica.buffers if model.forward_sync_buffers else []
         broadcast_tensors([*model.replica.parameters, *buffers], model.communicator, source)
         model.synchronizer.engine.synchronization.divide_by(model.communicator.world_size)
         if self._shadowed:
-            # The last mean was that of the others. The first gradient of the next epoch would be added to it.
+            # The last mean was for the others. The first gradient of the next epoch would be added to it.
             model.synchronizer.clear()
 
 
