@@ -1,3 +1,3 @@
-"""The engine: gradients are bucketed, reduced over ranks and handed to the optimizer as means."""
+"""The gradient engine: buckets gradients, reduces them over ranks and hands the means to the optimizer."""
 
 __all__: list[str] = []

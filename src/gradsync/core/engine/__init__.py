@@ -1,8 +1,8 @@
-"""From ``backward()`` to averaged gradients: autograd's hooks, the pipeline of buckets, what lies between backwards.
+"""The engine from ``backward()`` to averaged gradients: autograd hooks, the bucket pipeline, work between backwards.
 
-Stops 1, 3 and 5 of a gradient's walk. ``ready_hooks`` hears autograd, ``backward`` decides, ``pipeline`` starts and
-finishes buckets, ``synchronization`` is what all ranks do together, ``failed_backwards`` what is done where that does
-not go well, ``synchronizer`` is what wrappers hold.
+Stages 1, 3 and 5 on the path of a gradient. ``ready_hooks`` listens to autograd, ``backward`` decides, ``pipeline``
+starts and finishes buckets, ``synchronization`` is what all ranks do together, ``failed_backwards`` handles failures,
+and ``synchronizer`` is the object that wrappers hold.
 """
 
 from gradsync.core.engine.fingerprints import Fingerprints

@@ -1,23 +1,23 @@
-"""From ``backward()`` to averaged gradients: what happens during one backward.
+"""Handles one backward: from ``backward()`` to averaged gradients.
 
-The walk of a gradient::
+The path of a gradient::
 
     ready_hooks          a parameter's gradient is ready             stop 1
     chunk.land           it lands in its slot of a bucket            stop 2
     pipeline             full buckets are settled and started        stops 3 and 4
     backward_ended       the rest is started, all are finished       stop 5
 
-The engine hears of a backward, decides what it is, and has its parts do what follows::
+The engine detects a backward, decides what kind it is, and delegates the rest::
 
-    gradient_store       where gradients lie, and who has their memory
+    gradient_store       where gradients lie, and who owns their memory
     running_backward     which backward it is, and whether it has left a gradient
     synchronization      what is done together with the other ranks
     failed_backwards     what is done when a backward has failed, here or elsewhere
 
-What happens between two backwards, windows and steps, is in :mod:`gradsync.core.engine.synchronizer`. Parameters are
-known here, not modules.
+What happens between two backwards, windows and steps, is in :mod:`gradsync.core.engine.synchronizer`. This module
+knows parameters, not modules.
 
-[Note: which backward synchronizes] It is read at the first sign of a backward, from ``enabled`` (which ``no_sync``
+[Note: which backward synchronizes] This is decided at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
 backward runs through several forwards and one of them synchronizes, the backward does.
 """
@@ -70,7 +70,7 @@ class BackwardEngine:
         self._running = RunningBackward(store, self.phases, options.keeper)
         self.synchronization = Synchronization(store, self._running, self.forwards, self.abstention, options)
         self.failed_backwards = FailedBackwards(self.synchronization, store, self.abstention, self.phases)
-        # The weight of the running backward has been counted.
+        # Whether the weight of the running backward has been counted.
         self._announced = False
         watch_failures()
         options.policy.reduction.examine(specs)
@@ -92,24 +92,24 @@ class BackwardEngine:
 
     @property
     def observer(self) -> Observers | None:
-        """Who is told of what happens, if anybody."""
+        """The observers, if there are any."""
         return self.store.observer
 
     def detach(self) -> None:
-        """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
+        """Remove all hooks. Gradients stay where they are; nothing is synchronized from now on."""
         self.phases.enter(Phase.DETACHED)
         self.store.detach()
 
     # -- a backward begins ---------------------------------------------------------------------------------------
 
     def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
-        """The gradient of a forward's output is there: a backward runs, or runs on."""
+        """The gradient of a forward's output is there: a backward has started, or continues."""
         if self.phase is Phase.DETACHED or not accumulates():
             return
         if self.phases.busy and forward_task == NO_TASK and not self._running.is_here:
             self.failed_backwards.recover()
         if not self.phases.busy and not any(parameter.requires_grad for parameter in self.parameters):
-            # All are frozen for the moment, as a discriminator is while the generator learns.
+            # All are frozen at the moment, like a discriminator while the generator is trained.
             return
         if offer.withdrawn:
             self.abstention.refuse_backward()
@@ -119,7 +119,7 @@ class BackwardEngine:
             self.synchronization.begin()
 
     def begin_at_parameter(self, index: int) -> None:
-        """No output told of this backward; its first gradient does. See :mod:`gradsync.core.engine.backward_watch`."""
+        """No output announced this backward; its first gradient does: :mod:`gradsync.core.engine.backward_watch`."""
         self.synchronization.count_always()
         if self.abstention.stands:
             self.abstention.refuse_backward()
@@ -141,7 +141,7 @@ class BackwardEngine:
 
     @contextmanager
     def announced(self) -> Iterator[None]:
-        """A backward that was counted already runs in here."""
+        """Context in which a backward runs that was already counted."""
         self.failed_backwards.require_whole()
         self.store.take_back()
         self.window.begin_backward(self.buckets)
@@ -193,7 +193,7 @@ class BackwardEngine:
             self.window.begin_synchronization()
             self.synchronization.begin()
         except BaseException:
-            # Also an interrupt, and also where nothing has started yet: the others wait for this rank.
+            # On an interrupt too, and where nothing has started yet: the others wait for this rank.
             self.failed_backwards.fail()
             raise
         self._finish()
@@ -209,19 +209,19 @@ class BackwardEngine:
     # -- it fails ------------------------------------------------------------------------------------------------
 
     def backward_failed(self, forward_synchronizes: bool) -> None:
-        """Autograd has raised. A backward that was local so far may have been on its way to a forward that is not."""
+        """Autograd has raised. A backward that was local so far may have been heading for a forward that is not."""
         if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
             self.failed_backwards.fail()
         elif self.phases.busy:
             self.failed_backwards.recover()
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
-        """A backward failed on its way to the output of a forward: on the other ranks it has come there, or will.
+        """A backward failed on its way to the output of a forward: on the other ranks it has reached it, or will.
 
-        Or it was refused there, for what an earlier failure has left behind.
+        Or it was refused there, because of what an earlier failure has left behind.
         """
         if self.phases.busy:
-            # It had come there, and an interrupt has kept it from saying so.
+            # It had reached the output, and an interrupt has kept it from saying so.
             self.backward_failed(forward_synchronizes)
             return
         reaches = any(parameter.requires_grad for parameter in self.parameters)
@@ -229,7 +229,7 @@ class BackwardEngine:
             self.failed_backwards.fail_again()
 
     def begin_another(self) -> None:
-        """Whatever comes now is of another window than one that failed, or from which this rank has abstained: of that
-        the others have not heard. See [Note: the same window]."""
+        """Everything from here on belongs to a window after one that failed or from which this rank has abstained, and
+        which the others have not heard about. See [Note: the same window]."""
         self.abstention.end()
         self.failed_backwards.begin_another()

@@ -1,9 +1,9 @@
-"""How the engine learns that a backward runs, when it has ended, and that it has failed.
+"""Detects when a backward runs, when it has ended, and that it has failed.
 
 Autograd calls back at the end of a *graph task*. Reentrant activation checkpointing runs graph tasks inside graph
-tasks, and the inner one ends first, when only part of the gradients is there. So the end is asked for from a hook on
-the outputs of the module, which runs in the outer task; asking from a parameter's hook is the second choice, for
-outputs that cannot be watched, and refuses inside an inner task.
+tasks, and the inner one ends first, when only some of the gradients are there. So the end callback is requested from a
+hook on the outputs of the module, which runs in the outer task. Requesting it from a parameter's hook is the fallback
+for outputs that cannot be watched, and is refused inside an inner task.
 """
 
 import dataclasses
@@ -44,16 +44,16 @@ def current_task() -> int:
 
 
 class Watcher(Protocol):
-    """Who is told what becomes of a backward: an engine."""
+    """Receives the events of a backward; implemented by the engine."""
 
     def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
-        """A backward has come to the output of a forward, which ran inside this graph task, if in any."""
+        """A backward has reached the output of a forward, which ran inside this graph task, if in any."""
 
     def backward_ended(self) -> None:
         """The graph task has nothing left to do."""
 
     def backward_failed(self, forward_synchronizes: bool) -> None:
-        """It has raised. Whether a forward below, whose output it reached or would have, synchronizes."""
+        """It has raised. The argument: whether a forward whose output it reached, or would have, synchronizes."""
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
         """A backward has raised on its way to the output of a forward, and this watcher had not begun in it."""
@@ -75,13 +75,13 @@ def watch_backward(watcher: Watcher) -> None:
         call.begun.append(watcher)
 
 
-# Where a node of the graph keeps whom to tell; torch itself keeps traces there.
+# Where a node of the graph keeps the watchers to notify; torch itself keeps traces there.
 _MARK = "gradsync"
 
 
 def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, offer: Offer) -> None:
-    """Tell ``watcher`` of a backward that comes to the output of a forward, which has just run. One that fails on its
-    way there is told, too, unless the watcher has abstained since."""
+    """Notify ``watcher`` when a backward reaches the output of a forward, which has just run. It is also notified of
+    one that fails on its way there, unless the watcher has abstained since."""
     task, reference = current_task(), weakref.ref(watcher)
 
     def hook(_: torch.Tensor) -> None:
@@ -94,20 +94,20 @@ def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, off
         if node is not None:
             tensor.register_hook(hook)
             if task == NO_TASK:
-                # Of several where one module hands on what another has put out.
+                # Several, where one module returns what another has put out.
                 node.metadata.setdefault(_MARK, []).append((reference, forward_synchronizes, offer))
 
 
 class _Call:
-    """A call of ``backward()`` or ``autograd.grad()`` that runs."""
+    """A running call of ``backward()`` or ``autograd.grad()``."""
 
     def __init__(self, *, accumulates: bool) -> None:
         self.accumulates = accumulates
         self.begun: list[Watcher] = []
 
     def tell(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
-        """The call has raised. Who began first is told first, as it would have been told of the end; then those that
-        it would have reached, in the order in which it would have."""
+        """The call has raised. Notify watchers in the order in which they began, as they would have been notified of
+        the end; then those that the call would have reached, in the order in which it would have."""
         marks = _marks_below(roots)
         synchronizing = [watcher for watcher, forward_synchronizes in marks if forward_synchronizes]
         untold: list[Callable[[], None]] = [
@@ -123,7 +123,7 @@ class _Call:
 
 
 def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[Watcher, bool]]:
-    """Who is marked in the graph below ``roots``. Autograd runs the youngest nodes first."""
+    """The watchers marked in the graph below ``roots``. Autograd runs the youngest nodes first."""
     found: list[tuple[int, Watcher, bool]] = []
     nodes = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
     ahead: list[Any] = [node for node in nodes if node is not None]
@@ -140,14 +140,14 @@ def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[W
     return [(watcher, synchronizes) for _, watcher, synchronizes in sorted(found, key=lambda mark: -mark[0])]
 
 
-# By the thread that called: the calls it is in, one in another where checkpoints are reentrant.
+# The calls each thread is in: several, nested, where checkpoints are reentrant.
 _calls: dict[int, list[_Call]] = {}
 
 
 def _running_call() -> _Call | None:
-    """The outermost call of backward that this thread works for, where that can be known.
+    """The outermost call of backward that this thread works for, where that can be determined.
 
-    On an accelerator hooks run in threads of autograd, which do not say who has called them.
+    On an accelerator, hooks run in autograd's threads, which do not know their caller.
     """
     calls = _calls.get(threading.get_ident())
     if calls:
@@ -163,12 +163,12 @@ def accumulates() -> bool:
 
 
 def watch_failures() -> None:
-    """Have every backward of this process tell when it raises, on the thread that called it.
+    """Have every backward of this process report when it raises, on the thread that called it.
 
-    Autograd has no hook for that. Its one entry is wrapped, once, when the first engine is made.
+    Autograd has no hook for that. Its single entry point is wrapped once, when the first engine is made.
 
-    Alternative considered: to notice that autograd drops its callbacks, in their ``__del__``. There errors cannot be
-    raised, and collectives run wherever the last reference happens to go.
+    Alternative considered: to notice, in their ``__del__``, that autograd drops its callbacks. Errors cannot be raised
+    there, and collectives would run wherever the last reference happens to go.
 
     A backward that was called in another way is noticed when the engine is next touched.
     """
@@ -184,7 +184,7 @@ def watch_failures() -> None:
         call, thread = _Call(accumulates=kwargs.get("accumulate_grad", True)), threading.get_ident()
         try:
             if current_task() == NO_TASK:
-                # What an interrupt has left behind.
+                # Left behind by an interrupt.
                 _calls.pop(thread, None)
             _calls.setdefault(thread, []).append(call)
             return inner(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What ranks say of their backwards in the last bucket: a vote each, which is not zero where it failed."""
+"""The control flags in the last bucket: one vote per rank, nonzero where its backward failed."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from gradsync.core.bucket.requests import Requests
 
 __all__ = ["failed_ranks", "mark_ballot", "raise_for", "raise_for_unheard"]
 
-# What has become of gradients of which this rank hears a window late; nothing is said where it hears in time.
+# What happened to gradients where this rank hears one window late; empty where it hears in time.
 STEPPED = (
     " An optimizer that gradsync does not see may have used them since then, and parameters may differ over ranks by "
     "now: go on from the last checkpoint."
@@ -19,11 +19,11 @@ NOT_STEPPED = " No optimizer step was taken on them: the one since then has chan
 
 @torch.no_grad()
 def mark_ballot(ballot: torch.Tensor, failed_rank: int | None, requests: Requests) -> None:
-    """Write down whether this rank's backward has failed, and what it asks for."""
+    """Record whether this rank's backward has failed, and what it requests."""
     ballot.zero_()
     marked = [*([] if failed_rank is None else [failed_rank]), *(ballot.numel() + place for place in requests.marked)]
     for place in marked:
-        # To assign a number would stop the host of an accelerator.
+        # Assigning a number would make an accelerator's host wait.
         ballot[place : place + 1].fill_(1)
 
 
@@ -33,7 +33,7 @@ def failed_ranks(ballot: Sequence[float]) -> list[int]:
 
 
 def raise_for(failed: Sequence[int], since: str = "") -> None:
-    """Name the ranks whose backward failed, if there are any. ``since`` says what has become of the gradients."""
+    """Raise an error that names the ranks whose backward failed, if any. ``since``: what happened to the gradients."""
     if failed:
         names = ", ".join(f"rank {rank}" for rank in failed)
         raise PeerFailedError(
@@ -43,7 +43,7 @@ def raise_for(failed: Sequence[int], since: str = "") -> None:
 
 
 def raise_for_unheard(requests: Requests, since: str = "") -> None:
-    """Where not all ranks read requests at once: raise if there are some of which others have not heard."""
+    """Where not all ranks read requests at once: raise if there are some that other ranks have not heard of."""
     if not requests.unheard:
         return
     if requests.vetoed:

@@ -1,4 +1,4 @@
-"""The micro-batch of ``accumulate()`` that runs: what it switches, and who finishes the window in it."""
+"""The running micro-batch of ``accumulate()``: what it switches, and who finishes the window in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ __all__ = ["Block", "Blocks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A micro-batch of ``accumulate()``. With several models in it ``finish_all`` synchronizes them, in one order, and
-    nothing is sent before."""
+    """A micro-batch of ``accumulate()``. If it covers several models, ``finish_all`` synchronizes them in one order,
+    and nothing is sent before."""
 
     last: bool
     synchronizes: bool
@@ -22,7 +22,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entered:
-    """A block that runs: what was enabled before it, and how many synchronizations had gone well or failed."""
+    """A running block: what was enabled before it, and how many synchronizations had succeeded or failed."""
 
     block: Block
     enabled: bool
@@ -31,11 +31,10 @@ class _Entered:
 
 
 class Blocks:
-    """The block of one engine that has been entered and not left.
+    """Tracks the one block of an engine that has been entered and not left.
 
-    There is one at a time: whoever enters another has left the one before, and will not come back. Of a loop over
-    ``accumulate()`` that was left, somebody may still keep the iterator, whose block is then closed at any time, or
-    never.
+    There is one at a time: entering another means that the one before was left for good. The iterator of an abandoned
+    loop over ``accumulate()`` may still be referenced; its block is then closed at any time, or never.
     """
 
     def __init__(self, engine: BackwardEngine) -> None:
@@ -59,7 +58,7 @@ class Blocks:
         engine.store.expect_backward()
 
     def leave(self, block: Block) -> None:
-        """Does nothing if it was left already."""
+        """Does nothing if it was already left."""
         entered = self._entered
         if entered is None or entered.block is not block:
             return
@@ -69,12 +68,12 @@ class Blocks:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the running one has been synchronized: leaving it will do nothing more."""
+        """Whether the running block has been synchronized: leaving it will do nothing more."""
         return self._entered is not None and self._entered.synchronizations != self._engine.synchronization.count
 
     @property
     def is_owed(self) -> bool:
-        """Whether the other ranks wait for a synchronization of the running one, and have not heard of it."""
+        """Whether the other ranks wait for a synchronization of the running block, and have not heard of it."""
         entered, engine = self._entered, self._engine
         if entered is None or not entered.block.synchronizes:
             return False
@@ -84,7 +83,7 @@ class Blocks:
         )
 
     def finish(self, take_part: Callable[[], None]) -> None:
-        """See that the window is synchronized in its last micro-batch, without a backward if there was none."""
+        """Ensure that the window is synchronized in its last micro-batch, without a backward if there was none."""
         if self._entered is None or not self._entered.block.synchronizes:
             return
         engine, block = self._engine, self._entered.block

@@ -1,4 +1,4 @@
-"""Clipping what synchronizers have averaged: whole buckets where all of them is meant, else single gradients."""
+"""Gradient clipping over synchronizers: by whole buckets where all their gradients are given, else by gradient."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ __all__ = ["clip_norm", "require_means_of", "synchronizers_of"]
 def clip_norm(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale gradients so that the norm of all of them together is at most ``max_norm``; returns the norm before."""
+    """Scale gradients so that their total norm is at most ``max_norm``; returns the norm before scaling."""
     synchronizers = synchronizers_of(parameters)
     require_means_of(synchronizers)
     total = clip_gradients(_wholes(parameters, synchronizers, norm_type), max_norm, norm_type, error_if_nonfinite)
@@ -34,7 +34,7 @@ def require_means_of(synchronizers: Iterable[Synchronizer]) -> None:
 
 
 def synchronizers_of(parameters: Iterable[torch.Tensor]) -> list[Synchronizer]:
-    """All that average gradients of ``parameters``, each once."""
+    """All synchronizers that average gradients of ``parameters``, each once."""
     found = {id(each): each for each in map(synchronizer_of, parameters) if each is not None}
     return list(found.values())
 
@@ -43,7 +43,7 @@ Whole = tuple[Sequence[torch.Tensor], torch.Tensor]
 
 
 def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer], norm_type: float) -> Iterator[Whole]:
-    """Whole buckets, where all their gradients are meant; single gradients otherwise. Each with its norm."""
+    """Whole buckets, where all their gradients are given; single gradients otherwise. Each with its norm."""
     meant = {id(parameter) for parameter in parameters}
     covered: set[int] = set()
     for synchronizer in synchronizers:
@@ -73,7 +73,7 @@ def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer
 
 
 def _shares(meant: set[int], synchronizer: Synchronizer, norm_type: float) -> Whole:
-    """What this rank has of the gradients, with the norm of what all have. Collective."""
+    """This rank's share of the gradients, with the norm of the shares of all ranks. Collective."""
     communicator = synchronizer.engine.communicator
     if norm_type != 2.0 and any(spec.dtype.is_complex for spec in synchronizer.specs):
         raise ConfigurationError(

@@ -1,8 +1,8 @@
-"""Several models in one backward, over one group: their collectives must come in the same order on all ranks.
+"""Orders the collectives of several models in one backward over one group, so that all ranks start them alike.
 
-Each model's buckets start in an order of their own, but nothing orders those of one model against those of another. So
-the first model to begin in a backward overlaps it; the others wait until backward ends and then follow, in the order in
-which they began.
+Each model's buckets start in an order of their own, but nothing orders the buckets of one model relative to another's.
+So only the first model that begins in a backward overlaps it. The others wait until backward ends and then follow, in
+the order in which they began.
 """
 
 import weakref
@@ -12,12 +12,13 @@ from gradsync.communicator import Communicator
 
 __all__ = ["CollectiveLock"]
 
-# Who overlaps the running backward, by the group. A rank that is a thread has a communicator, and so a key, of its own.
+# The synchronizer that overlaps the running backward, per group. A rank that is a thread has its own communicator, and
+# so its own key.
 _leaders: "dict[int, weakref.ref[Any]]" = {}
 
 
 class CollectiveLock:
-    """One synchronizer's part in it."""
+    """The lock as seen by one synchronizer."""
 
     def __init__(self, owner: Any, communicator: Communicator) -> None:
         self._owner = weakref.ref(owner)

@@ -1,11 +1,11 @@
-"""A backward has failed, on this rank or another: nobody is left waiting, and nobody goes on with what it has left.
+"""Handles a failed backward, on this rank or another: no rank is left waiting, and none uses its leftovers.
 
-[Note: a failed backward] When a backward raises, the synchronization is brought to its end with a vote in the ballot,
-so that the other ranks raise too, before the error reaches the user. Nobody goes on until the half-made gradients have
-been zeroed. The ballot travels in the last bucket, which therefore starts when backward has ended and not before: a
-rank that fails at the very end would otherwise have told nobody.
+[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the ballot (the
+control flags of the last bucket), so that the other ranks raise too, before the error reaches the user. No rank goes
+on until the half-made gradients have been zeroed. The ballot travels in the last bucket, which therefore starts only
+when backward has ended: otherwise a rank that fails at the very end could no longer tell the others.
 
-How it is noticed that a backward has failed is in :mod:`gradsync.core.engine.backward_watch`.
+How a failed backward is detected is in :mod:`gradsync.core.engine.backward_watch`.
 """
 
 from gradsync.base.errors import MisuseError
@@ -20,31 +20,31 @@ __all__ = ["FailedBackwards"]
 
 
 class FailedBackwards:
-    """The failed backwards of one engine: what the others know of them, and what they have left behind."""
+    """The failed backwards of one engine: what the other ranks know of them, and what they have left behind."""
 
     def __init__(
         self, synchronization: Synchronization, store: GradientStore, abstention: Abstention, phases: Phases
     ) -> None:
         self._synchronization, self._store = synchronization, store
         self._abstention, self._phases = abstention, phases
-        # Those of which all ranks know.
+        # The failures that all ranks know of.
         self.count = 0
-        # Whether the others know of the failure that has broken this engine.
+        # Whether the other ranks know of the failure that has broken this engine.
         self._told = False
 
     @property
     def has_told(self) -> bool:
-        """Whether a failure has broken this engine of which the others know, and nothing has begun since."""
+        """Whether the other ranks know of the failure that broke this engine, and nothing has begun since."""
         return self._phases.now is Phase.BROKEN and self._told
 
     def begin_another(self) -> None:
-        """Of the window that begins the others have not heard."""
+        """A new window begins, which the other ranks have not heard about."""
         self._told = False
 
     # -- the others are told ---------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """Take part in the synchronization of the other ranks, telling them that this rank failed."""
+        """Take part in the synchronization of the other ranks, reporting that this rank failed."""
         if self._phases.now is Phase.DETACHED or self.has_told:
             return
         try:
@@ -58,28 +58,28 @@ class FailedBackwards:
             self.recover()
 
     def fail_again(self) -> None:
-        """The same for another backward than the one of which they know."""
+        """Do the same for a later backward than the one they know of."""
         self._told = False
         self.fail()
 
     def recover(self) -> None:
-        """Bring the synchronization of a failed backward to its end. See [Note: a failed backward].
+        """Complete the synchronization of a failed backward. See [Note: a failed backward].
 
-        In any phase, and again where an interrupt has cut it short.
+        Works in any phase, and again where an interrupt has cut it short.
         """
         window, veto = self._store.window, self._store.pipeline.veto
         self._told = self._phases.now is Phase.SYNCHRONIZING
         if self._told:
-            # An interrupt may come when this rank has exchanged everything, and counted that.
+            # An interrupt may come after this rank has exchanged everything and counted that.
             self.count += not self._synchronization.exchanged
             self._synchronization.abandon()
         abstained = self._told and veto.abstains
         if self._told:
-            # Others may have ended this window well, or learn of it in the next one. Their windows and this rank's are
-            # compared by number.
+            # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
+            # compared between ranks by number.
             self._synchronization.pace.window_ended(worked=False)
             veto.forget()
-            # What was skipped was another window; a step that follows has nothing to skip.
+            # What was skipped was a different window; a step that follows has nothing to skip.
             window.step_was_skipped = False
         self._store.mend_hooks()
         self._store.hooks.arrivals.clear()
@@ -91,7 +91,7 @@ class FailedBackwards:
             self._synchronization.abstained()
 
     def raised_on_all(self) -> None:
-        """All ranks have raised, for a reason that they have in common: nobody waits for this one."""
+        """All ranks have raised for a common reason: no rank waits for this one."""
         self.count += 1
         self._store.arrangement.drop_gradients()
         self._store.window.discard()
@@ -99,7 +99,7 @@ class FailedBackwards:
     # -- and afterwards --------------------------------------------------------------------------------------------
 
     def require_whole(self) -> None:
-        """Refuse to go on with what a failed backward has left behind."""
+        """Refuse to continue with what a failed backward has left behind."""
         if self._phases.now is not Phase.BROKEN:
             return
         if has_nonzero_gradients(self._store.arrangement.parameters):

@@ -1,20 +1,20 @@
-"""Do all replicas still hold the same parameters? Compared by fingerprints, every so many windows.
+"""Replica check: compares parameter fingerprints across ranks at a fixed interval of windows.
 
 Replicas begin with the same bits and take the same steps, so nothing is ever sent to keep them equal. A bit that flips
-in memory, or code that one rank alone runs, makes them differ for good, and silently. Ranks find out when they meet
-before the buckets of a window: by one number each while they agree; by one number a parameter once they do not.
+in memory, or code that runs on one rank only, makes them differ for good, and silently. Ranks detect this before the
+buckets of a window. While they agree they exchange one number per rank; once they do not, one number per parameter.
 
 A fingerprint is ``Σ (2i + 1)·wᵢ`` over the 32-bit words ``wᵢ`` of a tensor, modulo 2⁶⁴. The weights are odd, so no
-single flipped bit can vanish; and two words that change places change it by ``2(i − j)(wᵢ − wⱼ)``, which is less than
+single flipped bit can vanish. Two words that change places change it by ``2(i − j)(wᵢ − wⱼ)``, which is less than
 2⁶⁴ and not zero.
 
-Alternative considered: ``torch.hash_tensor`` is the exclusive or of all words, and does not see that two change places,
-nor that a bit flips in two of them.
+Alternative considered: ``torch.hash_tensor`` is the exclusive or of all words. It detects neither two words that change
+places nor the same bit flipped in two of them.
 
-[Note: shares] Where each rank updates its share and the others take it, a step makes replicas equal, also if the value
-of the owner was wrong. The comparison comes before the buckets of a window, so what has flipped since the last step is
-found before an update uses it, if this window is compared. On CPUs the share that is updated is the parameter's own
-memory: the owner has no second copy to compare it with.
+[Note: shares] Where each rank updates its share and the others take it, a step makes replicas equal, even if the
+owner's value was wrong. The comparison comes before the buckets of a window, so a bit that has flipped since the last
+step is found before an update uses it, if this window is compared. On CPUs the share that is updated is the parameter's
+own memory: the owner has no second copy to compare it with.
 
 Buffers are not compared: each rank's forward updates its own, until rank 0's are taken before the next one.
 """
@@ -39,20 +39,20 @@ LOGGER = logging.getLogger("gradsync")
 
 _REMEDIES = ("raise", "heal-from-majority")
 
-# Words that are looked at together. Two megabytes of products stay near a core; an accelerator wants few operations.
+# Words per block. Two megabytes of products stay in the cache of a core; an accelerator wants few operations.
 BLOCK = 1 << 18
 ACCELERATOR_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprints:
-    """Compare the parameters of all replicas in the first window and then in one of ``every``.
+    """Compares the parameters of all replicas in the first window and then in one of every ``every``.
 
     on_difference
-        ``"raise"`` MismatchError on all ranks, which names the rank and the parameter; or ``"heal-from-majority"``: the
-        parameter is taken from those who agree, where they are more than half of all ranks.
+        ``"raise"``: MismatchError on all ranks, which names the rank and the parameter; or ``"heal-from-majority"``:
+        the parameter is copied from the ranks that agree, if they are more than half of all ranks.
 
-    With a :class:`~gradsync.ShardedOptimizer` take ``every=1``: each step gives the value of an element's owner to all
+    With a :class:`~gradsync.ShardedOptimizer` use ``every=1``: each step gives the value of an element's owner to all
     ranks, so a wrong one is found by a comparison before that step, or never.
     """
 
@@ -68,7 +68,7 @@ class Fingerprints:
 
 @dataclass(frozen=True, kw_only=True)
 class _Difference:
-    """A parameter of which ranks have different fingerprints, in rank order."""
+    """A parameter with different fingerprints across ranks, in rank order."""
 
     index: int
     prints: tuple[int, ...]
@@ -86,7 +86,7 @@ class _Difference:
 
 
 class Comparison:
-    """The comparisons of one engine's parameters with those of the other ranks."""
+    """Compares the parameters of one engine with those of the other ranks."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Comparison:
         self._communicator, self._keeper = communicator, keeper
 
     def before_window(self, window: int, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Compare, if it is time to: ranks know by counting. Collective."""
+        """Compare, if this window is due: ranks know by counting. Collective."""
         if window % self._settings.every or self._communicator.world_size == 1:
             return
         values = [self._value_of(parameter) for parameter in parameters]
@@ -123,11 +123,11 @@ class Comparison:
             )
 
     def _value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        # Not the parameter itself: a backward runs, which need not know that somebody has healed it.
+        # Not the parameter itself: a backward is running and need not notice the repair.
         return parameter.data if self._keeper is None else self._keeper.value_of(parameter)
 
     def _gather(self, numbers: torch.Tensor) -> list[int]:
-        """The numbers of all ranks, in rank order."""
+        """Gather the numbers of all ranks, in rank order."""
         wire = self._communicator
         gathered = torch.empty(numbers.numel() * wire.world_size, dtype=torch.int64, device=wire.device)
         wire.all_gather(gathered, numbers.to(wire.device)).wait()
@@ -142,7 +142,7 @@ class Comparison:
             value.copy_(whole)
 
     def _told(self, differences: Sequence[_Difference]) -> str:
-        """Who differs from whom, and in what."""
+        """An error message: which ranks differ, and in what."""
         first, further = differences[0], len(differences) - 1
         names = listed([rank_name(self._communicator.group, rank) for rank in first.others])
         which = f"parameter {self._names[first.index]!r}" + (f" and {further} more" if further else "")
@@ -159,13 +159,13 @@ class Comparison:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """One number for all bits of the tensor, and their places."""
+    """A single number that depends on all bits of the tensor and their positions."""
     return _all_prints([tensor])[0]
 
 
 @torch.no_grad()
 def _all_prints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The fingerprints of the tensors. The host of an accelerator does not wait for them."""
+    """The fingerprints of the tensors. On an accelerator the host does not wait for them."""
     home = tensors[0].device
     block = BLOCK if home.type == "cpu" else ACCELERATOR_BLOCK
     longest = min(block, max(tensor.nbytes // min(tensor.dtype.itemsize, 4) for tensor in tensors))
@@ -175,7 +175,7 @@ def _all_prints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _print_of(words: torch.Tensor, weights: torch.Tensor, block: int) -> torch.Tensor:
-    """Block by block, with the same weights: those of a later block are larger by the same number, all of them."""
+    """Computed block by block with the same weights: those of a later block are larger by a constant."""
     total = (words[:block] * weights[: words.numel()]).sum()
     for start in range(block, words.numel(), block):
         part = words[start : start + block]
@@ -184,6 +184,6 @@ def _print_of(words: torch.Tensor, weights: torch.Tensor, block: int) -> torch.T
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bits, as integers of at most 32."""
+    """The tensor's bits, as integers of at most 32 bits."""
     kind = {1: torch.int8, 2: torch.int16}.get(tensor.dtype.itemsize, torch.int32)
     return tensor.detach().contiguous().view(-1).view(kind)

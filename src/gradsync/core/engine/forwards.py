@@ -1,4 +1,4 @@
-"""What the forwards of a window have said, before there is a gradient."""
+"""State of the forwards in a window, before there is a gradient."""
 
 from collections.abc import Iterable
 
@@ -8,15 +8,15 @@ __all__ = ["Forwards"]
 class Forwards:
     """Whether a forward ran in this window, whether the last one synchronizes, and which parameters none has used.
 
-    A parameter is absent from a window if every forward of the window has announced it so, as modules do that leave
-    layers out.
+    A parameter is absent from a window if every forward of the window has announced it as absent, as modules do that
+    leave layers out.
     """
 
     def __init__(self) -> None:
         self.any_in_window = False
         # In the running micro-batch of accumulate().
         self.any_in_block = False
-        # One has begun, whether or not it came to its end, and no backward has ended since.
+        # A forward has begun, whether or not it completed, and no backward has ended since.
         self.awaits_backward = False
         # None once its backward has ended.
         self.last_synchronizes: bool | None = None
@@ -31,15 +31,15 @@ class Forwards:
         self.any_in_block = False
 
     def missed(self) -> None:
-        """This rank has done its part in a forward of the others, without one of its own."""
+        """This rank has taken part in a forward of the others without running one of its own."""
         self.any_in_window = self.any_in_block = True
 
     def give_up_backward(self) -> None:
-        """The backward of the last one will not come. What is asked for next belongs to another micro-batch."""
+        """The backward of the last forward will not come. What is asked for next belongs to another micro-batch."""
         self.awaits_backward = False
 
     def announce_absent(self, indices: Iterable[int]) -> None:
-        """The running forward leaves these parameters out. Says nothing outside a forward."""
+        """The running forward leaves these parameters out. Has no effect outside a forward."""
         if self._absent_now is not None:
             self._absent_now.update(indices)
 
@@ -50,7 +50,7 @@ class Forwards:
             self._absent_now = None
 
     def announce_all_absent(self, count: int) -> None:
-        """A rank without data leaves out everything."""
+        """A rank without data leaves out all parameters."""
         self._absent = set(range(count))
 
     @property

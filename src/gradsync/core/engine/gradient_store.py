@@ -1,7 +1,8 @@
-"""Where the gradients of an engine lie, and in which form: in buckets or outside, wide or narrow, whole or shared out.
+"""Owns the gradients of an engine: in buckets or outside, wide or narrow, whole or shared out.
 
-Many hold the buckets: hooks, the pipeline, the window, who has wide gradients kept, an optimizer of shares. When they
-are made anew all of these let go first, so that there is never a second copy of the gradients, and get the new ones.
+Many components hold the buckets: hooks, the pipeline, the window, wide gradients, a sharded optimizer. When buckets are
+rebuilt, all of these release the old ones first, so that there is never a second copy of the gradients, and then get
+the new ones.
 """
 
 from functools import partial
@@ -22,7 +23,7 @@ __all__ = ["GradientStore"]
 
 
 class GradientStore:
-    """The gradients of one engine, of one window after the other, and all that holds their memory."""
+    """The gradients of one engine, window after window, and everything that holds their memory."""
 
     def __init__(
         self, arrangement: Arrangement, pipeline: Pipeline, hooks: ReadyHooks, options: SynchronizerOptions
@@ -31,12 +32,12 @@ class GradientStore:
         parameters, communicator = arrangement.parameters, options.communicator
         dtype = options.policy.accumulation_dtype
         self.window = Window(communicator, arrangement.outside)
-        # Who has the buckets while no backward runs, where each rank has a share of them.
+        # The owner of the buckets while no backward runs, where each rank has a share of them.
         self.sharing = Sharing(communicator)
-        # Those that have no place in a bucket.
+        # Gradients that have no place in a bucket.
         self.sparse = SparseGradients(parameters, communicator, dtype)
         self._precise = None if dtype is None else PreciseGradients(parameters, dtype)
-        # What somebody has asked for; see :meth:`norms_of`.
+        # Norms that were requested; see :meth:`norms_of`.
         self.norms: BucketNorms | None = None
         self.observer = options.watchers()
         self._tuner = options.tuner
@@ -49,8 +50,8 @@ class GradientStore:
     # -- buckets are made ----------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Make the buckets, or make them anew, between two windows or before the first bucket of one starts."""
-        # The old buckets go before new ones come: what holds them lets go first.
+        """Make or remake the buckets, between two windows or before the first bucket of one starts."""
+        # The old buckets go before the new ones come: whatever holds them releases them first.
         self.hooks.remove()
         self.take_back()
         if self.sharing.client is not None:
@@ -72,17 +73,17 @@ class GradientStore:
         self.hooks.register(self.arrangement.places, counting=True)
 
     def mend_hooks(self) -> None:
-        """Put all hooks in their places, if an interrupt has come while they were exchanged."""
+        """Restore all hooks, if an interrupt came while they were being replaced."""
         if self.hooks.whole:
             return
         if self.pipeline.communicator.world_size == 1:
-            # It may have come while buckets were made; a rank with peers cannot make them alone, and has aborted then.
+            # It may have come while buckets were made. A rank with peers cannot make them alone, and has aborted then.
             self.build()
         else:
             self.hooks.register(self.arrangement.places, counting=True)
 
     def reduce_with(self, reduction: Reduction) -> None:
-        """Exchange the reduction, between two windows."""
+        """Replace the reduction, between two windows."""
         self.sharing.require_client_served(scatters=reduction.scatters)
         reduction.examine(self.arrangement.specs)
         self.pipeline.reduce_with(reduction)
@@ -96,7 +97,7 @@ class GradientStore:
         return self.norms
 
     def detach(self) -> None:
-        """Nothing lands any more. Gradients stay where they are."""
+        """Stop collecting gradients. They stay where they are."""
         self.hooks.remove()
         if self._precise is not None:
             self._precise.restore()
@@ -104,21 +105,21 @@ class GradientStore:
     # -- who has them, and how wide they are -----------------------------------------------------------------------
 
     def take_back(self, *, worthless: bool = False) -> None:
-        """Gradients are about to land: nobody else may have the buckets. See :meth:`Sharing.take_back`."""
+        """Gradients are about to arrive: nothing else may hold the buckets. See :meth:`Sharing.take_back`."""
         self.sharing.take_back(self.buckets, worthless=worthless)
 
     def expect_backward(self) -> None:
-        """A backward is near: gradients of narrow parameters must come out wide. May be called any number of times."""
+        """A backward is near: gradients of narrow parameters must be wide. May be called any number of times."""
         if self._precise is not None:
             self.window.exchange(self._precise.widen, self.buckets, self._precise.parameters)
 
     def expect_step(self) -> None:
-        """A step is near, and a forward may have run since the means came: the optimizer gets narrow ones."""
+        """A step is near, and a forward may have run since the means came: the optimizer gets narrow gradients."""
         if self._precise is not None and not self.pipeline.reduction.scatters:
             self.window.exchange(self._precise.restore, self.buckets, self._precise.parameters)
 
     def hand_out(self) -> None:
-        """The window is synchronized: who steps on the means gets them."""
+        """The window is synchronized: give the means to whatever steps on them."""
         scatters = self.pipeline.reduction.scatters
         if self._precise is not None and self.window.finished and not scatters:
             self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)

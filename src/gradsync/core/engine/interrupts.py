@@ -1,9 +1,10 @@
-"""[Note: an interrupt] Ctrl-C, or a signal handler that raises, may cut the engine short between any two lines.
+"""Sections of collectives that an interrupt must not cut in half.
 
-Between two collectives the engine knows what it has started: the interrupt is handled as a failed backward is, and all
-ranks can go on. While a collective is being started, or several follow each other, nobody can tell which of them the
-other ranks will wait for. Going on could pair a collective of this rank with a different one of theirs, and average two
-windows into one. So the communicator is aborted then: every rank raises WireLostError at once.
+[Note: an interrupt] Ctrl-C, or a signal handler that raises, may cut the engine short between any two lines. Between
+two collectives the engine knows what it has started: the interrupt is handled like a failed backward, and all ranks can
+go on. While a collective is being started, or several follow each other, nothing can tell which of them the other ranks
+will wait for. Going on could pair a collective of this rank with a different one of theirs, and average two windows
+into one. So the communicator is aborted in that case: every rank raises WireLostError at once.
 """
 
 from types import TracebackType
@@ -12,13 +13,13 @@ __all__ = ["CollectiveSection"]
 
 
 class CollectiveSection:
-    """``with`` around what must run as a whole; :attr:`cut_short` where an interrupt has left it in the middle.
+    """Context manager around collectives that must run as a whole; :attr:`cut_short` if an interrupt hit it midway.
 
-    An ordinary error does not count: it is raised by something that knows which collectives it has started.
+    An ordinary error does not count: whatever raises it knows which collectives it has started.
     """
 
     def __init__(self) -> None:
-        # Only a section that ends takes its mark back: an interrupt may come before, inside or after any line here.
+        # Only a section that ends clears its mark: an interrupt may come before, inside or after any line here.
         self._open = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Who has exchanged what parameters hold while a forward and its backward run, as the engine sees them."""
+"""Interface of a component that temporarily swaps parameter storage (mixed precision)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ __all__ = ["ParameterKeeper"]
 
 
 class ParameterKeeper(Protocol):
-    """Has exchanged what parameters hold for the duration of a forward and backward, and takes it back."""
+    """Swaps parameter values for the duration of a forward and backward, and restores them."""
 
     def resume(self) -> None:
         """A backward begins; an earlier one may have ended since its forward."""
@@ -21,4 +21,4 @@ class ParameterKeeper(Protocol):
         """The backward has ended."""
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What the parameter holds outside of forwards and backwards, and the optimizer updates."""
+        """The parameter's value outside of forwards and backwards, which the optimizer updates."""

@@ -1,8 +1,8 @@
-"""What ranks agree on around the buckets of one synchronization: before the first starts, and after the last.
+"""Agreement between ranks around the buckets of one synchronization: before the first starts, and after the last.
 
-Every collective here is one that all ranks start. So whether one is due follows from what all of them know: from the
-number of the window, from what they agreed on before, from the ballot. What a rank has seen alone is asked for in the
-ballot (:mod:`gradsync.core.bucket.requests`), and done after the buckets, by all.
+Every collective here is started by all ranks. So whether one is due must follow from what all of them know: the number
+of the window, earlier agreements, or the ballot. What only one rank has seen is requested in the ballot
+(:mod:`gradsync.core.bucket.requests`) and done after the buckets, by all.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,7 +25,7 @@ __all__ = ["LocalContribution", "Negotiation"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalContribution:
-    """What this rank brings along: whether it has gradients or is computing them, which have come in this backward, and
+    """What this rank contributes: whether it has gradients or is computing them, which have come in this backward, and
     which parameters its forwards left out (None where the model never says)."""
 
     contributes: bool
@@ -34,17 +34,17 @@ class LocalContribution:
 
 
 class Negotiation:
-    """The meetings of one engine with those of the other ranks."""
+    """The negotiations of one engine with the same engine on the other ranks."""
 
     def __init__(
         self, arrangement: Arrangement, pipeline: Pipeline, weights: Weights, outside: SparseGradients
     ) -> None:
         self._arrangement, self._pipeline, self._weights, self._outside = arrangement, pipeline, weights, outside
-        # What sums are divided by where nobody counts.
+        # The divisor of sums where nothing is weighted.
         self.divisor = float(pipeline.communicator.world_size)
-        # Who compares replicas, if that was asked for.
+        # The replica check, if one was requested.
         self.comparison: Comparison | None = None
-        # Of the window before, where it is only heard of in this one.
+        # From the previous window, where it is only heard of in this one.
         self._late_failure: PeerFailedError | None = None
 
     # -- before the first bucket starts ----------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Negotiation:
     def before_buckets(self, present: LocalContribution, rebuild: Callable[[], None]) -> None:
         """Agree on where gradients lie and what they are divided by. Collective, where there is something to agree on.
 
-        Once a synchronization: a backward that reached no parameter may have met already.
+        Runs once per synchronization: a backward that reached no parameter may have negotiated already.
         """
         arrangement, pipeline, weights = self._arrangement, self._pipeline, self._weights
         if arrangement.order.running:
@@ -71,7 +71,7 @@ class Negotiation:
         pipeline.recount()
 
     def _rearrange(self, rebuild: Callable[[], None]) -> bool:
-        """Lay buckets out anew, if ranks agree that it is time to: True where what had landed has to land again."""
+        """Rebuild the buckets if ranks agree that it is time: True if gathered gradients must be gathered again."""
         arrangement, before = self._arrangement, self._arrangement.trainable
         held = self._layout_is_held
         changed = arrangement.agree(hold_order=held)
@@ -84,7 +84,7 @@ class Negotiation:
         return arrangement.expect_arrivals()
 
     def _reconsider(self) -> bool:
-        """Whether the reduction has become another one."""
+        """Whether the reduction has been replaced by a different one."""
         pipeline, window = self._pipeline, self._arrangement.order.windows_before
         if not pipeline.reduction.reconsider(window, self._arrangement.buckets, pipeline.communicator):
             return False
@@ -106,16 +106,16 @@ class Negotiation:
     # -- the buckets, and what follows them ------------------------------------------------------------------------
 
     def exchange(self, *, contributes: bool, norms: BucketNorms | None, at_once: bool = False) -> bool:
-        """Start what is left and wait for all of it; afterwards do what any rank has asked for in the ballot.
+        """Start what is left and wait for all of it, then do what any rank has requested in the ballot.
 
-        ``at_once``: gradients are used before anybody else can wait for the ballot. Returns whether there are means: a
-        window that was vetoed may have none.
+        ``at_once``: gradients are used before anything else can wait for the ballot. Returns whether there are means: a
+        skipped window may have none.
         """
         pipeline, weights, veto = self._pipeline, self._weights, self._pipeline.veto
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         weights.require_told()
         contributes = not self._leave_out_own() and contributes
-        # Collectives follow, or may; and a rank without gradients has nothing else to do than to wait.
+        # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
         asks = counts or trains_more or at_once
         waits = bool(self._arrangement.layout.sparse) or asks or not contributes or veto.reads_at_once
         pipeline.requests = Requests(
@@ -134,7 +134,7 @@ class Negotiation:
             return self._conclude(correction, uncounted=contributes and not weights.counting)
 
     def _conclude(self, correction: float | torch.Tensor | None, *, uncounted: bool) -> bool:
-        """Do what the ballot asks for: whether there are means. Collective, where it asks for something."""
+        """Do what the ballot requests: returns whether there are means. Collective if anything was requested."""
         pipeline = self._pipeline
         verdict = self._hear_vetoes()
         if verdict is not None and verdict.skips:
@@ -148,13 +148,13 @@ class Negotiation:
         return True
 
     def _correct(self, *, dropped: int, uncounted: bool) -> float:
-        """Multiply the means with what is known only now, and return it: of weights that nobody had announced, and of
-        ranks that are left out. Collective, where there is such a thing."""
+        """Apply to the means what is known only now, and return the factor: weights that were not announced, and ranks
+        that are left out. Collective, where there is such a thing."""
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
         if pipeline.requests.weights:
             correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted) or 1.0
         elif dropped and weights.total:
-            # The sum that has gone ahead counts what those ranks had.
+            # The sum that was sent earlier counts what those ranks had.
             correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
         if dropped and not weights.total and self.divisor > dropped:
             correction = self.divisor / (self.divisor - dropped)
@@ -165,7 +165,7 @@ class Negotiation:
     # -- vetoes ----------------------------------------------------------------------------------------------------
 
     def _leave_out_own(self) -> bool:
-        """Look at what does not pass the pipeline; drop this rank's gradients if it is to be left out of the mean."""
+        """Check what does not pass through the pipeline; drop this rank's gradients if it is left out of the mean."""
         arrangement, veto = self._arrangement, self._pipeline.veto
         if veto.check is not None:
             veto.check.look_at(arrangement.gradients_outside())
@@ -177,19 +177,19 @@ class Negotiation:
             veto.check.look(bucket)
         if not veto.reason:
             return False
-        # From here on it is a rank that has no gradients, and has counted nothing.
+        # From here on this rank counts as one without gradients and without weight.
         arrangement.drop_gradients()
         self._outside.clear()
         self._weights.reset()
         return True
 
     def _hear_vetoes(self) -> Verdict | None:
-        """What follows from the ballot, if anybody has vetoed. Collective then. A rank that has failed is not there."""
+        """The verdict on the ballot, if any rank has vetoed. Collective then. A failed rank does not take part."""
         pipeline = self._pipeline
         if pipeline.failed:
             return pipeline.veto.tolerate(pipeline.failed)
         if pipeline.requests.late:
-            # Ranks raise at the end of this window, for the one before.
+            # Ranks raise at the end of this window, for the previous one.
             return Verdict()
         return pipeline.veto.hear() if pipeline.requests.vetoed else None
 
@@ -206,8 +206,8 @@ class Negotiation:
         self._outside.reduce(taken_in, divisor)
 
     def raise_late(self) -> None:
-        """Raise what was heard of the window before. Not before this one was over: the others would have waited for
-        this rank, or heard from it of a failure that is none."""
+        """Raise what was heard about the previous window. Not before this one is over: raising earlier would leave the
+        others waiting for this rank, or report a false failure to them."""
         error, self._late_failure = self._late_failure, None
         if error is not None:
             raise error
