@@ -1,3 +1,3 @@
-"""Optimizers that overlap with the next forward, share their state over ranks, or step locally."""
+"""Optimizers that overlap communication with the next forward, shard their state over ranks, or step locally."""
 
 __all__: list[str] = []

@@ -1,7 +1,8 @@
-"""Ranks that train by themselves for many steps, and now and then agree on parameters: local SGD, DiLoCo, streaming.
+"""Local SGD, DiLoCo and streaming: ranks train alone for many steps and periodically agree on parameters.
 
-``settings`` says when what is sent; a ``meeting`` tells each rank where the others are; ``exchange`` is what travels,
-``outer`` what is made of it; ``saving`` checks what is loaded; ``local_steps`` is the object that users make.
+``settings`` is the schedule of what is sent when; ``progress`` tells each rank how far the others are; ``exchange``
+sends the tensors and ``outer`` applies the result; ``state_saving`` checks what is loaded; ``local_steps`` is the
+object that users create.
 """
 
 from gradsync.optim.local_steps.local_steps import LocalSteps

@@ -1,6 +1,6 @@
-"""Floating-point buffers, such as the statistics of a batch norm: their means, whenever the whole model was sent.
+"""Averages floating-point buffers, such as batch norm statistics, whenever the whole model was sent.
 
-Counters and masks have no mean, and stay each rank's own.
+Counters and masks have no mean; each rank keeps its own.
 """
 
 import torch
@@ -15,7 +15,7 @@ __all__ = ["AveragedBuffers"]
 
 
 class AveragedBuffers:
-    """The buffers of ``replica`` that have a mean. Modules may put other tensors of the same shape in their place."""
+    """The buffers of ``replica`` that have a mean. Modules may replace them by other tensors of the same shape."""
 
     def __init__(self, replica: Replica, communicator: Communicator) -> None:
         self._replica = replica
@@ -28,7 +28,7 @@ class AveragedBuffers:
             self._exchange = Exchange(list(named.values()), self._specs, runs, Mean(), communicator)
 
     def start(self, *, keep: bool) -> bool:
-        """Send them on their way; False where there are none. ``keep``: they change before they are merged."""
+        """Start sending them; False if there are none. ``keep``: they change before they are merged."""
         if self._exchange is None:
             return False
         buffers = self._current()
@@ -37,12 +37,12 @@ class AveragedBuffers:
         return True
 
     def wait(self) -> None:
-        """Return when the means are there."""
+        """Wait for the means."""
         assert self._exchange is not None
         self._exchange.wait()
 
     def finish(self) -> None:
-        """Put the means down, and add what has been learned since they were sent."""
+        """Write the means back, and add what has been learned since they were sent."""
         assert self._exchange is not None
         sent, self._sent = self._sent, None
         means = self._exchange.results([0])
@@ -55,7 +55,7 @@ class AveragedBuffers:
 
     @property
     def misfit(self) -> str | None:
-        """In words, what keeps them from being averaged: one has another shape now, or is gone."""
+        """What keeps them from being averaged, in words: one has a different shape now, or is gone."""
         named = self._replica.named_buffers
         for spec in self._specs:
             found = named.get(spec.name)

@@ -1,7 +1,7 @@
-"""What travels in a round: buckets of parameters, or of how far they have come from their anchors.
+"""The exchange of one round: averages buckets of parameters, or of their differences from their anchors.
 
-Buckets are those that gradients travel in, so that every reduction can carry them. They are filled here, not by
-autograd, and all gradients of the model are left alone.
+The buckets are of the kind that gradients travel in, so that every reduction can carry them. They are filled here, not
+by autograd, and the model's gradients are left alone.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from gradsync.core.reduction import Reduction
 
 __all__ = ["Exchange", "Fragment", "put_down", "wide"]
 
-# Nothing is computed meanwhile that a smaller first bucket could be hidden behind; this is torch's own size.
+# No computation runs meanwhile that a smaller first bucket could hide behind; this is torch's own size.
 CAP = 25 * 1024 * 1024
 
 
 def wide(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
-    """The specs of what travels: at least float32. A mean of bfloat16 numbers, rounded on its way, would lose what
+    """The specs of what is sent: at least float32. A mean of bfloat16 numbers, rounded in transit, would lose what
     ranks have learned in a few steps."""
     return widened(specs, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """Tensors that are sent together: their places among all of them, and the buckets they travel in."""
+    """Tensors that are sent together: their indices among all tensors, and the buckets they travel in."""
 
     members: tuple[int, ...]
     buckets: tuple[Bucket, ...]
 
 
 class Exchange:
-    """Means of tensors over the ranks, through ``reduction``, fragment by fragment.
+    """Averages tensors over the ranks, through ``reduction``, fragment by fragment.
 
-    ``tensors`` are those of now, and ``runs`` of neighbours are the fragments. :meth:`start` is told what to send; the
-    means are :meth:`results` after :meth:`wait`.
+    ``tensors`` are the current ones, and ``runs`` of neighbours are the fragments. :meth:`start` is told what to send;
+    :meth:`results` returns the means after :meth:`wait`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Exchange:
     def start(
         self, fragments: Sequence[int], tensors: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor] | None
     ) -> None:
-        """Send ``tensors``, or what is missing from them to ``anchors``, on their way. All ranks send the same."""
+        """Start sending ``tensors``, or what they lack of ``anchors``. All ranks send the same."""
         try:
             for bucket in self._buckets(fragments):
                 self._fill(bucket, tensors, anchors)
@@ -93,7 +93,7 @@ class Exchange:
             bucket.payload.mul_(scale)
 
     def wait(self) -> None:
-        """Return when all that was started has arrived, or raise why it has not."""
+        """Wait until all that was started has arrived, or raise why it has not."""
         handles, self._running = self._running, []
         well = False
         try:
@@ -105,7 +105,7 @@ class Exchange:
                 self.reduction.ended(well=well)
 
     def results(self, fragments: Sequence[int]) -> dict[int, torch.Tensor]:
-        """The means, by the place of their tensors. They lie in buckets, and hold until the next start."""
+        """The means, by the index of their tensors. They lie in buckets, and are valid until the next start."""
         return {
             slot.parameter: view
             for bucket in self._buckets(fragments)
@@ -118,19 +118,19 @@ class Exchange:
 
 @torch.no_grad()
 def put_down(tensor: torch.Tensor, value: torch.Tensor, sent: torch.Tensor | None) -> None:
-    """Make ``tensor`` the new value, and add how far it has come since it was ``sent``, where that was kept."""
+    """Set ``tensor`` to the new value, and add what it has changed since it was ``sent``, where that was kept."""
     if sent is not None:
-        # Not a sum: a rank that took no step must end with the very bits of one that kept nothing, of minus zero, too.
+        # Not a sum: a rank that took no step must end with the exact bits of one that kept nothing, even of minus zero.
         value = value - (sent.to(value.dtype) - tensor.to(value.dtype))
     tensor.copy_(value)
 
 
 def _plan(specs: Sequence[ParameterSpec], runs: Sequence[range]) -> tuple[BucketLayout, list[list[int]]]:
-    """One layout in which no bucket has tensors of two runs, and the buckets of each run by their numbers."""
+    """A layout in which no bucket has tensors of two runs, and the indices of the buckets of each run."""
     plans: list[BucketPlan] = []
     numbers: list[list[int]] = []
     for run in runs:
-        # The last bucket of a round has a place for a ballot, by which communication hooks know that it is the last.
+        # The last bucket of a round has a ballot (control flags); communication hooks recognize the last bucket by it.
         layout = plan_layout(specs, run, BucketCaps.uniform(CAP), ballot=1)
         first = len(plans)
         plans += [dataclasses.replace(plan, index=first + plan.index) for plan in layout.buckets]

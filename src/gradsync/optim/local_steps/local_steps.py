@@ -1,15 +1,15 @@
-"""``LocalSteps``: each rank takes optimizer steps by itself, and after so many of them all ranks agree on parameters.
+"""``LocalSteps``: each rank takes optimizer steps on its own, and ranks periodically agree on parameters.
 
 ::
 
     optimizer.step()      one more step of the cycle
                           what was sent ``delay`` steps ago has arrived: merge it        outer.py
                           is a fragment due?
-                              where are the others?                                      meeting.py
+                              how far are the others?                                   progress.py
                               send what has changed since they last agreed               exchange.py
 
-[Note: what fails] All that a round brings is waited for before a parameter is written. If it does not come, parameters
-are what they were, the ranks are out of step, and this object refuses to go on.
+[Note: what fails] Everything a round brings is waited for before any parameter is written. If it does not arrive,
+parameters are unchanged, the ranks are out of step, and this object refuses to go on.
 """
 
 import copy
@@ -42,8 +42,8 @@ __all__ = ["LocalSteps"]
 
 @dataclass(kw_only=True)
 class _Round:
-    """What is on its way: fragments, with their parameters as they were sent if ``steps_left`` are to be taken before
-    they are merged, and perhaps buffers."""
+    """What is being sent: fragments, with a copy of their parameters if ``steps_left`` are to be taken before they are
+    merged, and perhaps buffers."""
 
     fragments: tuple[int, ...]
     sent: dict[int, torch.Tensor]
@@ -52,17 +52,19 @@ class _Round:
 
 
 class LocalSteps:
-    """Lets each rank train ``model`` by itself, and makes one model of them after every ``every`` steps.
+    """Lets each rank train ``model`` on its own, and merges the models of all ranks after every ``every`` steps.
 
-    Without ``outer`` that is the mean of their parameters. With it, as in
-    ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``, an optimizer of this sort takes the way
-    from that mean back to where they last agreed as a gradient. ``reduction`` is how it travels, a name or an object.
+    Without ``outer`` the merged model is the mean of their parameters. With it, as in
+    ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``, this optimizer takes the difference
+    between the parameters that ranks last agreed on and that mean as a gradient. ``reduction``, a name or an object,
+    determines how it is sent.
 
-    With ``fragments`` the model is sent in so many parts, each at a step of its own, and merged ``delay`` steps later:
-    it travels while ranks go on. ``group`` is a process group or a communicator; by default the wrapper's, or all.
+    With ``fragments`` the model is sent in that many parts, each at a step of its own, and merged ``delay`` steps
+    later: ranks train on while it is being sent. ``group`` is a process group or a communicator; by default the
+    wrapper's, or all ranks.
 
-    The steps of ``optimizer`` are counted by a hook; the loop has nothing to call but :meth:`finish` at its end. Of
-    several optimizers in a list the last one's steps count. All ranks make it alike, with the parameters of rank 0.
+    A hook counts the steps of ``optimizer``; the training loop only has to call :meth:`finish` at its end. In a list of
+    optimizers, the last one's steps count. All ranks create it alike, and start from the parameters of rank 0.
     """
 
     def __init__(
@@ -99,10 +101,10 @@ class LocalSteps:
         self._buffers = AveragedBuffers(self._replica, self._communicator)
         self._schedule = self.settings.schedule
         self._step = self._rounds = 0
-        # Which fragment is next, and how many steps were taken here since each was sent.
+        # The next fragment, and how many steps were taken here since each was sent.
         self._next, self._drift = 0, [0] * fragments
         self._running: _Round | None = None
-        # In words: an exception would keep everything alive that its traceback has seen.
+        # As text: an exception would keep everything alive that its traceback refers to.
         self._failure: str | None = None
         self._closed = False
         self._alone = None if parts.alone is None else parts.alone()
@@ -123,7 +125,7 @@ class LocalSteps:
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
-        """The outer optimizer, for schedules of its learning rate; None where parameters are averaged."""
+        """The outer optimizer, for learning rate schedules; None where parameters are averaged."""
         return None if self._outer is None else self._outer.optimizer
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -144,15 +146,15 @@ class LocalSteps:
             self._meet(Wish.FRAGMENT)
 
     def synchronize(self) -> None:
-        """Send everything now and merge it: all ranks hold the same bits afterwards, and the cycle begins anew.
+        """Send everything now and merge it: afterwards all ranks hold the same bits, and the cycle starts again.
 
-        All ranks call it, before they save for instance. It takes part in the rounds of ranks that are not there yet.
+        All ranks call it, for instance before they save. It takes part in the rounds of ranks that are not there yet.
         """
         self._require_usable()
         self._meet_until_whole(Wish.EVERYTHING)
 
     def finish(self) -> None:
-        """Synchronize everything for the last time, when all ranks have come to their end, and :meth:`close`.
+        """Synchronize everything for the last time, when all ranks have reached their end, and :meth:`close`.
 
         A rank whose peers still step takes part in their rounds until then, with its parameters as they are.
         """
@@ -168,7 +170,7 @@ class LocalSteps:
         self.close()
 
     def close(self) -> None:
-        """Count steps no more. Nothing is sent: parameters stay as they are on each rank.
+        """Stop counting steps. Nothing is sent: parameters stay as they are on each rank.
 
         A wrapped model then refuses to go on; after :meth:`finish` it would average gradients again.
         """
@@ -192,7 +194,7 @@ class LocalSteps:
             if kind is None:
                 self.finish()
             elif issubclass(kind, Exception) and self._failure is None and not self._closed:
-                # The others wait for this rank, or will: let them hear that it is not coming.
+                # The others wait for this rank, or will: tell them that it is not coming.
                 with log_errors("telling the other ranks failed"):
                     self._meet(Wish.FAILED)
         finally:
@@ -206,7 +208,7 @@ class LocalSteps:
         return agreed
 
     def _meet(self, wish: Wish) -> Agreed:
-        """One round. Collective, with whatever the others wish for; see :mod:`gradsync.optim.local_steps.progress`."""
+        """Run one round, including what others ask for; see :mod:`gradsync.optim.local_steps.progress`. Collective."""
         try:
             self._merge()
             misfit = None if wish is Wish.FAILED else self._misfit()
@@ -217,7 +219,7 @@ class LocalSteps:
                 drift=tuple(self._drift),
             )
             if misfit is not None:
-                # The others hear of it first: they are waiting.
+                # The others are told first: they are waiting.
                 with suppress(GradsyncError):
                     meet(self._communicator, notice)
                 raise MisuseError(f"{misfit}. finish() before you change it, and make LocalSteps anew")
@@ -229,7 +231,7 @@ class LocalSteps:
             raise
 
     def _misfit(self) -> str | None:
-        """In words, what of the model is no longer as it was compared over the ranks."""
+        """In words, what part of the model has changed since it was compared over the ranks."""
         ours = {id(parameter) for parameter in self._parameters}
         for spec, parameter in zip(self._replica.specs, self._replica.parameters, strict=True):
             if parameter.requires_grad and id(parameter) not in ours:
@@ -241,10 +243,10 @@ class LocalSteps:
 
     @torch.no_grad()
     def _send(self, agreed: Agreed, *, delay: int) -> None:
-        """Start what was agreed on, and merge it where it is not to be delayed."""
+        """Start what was agreed on, and merge it now unless it is delayed."""
         parameters = self._parameters
         last = agreed.whole or agreed.fragments[-1] == self.settings.fragments - 1
-        # One in which nothing has changed is none.
+        # A cycle in which nothing has changed counts as none.
         self._rounds += bool(agreed.fragments)
         self._next = 0 if last else self._next + 1
         sent = {}
@@ -263,7 +265,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _merge(self) -> None:
-        """Wait for what is on its way, if anything is, and make new parameters of it. See [Note: what fails]."""
+        """Wait for what is being sent, if anything, and update the parameters with it. See [Note: what fails]."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -297,9 +299,9 @@ class LocalSteps:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, with plain values and tensors; best right after :meth:`synchronize`.
+        """This rank's state, as plain values and tensors; best taken right after :meth:`synchronize`.
 
-        It has the outer optimizer's state and the anchors, which are the same on all ranks, how far the cycle has come,
+        It has the outer optimizer's state and the anchors, which are the same on all ranks, the position in the cycle,
         and what the reduction keeps. Parameters and the inner optimizer's state are not in it.
         """
         if self._running is not None:
@@ -312,16 +314,16 @@ class LocalSteps:
             "next": self._next,
             "drift": list(self._drift),
             "anchors": {} if outer is None else {name: a.detach().clone() for name, a in self._named_anchors(outer)},
-            # Not the tensors that the next round changes.
+            # Copies: the next round changes the tensors.
             "outer": None if outer is None else copy.deepcopy(outer.optimizer.state_dict()),
             "reduction": self._exchange.reduction.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called, on all ranks alike. The model is loaded apart from it.
+        """Continue where :meth:`state_dict` was called, on all ranks alike. Load the model separately.
 
-        What a reduction holds back belongs to a rank: on another number of ranks it begins anew.
+        What a reduction holds back belongs to one rank: on a different number of ranks it starts from scratch.
         """
         self._require_usable()
         if self._running is not None:
@@ -330,7 +332,7 @@ class LocalSteps:
         kept = None if outer is None else (outer.optimizer, dict(self._named_anchors(outer)))
         check_state(state, self.settings, kept)
         if state["ranks"] == self._communicator.world_size:
-            # First of all: it may refuse what it is given.
+            # First, because it may refuse what it is given.
             self._exchange.reduction.load_state_dict(copy.deepcopy(state["reduction"]))
         if outer is not None:
             outer.optimizer.load_state_dict(copy.deepcopy(state["outer"]))

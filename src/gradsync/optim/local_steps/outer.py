@@ -1,4 +1,4 @@
-"""What is made of the mean over the ranks: the new parameters themselves, or a gradient for an outer optimizer.
+"""Applies the mean over the ranks: as the new parameters, or as a gradient for an outer optimizer.
 
 The outer optimizer updates *anchors*: what all ranks held when they last agreed, in float32 at least. Its gradient is
 the anchor minus the mean of the parameters. Every rank computes the same update of the same numbers.
@@ -19,25 +19,25 @@ OuterFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Outer:
-    """Anchors, and the optimizer that moves them."""
+    """Anchors, and the optimizer that updates them."""
 
     def __init__(self, anchors: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self.anchors, self.optimizer = list(anchors), optimizer
 
     @torch.no_grad()
     def drop(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Drop anchor where the parameters are now."""
+        """Set the anchors to the current parameters."""
         for anchor, parameter in zip(self.anchors, parameters, strict=True):
             anchor.copy_(parameter)
 
     def step(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Move the anchors for which there are gradients."""
+        """Update the anchors for which there are gradients."""
         try:
             for index, gradient in gradients.items():
                 self.anchors[index].grad = gradient
             self.optimizer.step()
         finally:
-            # They lie in buckets. Optimizers leave those alone that have none.
+            # The gradients lie in buckets. Optimizers skip anchors that have none.
             for index in gradients:
                 self.anchors[index].grad = None
 
@@ -45,9 +45,9 @@ class Outer:
 def make_outer(
     factory: OuterFactory | None, parameters: Sequence[torch.Tensor], specs: Sequence[ParameterSpec], *, exact: bool
 ) -> Outer | None:
-    """The outer optimizer over anchors of ``specs``, or None where the mean of the parameters is all that is wanted.
+    """The outer optimizer over anchors of ``specs``, or None where only the mean of the parameters is wanted.
 
-    A mean that is not ``exact`` is one of differences, which needs anchors to be added to.
+    A mean that is not ``exact`` is a mean of differences, which needs anchors to be added to.
     """
     if factory is None:
         if exact:
@@ -79,7 +79,7 @@ def _one_whole_step(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer
 
 
 def is_averaging(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step from an anchor by the outer gradient ends at the mean of the parameters, always."""
+    """Whether its step from an anchor by the outer gradient always ends at the mean of the parameters."""
     return type(optimizer) is torch.optim.SGD and all(_is_plain(group) for group in optimizer.param_groups)
 
 

@@ -1,4 +1,4 @@
-"""What ``LocalSteps`` is given, looked at on every rank before anything is sent: model, optimizers, reduction."""
+"""Checks the arguments of ``LocalSteps`` on every rank before anything is sent: model, optimizers, reduction."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @runtime_checkable
 class Wrapped(Protocol):
-    """A DistributedDataParallel, as far as it matters here."""
+    """The part of a DistributedDataParallel that is needed here."""
 
     replica: Replica
     synchronizer: Synchronizer
@@ -34,7 +34,7 @@ class Wrapped(Protocol):
 
 
 def communicator_of(model: Any) -> Communicator | None:
-    """The one that averages the model's gradients, or would, if there is one."""
+    """The communicator that averages the model's gradients, or would, if there is one."""
     if isinstance(model, Wrapped):
         return model.communicator
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
@@ -43,8 +43,8 @@ def communicator_of(model: Any) -> Communicator | None:
 
 
 class Parts:
-    """``parameters`` are those that are trained, with their ``specs``; ``alone`` has a wrapper average no
-    gradient; the step of ``optimizer`` is the one that counts."""
+    """``parameters`` are the trained ones, with their ``specs``; ``alone`` stops a wrapper from averaging gradients;
+    the steps of ``optimizer`` are the ones that count."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers, settings: Settings) -> None:
         settings.check()
@@ -61,7 +61,7 @@ class Parts:
         self.optimizer = _look_at_optimizers(optimizer, self.parameters)
 
     def choose(self, reduction: Reduction | str | None, outer: OuterFactory | None) -> None:
-        """Look at how means are made, and what of."""
+        """Decide how means are computed, and of what."""
         self.reduction = _look_at_reduction(reduction)
         specs = wide(self.specs)
         self.reduction.examine(specs)
@@ -136,7 +136,7 @@ def _look_at_optimizers(given: Any, parameters: Sequence[nn.Parameter]) -> torch
             "local steps with them. Make the optimizer of the parameters of this very model"
         )
     last: torch.optim.Optimizer = optimizers[-1]
-    # A prepared optimizer of an Accelerator passes its steps on: those that are taken are the inner one's.
+    # A prepared optimizer of an Accelerator forwards its steps: those that are taken are the inner one's.
     inner = getattr(last, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else last
 

@@ -1,12 +1,12 @@
-"""Every round begins with a meeting: no rank starts a collective before it knows that all others start the same.
+"""Agreement before every round: no rank starts a collective until it knows that all others start the same one.
 
-Ranks need not have taken the same number of steps. One that has come to the end of its data, or that was told to
-synchronize everything, takes part in the rounds of those that still step until nobody does::
+Ranks need not have taken the same number of steps. One that has reached the end of its data, or that was told to
+synchronize everything, takes part in the rounds of ranks that still step until none does::
 
     rank 0    step  step  step  finish                  what they all do
     rank 1    step  finish finish finish       ▶        fragment, fragment, fragment, everything
 
-A rank that failed says so here, and the others raise an error that names it.
+A rank that failed reports it here, and the others raise an error that names it.
 """
 
 import enum
@@ -22,7 +22,7 @@ __all__ = ["Agreed", "Notice", "Wish", "meet"]
 
 
 class Wish(enum.IntEnum):
-    """What a rank has come for."""
+    """What a rank wants from a round."""
 
     FRAGMENT = 0
     EVERYTHING = 1
@@ -32,8 +32,8 @@ class Wish(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """What a rank says of itself: how many rounds it has seen, which fragment is next, its wish, and how many steps it
-    has taken since each fragment was sent."""
+    """A rank's report: how many rounds it has seen, which fragment is next, its wish, and how many steps it has taken
+    since each fragment was sent."""
 
     round: int
     fragment: int
@@ -50,8 +50,8 @@ class Notice:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What all ranks do in this round: ``fragments`` are sent. ``whole``: nobody steps, and ranks are equal after it.
-    ``finished``: and nobody will."""
+    """What all ranks do in this round: ``fragments`` are sent. ``whole``: no rank steps, and ranks are equal
+    afterwards. ``finished``: and none will step again."""
 
     fragments: tuple[int, ...]
     whole: bool
@@ -59,7 +59,7 @@ class Agreed:
 
 
 def meet(communicator: Communicator, mine: Notice) -> Agreed:
-    """Tell the other ranks where this one is, and learn what all of them do now. Collective."""
+    """Tell the other ranks how far this one is, and learn what all of them do now. Collective."""
     numbers = torch.tensor(mine.to_numbers()).to(communicator.device)
     gathered = torch.empty(numbers.numel() * communicator.world_size, dtype=numbers.dtype, device=communicator.device)
     communicator.all_gather(gathered, numbers).wait()
@@ -69,7 +69,7 @@ def meet(communicator: Communicator, mine: Notice) -> Agreed:
     wishes = {notice.wish for notice in notices}
     if Wish.FRAGMENT in wishes:
         return Agreed(fragments=(mine.fragment,), whole=False, finished=False)
-    # What nobody has changed since it was sent is equal everywhere. An outer optimizer with momentum would move it.
+    # What no rank has changed since it was sent is equal everywhere. An outer optimizer with momentum would move it.
     drifted = [any(steps) for steps in zip(*(notice.drift for notice in notices), strict=True)]
     return Agreed(
         fragments=tuple(fragment for fragment, changed in enumerate(drifted) if changed),

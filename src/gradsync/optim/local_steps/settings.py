@@ -1,4 +1,4 @@
-"""When what is sent: the schedule of one cycle of local steps.
+"""The schedule of one cycle of local steps: what is sent when.
 
 A cycle of ``every=6`` optimizer steps with two fragments that are merged one step after they were sent::
 
@@ -6,7 +6,7 @@ A cycle of ``every=6`` optimizer steps with two fragments that are merged one st
     fragment 0             ├─▶           │         ├─▶
     fragment 1                         ├─│─▶
 
-So that a fragment has arrived before the next is sent, the delay is shorter than the way between two of them.
+A fragment must have arrived before the next is sent, so the delay is shorter than the interval between two of them.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ __all__ = ["Settings", "cut"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``every`` so many optimizer steps each of the ``fragments`` is sent once, and merged ``delay`` steps later."""
+    """In ``every`` optimizer steps, each of the ``fragments`` is sent once, and merged ``delay`` steps later."""
 
     every: int
     fragments: int = 1
     delay: int = 0
 
     def check(self) -> None:
-        """Raise ConfigurationError for numbers that make no schedule."""
+        """Raise ConfigurationError for numbers that make no valid schedule."""
         for name, least, meaning in (
             ("every", 1, "optimizer steps between two synchronizations"),
             ("fragments", 1, "parts that are sent one after the other"),
@@ -51,18 +51,18 @@ class Settings:
 
     @property
     def schedule(self) -> dict[int, int]:
-        """The fragment that is sent after each optimizer step of a cycle after which one is, counted from 1."""
+        """Maps steps of a cycle, counted from 1, to the fragment sent after them; other steps are left out."""
         return {(fragment + 1) * self.every // self.fragments: fragment for fragment in range(self.fragments)}
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[range]:
-    """``sizes`` cut into so many runs of neighbours, none of them empty, with about equal sums."""
+    """Cut ``sizes`` into this many runs of neighbours, none of them empty, with about equal sums."""
     runs: list[range] = []
     start = 0
     for left in range(fragments, 0, -1):
         end, used = start + 1, sizes[start]
         fair = sum(sizes[start:]) / left
-        # The others need one each. A size that lies across the border goes where the larger part of it is.
+        # The others need one each. A size that crosses the boundary goes where the larger part of it is.
         while end <= len(sizes) - left and (left == 1 or used + sizes[end] / 2 <= fair):
             used += sizes[end]
             end += 1

@@ -1,4 +1,4 @@
-"""A state that is about to be loaded, looked at before anything is changed."""
+"""Validates a state before it is loaded, while nothing has been changed yet."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["check_state"]
 KEYS = ("ranks", "step", "rounds", "next", "drift", "anchors", "outer", "reduction")
 
 
-# An outer optimizer, and its anchors by name.
+# The state of an outer optimizer, and its anchors by name.
 Kept = tuple[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
 
 

@@ -1,4 +1,4 @@
-"""Optimizers whose bytes travel behind the next forward: shared out over the ranks, or whole on each of them."""
+"""Optimizers that communicate behind the next forward: sharded over the ranks, or whole on each of them."""
 
 from gradsync.optim.sharded.optimizer import ShardedOptimizer
 from gradsync.optim.sharded.overlapped import OverlappedOptimizer

@@ -1,7 +1,7 @@
-"""What optimizers that live in the buckets of an engine have in common: they move in, step there, and move out.
+"""Base class of optimizers that use the engine's buckets between two backwards: attach, step and detach.
 
 Between two backwards such an optimizer has the mean of this rank's share of every bucket, and the buckets' memory
-(:mod:`gradsync.core.engine.sharing`). What it makes of them is its own affair: see
+(:mod:`gradsync.core.engine.sharing`). What it does with them is defined in
 :mod:`gradsync.optim.sharded.optimizer` and :mod:`gradsync.optim.sharded.overlapped`.
 """
 
@@ -35,9 +35,9 @@ from gradsync.parallel.replica import Replica
 
 __all__ = ["BucketOptimizer", "Synchronized", "constructor_options", "trained_parameters"]
 
-# Buckets at least, where the wire works by itself: a forward should not wait long for parameters that it does not need.
+# Minimum number of buckets on an asynchronous transport: a forward should not wait for parameters it does not need.
 PIECES = 11
-# What such buckets are when they are not tried one by one.
+# The size of such buckets when sizes are not tuned by trial.
 PIECES_AT_ONCE = 16
 
 
@@ -52,12 +52,12 @@ class Synchronized(Protocol):
 
 
 class BucketOptimizer(torch.optim.Optimizer):
-    """An optimizer of ``groups`` of parameters of ``model`` that lives in the buckets of its engine, or, where ``mode``
+    """An optimizer of ``groups`` of parameters of ``model`` that works in the buckets of its engine, or, where ``mode``
     says plain, beside them."""
 
     _is_ready = False
     _is_closed = False
-    # What reduce-scatters take.
+    # The dtypes that reduce-scatters support.
     _wire: Communicator
 
     def __init__(self, model: Synchronized, groups: Options, defaults: dict[str, Any], mode: Mode) -> None:
@@ -67,7 +67,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._check_parameters(self.param_groups)
         self._steps = 0
-        # The optimizers that others may still hold in the place of this one.
+        # The optimizers that this one replaces, and that other objects may still hold.
         self._stands_for: list[torch.optim.Optimizer] = []
         self._plain_caps: BucketCaps | None = None
         self._prepare()
@@ -75,27 +75,27 @@ class BucketOptimizer(torch.optim.Optimizer):
         await_before_forward(model.replica.module)
         self._is_ready = True
 
-    # -- what the several kinds do ---------------------------------------------------------------------------------
+    # -- what the subclasses do ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Called once, before it moves in."""
+        """Called once, before it becomes the client of the buckets."""
 
     @abstractmethod
     def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
-        """What is put on the wire for it; gradients cross it in ``dtype``, if there is one."""
+        """The reduction used with it; gradients are sent in ``dtype``, if there is one."""
 
     @abstractmethod
     def _update(self) -> None:
-        """Use the means. Everything of the step before has arrived."""
+        """Use the means. Everything from the previous step has arrived."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until all parameters are the new ones."""
+        """Wait until all parameters have their new values."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """State and parameters are wanted as the last step left them."""
+        """Complete the last step, because its state and parameters are needed."""
 
     @abstractmethod
     def received(self) -> None:
@@ -103,15 +103,15 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def leave(self) -> None:
-        """The buckets are wanted for gradients: :class:`~gradsync.core.engine.sharing.BucketClient`."""
+        """The buckets are needed for gradients: :class:`~gradsync.core.engine.sharing.BucketClient`."""
 
     @abstractmethod
     def move_out(self) -> None:
-        """Buckets are about to go: :class:`~gradsync.core.engine.sharing.BucketClient`."""
+        """Release the buckets, which are about to go: :class:`~gradsync.core.engine.sharing.BucketClient`."""
 
     @abstractmethod
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were laid out anew: :class:`~gradsync.core.engine.sharing.BucketClient`. Collective."""
+        """Buckets were rebuilt: :class:`~gradsync.core.engine.sharing.BucketClient`. Collective."""
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         narrow = any(is_narrow(p, bucket) for bucket in engine.buckets for p in bucket.parameters)
         self._reduction_before = self._synchronizer.reduction
         reduction = self._reduction(needs_shares=narrow)
-        # Alone there is nobody to share with: steps are plain, if that is precise enough.
+        # A single rank has nothing to share: steps are plain, if that is precise enough.
         in_buckets = reduction is not None and (engine.communicator.world_size > 1 or narrow)
         self.lives_in_buckets = False
         engine.sharing.client = self
@@ -156,7 +156,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         self.lives_in_buckets = True
 
     def _reduction(self, *, needs_shares: bool) -> Reduction | None:
-        """What to put on the wire in this mode; None if that stays as it is."""
+        """The reduction to use in this mode; None if it stays as it is."""
         if self.mode == "plain":
             return None
         before = self._reduction_before
@@ -166,33 +166,33 @@ class BucketOptimizer(torch.optim.Optimizer):
                 "model without it"
             )
         scattered = self._scattered(None if isinstance(before, Mean) else before.dtype)
-        # Narrow parameters have their precise copies in shares, and nowhere else.
+        # The precise copies of narrow parameters exist in shares only.
         if self.mode == "next-forward" or needs_shares:
             return scattered
-        # Hooks of parameters hold the reduction. They must not hold the optimizer, whose engine removes them.
+        # Parameter hooks hold the reduction. They must not hold the optimizer, whose engine removes them.
         return ChosenMode(self.whole, scattered, partial(type(self)._mode_changed, weakref.proxy(self)))
 
     @property
     def whole(self) -> Reduction:
-        """What the model takes without this optimizer: :class:`~gradsync.core.engine.sharing.BucketClient`."""
+        """What the model uses without this optimizer: :class:`~gradsync.core.engine.sharing.BucketClient`."""
         before = self._reduction_before
         return before.whole if isinstance(before, ScatteredMean) else before
 
     @property
     def choice(self) -> ChosenMode | None:
-        """With ``mode="auto"``: what was chosen, and why, once that is settled."""
+        """With ``mode="auto"``: what was chosen, and why, once that is decided."""
         reduction = self._synchronizer.reduction
         return reduction if isinstance(reduction, ChosenMode) else None
 
     def _mode_changed(self, scatters: bool) -> None:
-        """Buckets are about to be laid out for shares, or for whole means again."""
+        """Buckets are about to be rebuilt for shares, or for whole means again."""
         arrangement = self._synchronizer.engine.arrangement
         if not scatters:
             arrangement.caps = arrangement.caps if self._plain_caps is None else self._plain_caps
             return
         self._plain_caps = caps = arrangement.caps
         total = sum(plan.numel * plan.dtype.itemsize for plan in arrangement.layout.buckets)
-        # Sizes that somebody has asked for stay; and those that no wire works on by itself.
+        # Sizes that were requested stay; and so do those on transports that are not asynchronous.
         if self._tuner is not None and caps.from_the_end and max(caps.caps) > total // PIECES:
             cap = max(total // PIECES_AT_ONCE, SMALLEST_BUCKET)
             arrangement.caps = BucketCaps.tapered(cap, least=SMALLEST_BUCKET)
@@ -203,7 +203,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @property
     def _scatters(self) -> bool:
-        """Whether each rank has shares of the means, and not the whole."""
+        """Whether each rank has shares of the means instead of the whole."""
         return self._synchronizer.reduction.scatters
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update parameters, and send what others need on its way. Collective, as every step of such a model is."""
+        """Update parameters, and start sending what others need. Collective, like every step of such a model."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -233,17 +233,17 @@ class BucketOptimizer(torch.optim.Optimizer):
                 "plain optimizer for them"
             )
         self.flush()
-        # Before the update, of which an interrupt may not wait for the end.
+        # Before the update, because an interrupt may not wait for its end.
         self._steps += 1
         self._update()
         for optimizer in self._stands_for:
-            # Which schedulers look for.
+            # Schedulers look for this.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     @contextmanager
     def told_to_others(self) -> Iterator[None]:
-        """What raises in here raises on this rank alone, and the others go on: they must not wait for it."""
+        """What raises inside raises on this rank alone, and the others go on: they are told, so that none waits."""
         try:
             yield
         except BaseException as error:
@@ -253,7 +253,7 @@ class BucketOptimizer(torch.optim.Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also of parameters that are in no group: of those, too, each rank has its share only."""
+        """Clear the gradients, even of parameters that are in no group: each rank has only its share of those, too."""
         given = {id(parameter) for parameter in indexed(self.param_groups)}
         for parameter in self._synchronizer.parameters:
             if id(parameter) not in given and isinstance(parameter.grad, SharedGradient):
@@ -276,7 +276,7 @@ class BucketOptimizer(torch.optim.Optimizer):
             raise MisuseError("this optimizer was closed: its model's gradients are another's. Make an optimizer anew")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters of the model. All ranks must do so alike."""
+        """Add further parameters of the model. All ranks must do so alike."""
         if not self._is_ready:
             super().add_param_group(param_group)
             return
@@ -299,9 +299,9 @@ class BucketOptimizer(torch.optim.Optimizer):
         )
 
     def close(self) -> None:
-        """Give the buckets back: gradients are whole means again, for an optimizer of any kind. On all ranks alike.
+        """Give the buckets back: gradients are whole means again, for any kind of optimizer. On all ranks alike.
 
-        Save the state before, if another optimizer is to go on with it.
+        Save the state first, if another optimizer is to continue with it.
         """
         if self._is_closed:
             return
@@ -320,19 +320,19 @@ class BucketOptimizer(torch.optim.Optimizer):
 
 
 def constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer like this one is made with, beside its parameters."""
+    """The constructor arguments of an optimizer like this one, besides its parameters."""
     accepted = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in accepted}
 
 
 def trained_parameters(model: Synchronized) -> list[nn.Parameter]:
-    """What an optimizer takes that is given nothing else."""
+    """The default parameters of an optimizer that is given none."""
     return [parameter for parameter in _synchronizer_of(model).parameters if parameter.requires_grad]
 
 
 def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Parameters that are awaited would be asked about each of them. So their class is switched off, in one go: no code
-    in Python runs meanwhile, and no signal handler, which may read parameters."""
+    """Awaited parameters would each be asked before access. So their class is switched off, all in one call: no Python
+    code runs meanwhile, and so no signal handler, which may read parameters."""
     setting = map(torch.Tensor.grad.__set__, parameters, itertools.repeat(None))  # type: ignore[union-attr]
     torch._C._disabled_torch_function_impl(deque, (), (setting, 0), {})
 

@@ -1,15 +1,15 @@
-"""Updates that do not wait for ``step()``: made and gathered while backward still runs.
+"""Early updates: shares that are updated and gathered while backward still runs, ahead of ``step()``.
 
-Reduce-scatters are half of the bytes of a step, and the wire has time left in backward when the next forward is too
-short for the other half. So some shares are updated as soon as their mean is there, and gathered at once, into memory
-beside the bucket. Neither gradients nor parameters change by it: ``step()`` takes what was made if it would have made
-the same, and otherwise undoes it and does what it always does. It would not, if since then
+Reduce-scatters are half of the bytes of a step. When the next forward is too short for the other half, the link has
+time left in backward. So some shares are updated as soon as their mean is there, and gathered at once, into memory
+beside the bucket. Neither gradients nor parameters change by it: ``step()`` uses an early update if it would have
+computed the same, and otherwise undoes it and does what it always does. The result would differ if, since then,
 
-- options of a parameter group have changed, gradients (clipped, unscaled), or parameters themselves;
+- options of a parameter group, gradients (clipped, unscaled), or the parameters themselves have changed;
 - means have been corrected for weights that were known late, or the backward has failed on some rank;
-- a parameter turned out to be used by nobody, and must not be updated.
+- a parameter turned out to be used by no rank, and must not be updated.
 
-A rank may be alone with that, so all agree on it, in one number a step. When they had to undo, they pause.
+This may hold on one rank only, so all agree on it, with one number per step. After an undo, early updates pause.
 """
 
 import threading
@@ -27,7 +27,7 @@ from gradsync.optim.sharded.share import Share
 
 __all__ = ["EarlyUpdates"]
 
-# Steps without early updates after the first that had to be undone; twice as many after every further one.
+# Steps without early updates after the first undo; doubled after every further one.
 PAUSE = 2
 LONGEST_PAUSE = 1 << 16
 
@@ -43,7 +43,7 @@ class _Update:
         own = slice(wire.rank * share.plan.share, (wire.rank + 1) * share.plan.share)
         self.own = self.gathered[own]
         self.views = share.bucket.views_of(self.gathered)
-        # Whoever has waited for the first knows that the update is made, or never will be.
+        # Done when the update has been made, or never will be.
         self.making: Handle | None = None
         self.gathering: Handle | None = None
         self.is_made = False
@@ -53,7 +53,7 @@ class _Update:
         self._versions = (0, 0)
 
     def make(self, options: Options) -> None:
-        """Update the share by its mean."""
+        """Update the share with its mean."""
         self.options = copied(options)
         if not self.before.fits(self._segments):
             self.before = Before(self._segments, self.share)
@@ -61,17 +61,17 @@ class _Update:
         self.before.take()
         self.made = self.share.flat
         if self.share.is_in_place:
-            # Parameters must not change: a copy of them is updated, where it is wanted anyway.
+            # Parameters must not change: update a copy of them, which is needed anyway.
             self.made = self.own.copy_(self.share.flat)
         self._segments.update(self.options, self.before.segments, self.made)
         self.is_made = True
 
     def note_versions(self) -> None:
-        """From now on nobody but the user writes into the gradients."""
+        """From now on only the user writes into the gradients."""
         self._versions = _versions(self.share.bucket)
 
     def holds(self, options: Options) -> bool:
-        """Whether a step with ``options`` would make the same of it, now."""
+        """Whether a step with ``options`` would compute the same from it, now."""
         return (
             self.is_made
             and self._versions == _versions(self.share.bucket)
@@ -89,8 +89,8 @@ class _Update:
 
 
 class EarlyUpdates:
-    """The early updates of one optimizer. ``options`` returns what the parameter groups say at the moment; ``started``
-    is told of gathers."""
+    """The early updates of one optimizer. ``options`` returns the current options of the parameter groups; ``started``
+    is notified of gathers."""
 
     def __init__(
         self, wire: Communicator, options: Callable[[], Options], started: Callable[[Bucket, Handle], None]
@@ -98,35 +98,35 @@ class EarlyUpdates:
         self._wire, self._options, self._started = wire, options, started
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}
-        # Of the running window: whether there are any, on all ranks alike; and whether they hold, here.
+        # Of the running window: whether there are any, the same on all ranks; and whether they are valid here.
         self.are_asked_for = False
         self._hold = False
         self._verdict: Verdict | None = None
         self.pause, self._steps_to_pause = PAUSE, 0
-        # Steps that could take what was made, and those that could not.
+        # The number of steps that could use what was made, and of those that could not.
         self.held = self.undone = 0
 
     def plan(self, early: Sequence[int], segments: Segments) -> None:
         """From now on update the shares of these buckets early. On all ranks alike, between two windows."""
         self.forget()
-        # In this order on all ranks: memory of some wires is made by all together.
+        # In this order on all ranks: with some communicators all ranks allocate memory together.
         self._updates = {index: _Update(segments.shares[index], segments, self._wire) for index in early}
 
     def forget(self) -> None:
-        """Buckets or segments go."""
+        """Buckets or segments are going away."""
         self.withdraw()
         self._updates = {}
 
     # -- in backward ---------------------------------------------------------------------------------------------
 
     def window_began(self) -> None:
-        """Ranks have met before the first bucket."""
+        """The ranks are negotiating before the first bucket."""
         self._hear()
         self.withdraw()
         self.are_asked_for, self._hold = False, True
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        """Its reduce-scatter is under way: update and gather its share right after, if it is an early one."""
+        """Its reduce-scatter is in flight: if it is an early bucket, update and gather its share right after."""
         update = self._updates.get(bucket.index)
         if update is None or self._steps_to_pause:
             return
@@ -142,7 +142,7 @@ class EarlyUpdates:
                     update.own.copy_(update.made)
 
     def _gather(self, update: _Update) -> Handle:
-        """Whatever has happened here: the others do."""
+        """Gather whatever has happened here: the other ranks do."""
         handle = self._wire.all_gather(update.gathered, update.own)
         self._started(update.share.bucket, handle)
         return handle
@@ -155,8 +155,8 @@ class EarlyUpdates:
     # -- in the step ---------------------------------------------------------------------------------------------
 
     def claim(self) -> dict[Share, torch.Tensor]:
-        """Shares that were updated as this step would do it, and where the new ones are. Unless all hold, all are
-        undone, and it is none."""
+        """The shares that were updated as this step would do it, and where the new ones are. Unless all are valid, all
+        are undone, and the result is empty."""
         options = self._options()
         for update in self._updates.values() if self.are_asked_for else ():
             assert update.making is not None
@@ -170,12 +170,12 @@ class EarlyUpdates:
         return {update.share: update.made for update in made}
 
     def agree(self, communicator: Communicator, *, hold: bool) -> "Verdict":
-        """Whether they hold on all ranks; if not, all gather them again. Collective."""
+        """Whether they are valid on all ranks; if not, all gather them again. Collective."""
         self._verdict = Verdict(communicator, list(self._updates.values()), hold=hold)
         return self._verdict
 
     def is_early(self, share: Share) -> bool:
-        """Whether it was asked for in this window, on all ranks alike."""
+        """Whether an early update was requested in this window, the same on all ranks."""
         return self.are_asked_for and share.plan.index in self._updates
 
     def stepped(self) -> None:
@@ -185,7 +185,7 @@ class EarlyUpdates:
         self.are_asked_for = False
 
     def _hear(self) -> None:
-        """Before the next window all ranks know."""
+        """Wait until all ranks know the result, before the next window."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -196,7 +196,7 @@ class EarlyUpdates:
             self.undone += 1
 
     def withdraw(self) -> None:
-        """What was made is not wanted. (The gathers that are under way are nobody's, and end by themselves.)"""
+        """Discard what was made. (The gathers in flight have no owner, and end by themselves.)"""
         with self._lock:
             self._hold = False
             for update in self._updates.values():
@@ -204,8 +204,8 @@ class EarlyUpdates:
 
 
 class Verdict:
-    """What ranks say of their early updates, and what follows from it: in the background, at the same place in the
-    order of collectives on all ranks, whatever each of them is doing."""
+    """The agreement of all ranks on their early updates, and what follows from it: in the background, at the same
+    position in the order of collectives on all ranks, whatever each of them is doing."""
 
     def __init__(self, communicator: Communicator, updates: Sequence[_Update], *, hold: bool) -> None:
         self._communicator, self._updates = communicator, updates
@@ -217,7 +217,7 @@ class Verdict:
             return None
         for update in self._updates:
             update.share.put_down()
-        # What the next forward needs first was reduced last.
+        # The parameters that the next forward needs first were reduced last.
         shares = sorted((update.share for update in self._updates), key=lambda share: -share.plan.index)
         return Together([self._communicator.all_gather(share.gathered, share.sent) for share in shares])
 
@@ -227,7 +227,7 @@ class Verdict:
         return bool(self._failed.item() == 0.0)
 
     def arrive(self, share: Share) -> Sequence[torch.Tensor]:
-        """Wait for those of an early share: where they are."""
+        """Wait for the parameters of an early share; returns where they are."""
         update = next(update for update in self._updates if update.share is share)
         if not self.holds():
             return share.gathered_views

@@ -1,5 +1,5 @@
-"""Which optimizers can be shared out: those that update each element by itself; and which can be put off: those that
-update each parameter by itself."""
+"""Checks which optimizers can be sharded (those that update each element independently) and which can be deferred
+(those that update each parameter independently)."""
 
 import inspect
 from typing import Any
@@ -24,7 +24,7 @@ _WHY_NOT = {
 
 
 def require_element_wise(optimizer_class: Any, settings: dict[str, Any]) -> None:
-    """Raise unless parts of a flattened parameter may be updated apart from each other."""
+    """Raise unless parts of a flattened parameter may be updated separately."""
     if not inspect.isclass(optimizer_class) or not issubclass(optimizer_class, torch.optim.Optimizer):
         raise ConfigurationError(
             f"ShardedOptimizer needs the class of an optimizer, such as torch.optim.AdamW, got {optimizer_class!r}. "

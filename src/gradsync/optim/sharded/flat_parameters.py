@@ -1,4 +1,4 @@
-"""Flat memory for the parameters of a bucket, laid out as the bucket is.
+"""Flat memory for the parameters of a bucket, with the same layout as the bucket.
 
 ::
 
@@ -6,16 +6,16 @@
     flat parameters   │ a             │pad│ b             │ c             │pad│
                       └──── share of rank 0 ────┘└──── share of rank 1 ─────┘
 
-Parameters are views of it. So the optimizer updates this rank's share of them where they lie, and the other shares are
-gathered to where they belong: nothing is copied on the way in or out.
+Parameters are views of it. So the optimizer updates this rank's share of them in place, and the other shares are
+gathered into place: nothing is copied on the way in or out.
 
-Moving a parameter to other memory must not show. It would, if something else refers to the memory that it leaves: a
-view that somebody has kept, another parameter at the same place, another process. Such parameters stay, and so do all
-others of their bucket.
+Moving a parameter to different memory must not be observable. It would be if something else refers to the memory that
+it leaves: a view that was kept, another parameter at the same place, another process. Such parameters stay, and so do
+all others of their bucket.
 
 **Alternatives considered.** Memory of the communicator: on one host ranks could then write into each other's
-parameters, which saves a copy. But a rank that was given up for dead, and is not, could write there much later; and a
-forked process would see parameters change.
+parameters, which saves a copy. But a rank that was wrongly given up for dead could write there much later, and a forked
+process would see parameters change.
 """
 
 from collections import defaultdict
@@ -29,12 +29,12 @@ from gradsync.optim.sharded.gather import AwaitedParameter
 
 __all__ = ["FlatParameters", "movable", "separate"]
 
-# A step that is to move them may have been announced.
+# A step that will move them may have been announced.
 _PLAIN = nn.Parameter, AwaitedParameter
 
 
 class FlatParameters:
-    """All parameters of ``bucket``, from now on, in memory of ``dtype``."""
+    """Holds all parameters of ``bucket``, from now on, in memory of ``dtype``."""
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         self.memory = torch.zeros(bucket.plan.payload, dtype=dtype, device=bucket.plan.device)
@@ -46,7 +46,7 @@ class FlatParameters:
         self._places = [_place(parameter) for parameter in self._parameters]
 
     def hold_all(self) -> bool:
-        """Whether nobody has given a parameter other memory since."""
+        """Whether no parameter has been given different memory since."""
         return [_place(parameter) for parameter in self._parameters] == self._places
 
 
@@ -55,14 +55,14 @@ def _place(parameter: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
 
 
 def separate(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each of ``parameters``, which are movable, memory of its own size: those that have left it can be freed."""
+    """Give each of ``parameters``, which are movable, memory of its own size, so that the old memory can be freed."""
     for parameter in parameters:
         if parameter.untyped_storage().nbytes() > parameter.nbytes:
             parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
 
 
 def movable(parameters: Iterable[nn.Parameter]) -> Collection[int]:
-    """The ids of those of ``parameters`` whose memory nothing but ``parameters`` refers to, and each to its own."""
+    """The ids of those ``parameters`` whose memory only they refer to, each to its own part."""
     by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if type(parameter) in _PLAIN and parameter.layout is torch.strided and parameter.device.type == "cpu":
@@ -73,7 +73,7 @@ def movable(parameters: Iterable[nn.Parameter]) -> Collection[int]:
 def _are_alone(group: list[nn.Parameter]) -> bool:
     """Whether the storage of these parameters has no other reference, and none overlaps another."""
     storage = group[0].untyped_storage()
-    # The parameters, and this function.
+    # The references held by the parameters and by this function.
     if storage.is_shared() or torch._C._storage_Use_Count(storage._cdata) != len(group) + 1:
         return False
     ends = 0

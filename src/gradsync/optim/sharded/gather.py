@@ -1,23 +1,23 @@
-"""New parameters on their way: whoever reads one waits for it, and for no other bucket.
+"""Lazy parameters: reading one waits for its gather, and for no other bucket.
 
-While the parameters of a bucket are being gathered they are of class :class:`AwaitedParameter`. torch hands whatever is
-done with such a parameter to it first, so it can wait: a layer's forward, in whatever order layers run,
-``state_dict()``, ``copy.deepcopy``, a norm that somebody logs. Nobody can read half of a parameter, or an old one.
+While the parameters of a bucket are being gathered they are of class :class:`AwaitedParameter`. torch passes every
+operation on such a parameter to it first, so it can wait: a layer's forward, in whatever order layers run,
+``state_dict()``, ``copy.deepcopy``, a norm that is logged. No reader can get half of a parameter, or an old one.
 
-Code outside of Python does not ask: an extension of torch that gets a parameter as a tensor. Mostly it gets it in the
-forward of the module that has it, so before that the parameters of the module are waited for, too.
+Code outside of Python does not ask, such as an extension of torch that gets a parameter as a tensor. It mostly gets it
+in the forward of the module that owns it, so the parameters of the module are waited for before that, too.
 
 [Note: readers at any moment] Other threads read parameters while this one trains, and a signal handler may read them
 between any two of its bytecodes. A step therefore has two parts:
 
-1. The calling thread *announces* it: parameters become awaited, one by one. Nothing has changed yet, so whoever reads
-   one now, awaited or not, gets the old one.
+1. The calling thread *announces* it: parameters become awaited, one by one. Nothing has changed yet, so any reader gets
+   the old value, from an awaited parameter or from one that is not awaited yet.
 2. The :class:`~gradsync.optim.sharded.update_thread.UpdateThread` runs it. It begins for all parameters at once, at
-   the moment at which it is queued for that thread. Whoever reads an awaited parameter gets into the same line, so
+   the moment at which it is queued for that thread. A reader of an awaited parameter joins the same queue, so it is
    behind the step, and waits there for what the step has started.
 
-Nothing here is done by the main thread between being half done and being done, so an interrupt leaves nothing
-behind: a step that was announced and never began is announced anew by the next one.
+The main thread never leaves anything half done here, so an interrupt leaves nothing behind: a step that was announced
+and never began is announced again by the next one.
 """
 
 from collections import OrderedDict
@@ -39,13 +39,13 @@ __all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "tol
 _HARMLESS = (WITHOUT_VALUES - {torch.Tensor.__len__}) | {
     *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
     torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
-    # The engine takes its hooks away when a model goes.
+    # The engine removes its hooks when a model goes.
     torch.Tensor._post_accumulate_grad_hooks.__get__,  # type: ignore[attr-defined, misc]
 }
 
 
 class AwaitedParameter(nn.Parameter):
-    """A parameter whose new values are on their way."""
+    """A parameter whose new values are being gathered."""
 
     _gather: "Gather"
 
@@ -59,10 +59,10 @@ class AwaitedParameter(nn.Parameter):
             _finish(awaited)
             if not any(type(each) is AwaitedParameter for each in awaited):
                 return func(*args, **kwargs)
-        # They are awaited still: no step has begun yet, or this is the thread that does it.
+        # They are still awaited: no step has begun yet, or this is the thread that runs it.
         return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs)
 
-    # torch's own methods look at the class before they look at values, or at none of them.
+    # torch's own methods look at the class before they look at values, or never look at values.
 
     def __hash__(self) -> int:
         return id(self)
@@ -78,7 +78,7 @@ class AwaitedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         arguments = self.data, self.requires_grad, OrderedDict[int, Any]()
-        # A copy: another thread may take a gather away meanwhile.
+        # A copy: another thread may remove a gather meanwhile.
         state = {name: value for name, value in vars(self).copy().items() if name != "_gather"}
         if not state:
             return torch._utils._rebuild_parameter, arguments
@@ -86,7 +86,7 @@ class AwaitedParameter(nn.Parameter):
 
 
 class Gather:
-    """New values of ``parameters``, which somebody is about to make."""
+    """The gather of new values of ``parameters``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], thread: UpdateThread) -> None:
         self._parameters, self._thread = parameters, thread
@@ -95,14 +95,14 @@ class Gather:
         self.is_finished = False
 
     def announce(self) -> None:
-        """Whoever reads one of the parameters asks here first, from now on."""
+        """From now on, reading one of the parameters asks here first."""
         for parameter in self._parameters:
-            # Before what it waits for: whoever pickles an ordinary parameter takes along whatever it has.
+            # Before what it waits for: pickling an ordinary parameter takes along all its attributes.
             parameter.__class__ = AwaitedParameter
             parameter._gather = self  # type: ignore[attr-defined]
 
     def finish(self) -> None:
-        """Wait until they are there, unless nobody makes them yet. Raises what has become of the wire, each time."""
+        """Wait for the values, unless nothing has started to make them. Raises a communicator's failure, every time."""
         if not self.is_finished:
             self._thread.run(self.finish_here)
 
@@ -113,11 +113,11 @@ class Gather:
         return self._arrive is not None
 
     def started(self, arrive: Callable[[], None]) -> None:
-        """They are on their way: ``arrive`` waits for them, and puts them into the parameters."""
+        """The values are being gathered: ``arrive`` waits for them, and writes them into the parameters."""
         self._arrive = arrive
 
     def fail(self, error: BaseException) -> None:
-        """They will never be, unless they have been started."""
+        """The values will never arrive, unless they have been started."""
         if self._arrive is None and self._error is None:
             self._error = told_later(error)
 
@@ -130,9 +130,9 @@ class Gather:
             self.release()
 
     def release(self) -> None:
-        """They are ordinary parameters again."""
+        """Make them ordinary parameters again."""
         for parameter in self._parameters:
-            # Before the class: an ordinary parameter shows whatever it has.
+            # Before the class: an ordinary parameter exposes all its attributes.
             if vars(parameter).get("_gather") is self:
                 del parameter._gather  # type: ignore[attr-defined]
             if "_gather" not in vars(parameter):
@@ -143,7 +143,7 @@ class Gather:
 
 
 class Gathers:
-    """What is on its way of one optimizer, in the order in which it is needed, and who makes it."""
+    """The gathers of one optimizer in flight, in the order in which they are needed, and their update thread."""
 
     def __init__(self, device: torch.device) -> None:
         end_records_at_once()
@@ -151,8 +151,8 @@ class Gathers:
         self._gathers: Sequence[Gather] = ()
 
     def change(self, groups: Sequence[Sequence[nn.Parameter]], make: Callable[[Sequence[Gather]], None]) -> None:
-        """Have ``make`` give all of ``groups`` new values. It says of each how to wait for it, by
-        :meth:`Gather.started`; those that it says nothing of have their values when it returns."""
+        """Have ``make`` give all of ``groups`` new values. It registers how to wait for each, by
+        :meth:`Gather.started`; groups that it does not register have their values when it returns."""
         for gather in self._gathers:
             # Announced by a step that was interrupted before it began.
             gather.release()
@@ -164,7 +164,7 @@ class Gathers:
         self.thread.run(lambda: _make(gathers, make))
 
     def finish(self, then: Callable[[], None] | None = None) -> None:
-        """Wait for all of it, and have ``then`` run before anything else changes."""
+        """Wait for all of them, and run ``then`` before anything else changes."""
         if then is not None or not all(gather.is_finished for gather in self._gathers):
             self.thread.run(lambda: self._finish_here(then))
 
@@ -189,7 +189,7 @@ def _make(gathers: Sequence[Gather], make: Callable[[Sequence[Gather]], None]) -
 
 
 def told_later(error: BaseException) -> Exception:
-    """What readers to come are told of ``error``: an interrupt is raised once, where it came."""
+    """The exception for later readers: an interrupt is raised once, where it occurred."""
     if isinstance(error, Exception):
         return error
     failure = GradsyncError(
@@ -201,7 +201,7 @@ def told_later(error: BaseException) -> Exception:
 
 
 def await_before_forward(module: nn.Module) -> None:
-    """Have every part of ``module`` wait for the parameters of its own before its forward."""
+    """Have every submodule of ``module`` wait for its own parameters before its forward."""
     for part in module.modules():
         if part._parameters and _await_own not in part._forward_pre_hooks.values():
             part.register_forward_pre_hook(_await_own)

@@ -1,4 +1,4 @@
-"""From the means of shares to the parameters of all ranks: updated, sent, waited for.
+"""The pipeline from the means of shares to the parameters of all ranks: update, gather, wait.
 
 Mostly in ``step()``; some before it, see :mod:`gradsync.optim.sharded.early`.
 """
@@ -30,31 +30,31 @@ __all__ = ["GatherPipeline"]
 
 
 class GatherPipeline:
-    """What is under way of one sharded optimizer, whose groups say ``options()`` at the moment. It follows
+    """The work in flight of one sharded optimizer; ``options()`` returns the current options of its groups. It follows
     reduce-scatters: :class:`~gradsync.core.reduction.scattered.Follower`."""
 
     def __init__(self, synchronizer: Synchronizer, options: Callable[[], Options]) -> None:
         self._synchronizer = synchronizer
         self._communicator = synchronizer.engine.communicator
         self._options = options
-        # Reduce-scatters take it, and gathers between them.
+        # Used by reduce-scatters, and by gathers between them.
         self.wire = scattering_over(self._communicator, synchronizer.parameters[0].device)
         self.early = EarlyUpdates(self.wire, options, self._tell)
         self.pace = Pace()
         self.segments: Segments | None = None
         self._gathers = Gathers(synchronizer.parameters[0].device)
-        # Ranks that share memory are faster in that of the communicator, which parameters do not lie in.
+        # Ranks that share memory are faster in the communicator's own memory, where parameters do not lie.
         sharing = SharedMemoryCommunicator, HierarchicalCommunicator
         self._through_bucket = isinstance(self._communicator, sharing)
 
     def take(self, segments: Segments | None) -> None:
-        """Buckets were laid out anew, or shares are cut by other parameter groups; None if there are none any more."""
+        """Buckets were rebuilt, or parameter groups cut the shares differently; None if no shares are left."""
         self.early.forget()
         self.pace.restart()
         self.segments = segments
 
     def let_go(self) -> None:
-        """Buckets are about to go."""
+        """Release the buckets, which are about to go."""
         self.early.forget()
         if self.segments is not None:
             self.segments.let_go()
@@ -62,14 +62,14 @@ class GatherPipeline:
     # -- in backward -----------------------------------------------------------------------------------------------
 
     def window_began(self) -> None:
-        """Ranks have met before the first bucket, and may meet further."""
+        """The ranks are negotiating before the first bucket, and may add to it."""
         if self.segments is not None and self._may_be_early and self.pace.window_began():
             self._plan(self.segments)
         self.early.window_began()
 
     @property
     def _may_be_early(self) -> bool:
-        """On an accelerator the host does not know in time whether what was made early holds."""
+        """False on an accelerator: the host does not know in time whether an early update is valid."""
         tuner = self._synchronizer.engine.options.tuner
         return self.wire.device.type == "cpu" and (tuner is None or tuner.finished)
 
@@ -87,16 +87,16 @@ class GatherPipeline:
         self.early.bucket_started(bucket, handle)
 
     def window_ended(self, *, well: bool) -> None:
-        """Unless ``well``, means are not, or not quite, what came off the wire."""
+        """Unless ``well``, the means are not, or not exactly, what was received."""
         if not well:
             self.early.withdraw()
 
     # -- in the step -----------------------------------------------------------------------------------------------
 
     def step(self, others: Sequence[nn.Parameter], update_others: Callable[[], None]) -> None:
-        """Update this rank's shares, and have all ranks gather them: first those that the next forward needs first.
+        """Update this rank's shares, and have all ranks gather them, in the order in which the next forward needs them.
 
-        ``others`` have no place in a bucket. They are a part of the same step: no reader gets them without the rest.
+        ``others`` have no place in a bucket. They are part of the same step: no reader gets them without the rest.
         """
         segments = self.segments
         if segments is None:
@@ -115,12 +115,12 @@ class GatherPipeline:
         self._place(segments)
         claimed = self.early.claim()
         changing = segments.prepare([share for share in segments.shares if share not in claimed])
-        # From here on parameters are neither the old ones nor the new ones.
+        # From here on parameters are neither old nor new.
         for share, made in claimed.items():
             if made is not share.flat:
                 share.flat.copy_(made)
-        # The bucket that started last holds what is needed first. It is on its way while the others are updated. But
-        # where it is an early one, ranks agree on all early ones before it: by then all must be up to date.
+        # The bucket that started last holds what is needed first. It is sent while the others are updated. But where it
+        # is an early one, ranks agree on all early ones before it: by then all must be up to date.
         by_need = segments.shares[::-1]
         first = [] if self.early.is_early(by_need[0]) else by_need[:1]
         for shares in first, by_need[len(first) :]:
@@ -141,11 +141,11 @@ class GatherPipeline:
             raise
 
     def _send(self, shares: Sequence[Share], gathers: Mapping[Share, Gather], *, hold: bool) -> None:
-        """Have all ranks gather them, in this order. ``hold``: early updates of this rank do."""
+        """Have all ranks gather them, in this order. ``hold``: this rank's early updates are valid."""
         verdict = None
         for share in shares:
             if self.early.is_early(share):
-                # Not before it is needed: on the way it is as late as any other.
+                # Only when it is needed: in transit it would be as late as any other.
                 verdict = verdict or self.early.agree(self._communicator, hold=hold)
                 arrive = partial(verdict.arrive, share)
             else:
@@ -154,14 +154,14 @@ class GatherPipeline:
 
     def _gather(self, share: Share, communicator: Communicator) -> Handle:
         share.put_down()
-        # Not by the wire for reduce-scatters: where there is one, Gloo's own way costs less of a core here.
+        # Not through the reduce-scatter communicator: where there is one, Gloo's own gather uses less of a core here.
         handle = communicator.all_gather(share.gathered, share.sent)
         self.pace.gather_started(handle)
         self._tell(share.bucket, handle)
         return handle
 
     def _tell(self, bucket: Bucket, handle: Handle) -> None:
-        """Whoever watches the engine."""
+        """Notify the engine's observers."""
         observer = self._synchronizer.engine.observer
         if observer is not None:
             observer.gather_started(bucket, handle)
@@ -169,11 +169,11 @@ class GatherPipeline:
     # -- and after it ----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wait until all parameters are the new ones."""
+        """Wait until all parameters have their new values."""
         self._gathers.finish()
 
     def _hand_over(self, share: Share, arrive: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Wait for the new parameters of a bucket, and have them take the place of the old ones."""
+        """Wait for the new parameters of a bucket, and replace the old ones with them."""
         observer = self._synchronizer.engine.observer
         if observer is not None:
             observer.gather_needed(share.bucket)
@@ -185,7 +185,7 @@ class GatherPipeline:
         share.receive(views)
 
     def settle(self) -> None:
-        """State and parameters are wanted as the last step left them."""
+        """Complete the last step, because its state and parameters are needed."""
         self.early.withdraw()
         self.flush()
 
