@@ -5,7 +5,7 @@
     optimizer.step()      one more step of the cycle
                           what was sent ``delay`` steps ago has arrived: merge it        outer.py
                           is a fragment due?
-                              how far are the others?                                   progress.py
+                              how far are the others?                                    progress.py
                               send what has changed since they last agreed               exchange.py
 
 [Note: what fails] Everything a round brings is waited for before any parameter is written. If it does not arrive,

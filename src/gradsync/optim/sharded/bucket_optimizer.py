@@ -37,7 +37,7 @@ __all__ = ["BucketOptimizer", "Synchronized", "constructor_options", "trained_pa
 
 # Minimum number of buckets on an asynchronous transport: a forward should not wait for parameters it does not need.
 PIECES = 11
-# The size of such buckets when sizes are not tuned by trial.
+# The number of such buckets that is set at once, without trying sizes one by one.
 PIECES_AT_ONCE = 16
 
 

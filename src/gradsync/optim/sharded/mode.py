@@ -1,4 +1,4 @@
-"""Whether the wire works behind the next forward, or behind backward alone: as it was asked for, or by trial.
+"""``mode="auto"``: whether to communicate behind the next forward or behind backward alone, as requested or by trial.
 
 ::
 
@@ -7,9 +7,9 @@
                   the tuner's sizes     finer buckets; early   the verdict
                                         updates are planned
 
-Where backward hides all of the wire, the way behind the next forward has nothing to gain, and its copies cost. That
-hangs on the model, the link and the machine, so it is tried. Trials enclose each other, since machines have moods.
-Ranks meet before the first bucket of windows whose numbers all of them know, and decide by numbers that they have
+Where backward hides all communication, the ``next-forward`` mode has nothing to gain, and its copies cost time. That
+depends on the model, the link and the machine, so it is tried. Trials are interleaved because machine speed drifts.
+Ranks negotiate before the first bucket of windows whose numbers all of them know, and decide by numbers that they have
 agreed on. The optimizer's state moves at every change: whole on every rank where steps are plain, else in shares.
 """
 
@@ -32,13 +32,13 @@ LOGGER = logging.getLogger("gradsync")
 
 Mode = Literal["next-forward", "plain", "auto"]
 
-# By then bucket sizes have been chosen.
+# Bucket sizes have been chosen by then.
 SETTLED_AFTER = TUNED_AFTER[-1] + 1
-# After so many windows more a trial ends: of plain steps, of the next forward, of plain steps again.
+# Each trial ends after this many further windows: of plain steps, of the next forward, of plain steps again.
 PLAIN, NEXT_FORWARD = TRIAL + 2, PLANNED_AFTER + TRIAL + 1
 TRIALS = (PLAIN, PLAIN + NEXT_FORWARD, PLAIN + NEXT_FORWARD + PLAIN)
 DECIDED_AFTER = SETTLED_AFTER + TRIALS[-1]
-# What the next forward must gain.
+# The minimum gain of the next-forward mode.
 WORTH_KEEPING = 0.01
 
 
@@ -48,10 +48,10 @@ def check_mode(mode: str) -> None:
 
 
 class ChosenMode(Changing):
-    """``whole`` means for the first windows, then the ``scattered`` ones if steps become faster by it.
+    """Uses ``whole`` means in the first windows, then the ``scattered`` ones if they make steps faster.
 
-    ``changed`` is told when the one follows the other, with True for shares: all ranks are there, and buckets are about
-    to be laid out anew. ``chosen`` is the mode once that is settled, and ``report`` says why.
+    ``changed`` is called when one replaces the other, with True for shares: all ranks are there, and buckets are about
+    to be rebuilt. ``chosen`` is the mode once that is decided, and ``report`` says why.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class ChosenMode(Changing):
         self.chosen: Mode | None = None
         self.report = ""
         self._watch = StepWatch() if watch is None else watch
-        # Of the trials, this one included.
+        # The number of trials, including this one.
         self._windows = 0
         self._times: dict[bool, list[float]] = {True: [], False: []}
-        # What was loaded takes its place where all ranks come by.
+        # Loaded state is applied when all ranks get there.
         self._loaded: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"ChosenMode({self._whole!r}, {self._scattered!r})"
 
     def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
-        # Whatever follows: it ends what it has begun in the window before.
+        # Whatever follows, it completes what it has begun in the previous window.
         self.current.reconsider(window, buckets, communicator)
         if self._loaded is not None:
             return self._take_loaded()
@@ -105,7 +105,7 @@ class ChosenMode(Changing):
             words, mine, other = "steps wait for the whole mean", plain, behind
         self.report = f"{words} from now on: {in_ms(mine)} a step, as against {in_ms(other)}"
         if communicator.rank == 0:
-            # Nothing is wrong. But whoever leaves the choice to us wants to be told, without setting up logging.
+            # Nothing is wrong. But a user who left the choice to us wants to be told, without setting up logging.
             LOGGER.warning("mode auto: %s", self.report)
         return self._become(gains)
 
@@ -114,7 +114,7 @@ class ChosenMode(Changing):
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
             return self._loaded
-        # In the middle of trials: they begin anew.
+        # In the middle of trials: they start again.
         return {} if self.chosen is None else {"mode": self.chosen, "report": self.report}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``ShardedOptimizer``: each rank updates its share of every bucket, and new parameters are gathered behind the next
+"""``ShardedOptimizer``: each rank updates its share of every bucket; new parameters are gathered behind the next
 forward.
 
 ::
@@ -10,8 +10,8 @@ forward.
     the next forward  a layer waits for its own parameters, if they are
                       not there yet
 
-An all-reduce is a reduce-scatter and an all-gather: the same bytes cross the wire. But the second half of them no
-longer stands between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
+An all-reduce is a reduce-scatter and an all-gather: the same bytes are sent. But the second half no longer comes
+between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
 """
 
 import weakref
@@ -48,14 +48,14 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(BucketOptimizer):
-    """An optimizer of ``optimizer_class`` that is shared out over the ranks of ``model``.
+    """An optimizer of ``optimizer_class`` that is sharded over the ranks of ``model``.
 
     ``params`` are parameters or parameter groups of the model, by default all that are trained; everything else is
-    passed on to the optimizer. It must be element-wise: torch's SGD, Adam, AdamW, Adagrad and their like are, and a
-    class of your own says so with an attribute ``element_wise = True``.
+    passed on to the optimizer. It must be element-wise: torch's SGD, Adam, AdamW, Adagrad and similar ones are. A class
+    of your own declares it with an attribute ``element_wise = True``.
 
-    After :meth:`step` new parameters are on their way. Whatever reads one waits for it; :meth:`flush` waits for all.
-    With ``mode="auto"`` that is tried against plain steps, and the faster of both is kept: see
+    After :meth:`step` new parameters are still being gathered. Whatever reads one waits for it; :meth:`flush` waits for
+    all. With ``mode="auto"`` this is tried against plain steps, and the faster of the two is kept: see
     :mod:`gradsync.optim.sharded.mode`. Where steps are plain, every rank has the whole state.
     """
 
@@ -71,19 +71,19 @@ class ShardedOptimizer(BucketOptimizer):
         require_element_wise(optimizer_class, options)
         self._class, self._options = optimizer_class, options
         given = trained_parameters(model) if params is None else list(params)
-        # It knows what the groups of its class look like, and updates what has no place in a bucket.
+        # Defines what the groups of this class look like, and updates what has no place in a bucket.
         self._outside = optimizer_class(given, **options)
         groups = [{**group, "params": list(group["params"])} for group in self._outside.param_groups]
-        # The state in the form of a plain optimizer's, and when it was brought together.
+        # The state in the form of a plain optimizer's, and when it was consolidated.
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._consolidated_at = -1
         super().__init__(model, groups, self._outside.defaults, mode)
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: Synchronized, mode: Mode = "next-forward") -> Self:
-        """An optimizer as ``optimizer`` is, with its groups, options and state, shared out over the ranks of ``model``.
+        """An optimizer like ``optimizer``, with its groups, options and state, sharded over the ranks of ``model``.
 
-        The groups are the very same objects: a scheduler that was made with the other one moves this one.
+        The groups are the same objects: a scheduler that was created with the original also drives this one.
         """
         state, options = optimizer.state_dict(), constructor_options(optimizer)
         made = cls(type(optimizer), model, [dict(group) for group in optimizer.param_groups], mode=mode, **options)
@@ -102,7 +102,7 @@ class ShardedOptimizer(BucketOptimizer):
         self._wire = self._gather_pipeline.wire
 
     def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
-        # Hooks of parameters hold the reduction. They must not hold the optimizer, whose engine removes them.
+        # Parameter hooks hold the reduction. They must not hold the optimizer, whose engine removes them.
         return ScatteredMean(dtype, self._gather_pipeline.wire, weakref.proxy(self._gather_pipeline))
 
     def received(self) -> None:
@@ -116,7 +116,7 @@ class ShardedOptimizer(BucketOptimizer):
         self._gather_pipeline.let_go()
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were laid out anew: the state follows its parameters. Collective."""
+        """Buckets were rebuilt: the state follows its parameters. Collective."""
         if not self._scatters:
             buckets = []
             if self._gather_pipeline.segments is None:
@@ -152,7 +152,7 @@ class ShardedOptimizer(BucketOptimizer):
         self._outside.state[parameter] = kept
 
     def _update_outside(self, inside: Collection[int]) -> None:
-        """From now on what is not ``inside`` buckets is updated on every rank."""
+        """From now on, every rank updates what is not ``inside`` buckets."""
         for group, ours in zip(self._outside.param_groups, self.param_groups, strict=True):
             group["params"] = [parameter for parameter in ours["params"] if id(parameter) not in inside]
         for parameter in [parameter for parameter in self._outside.state if id(parameter) in inside]:
@@ -180,15 +180,15 @@ class ShardedOptimizer(BucketOptimizer):
             group.update(current)
         if any(parameter.grad is not None for parameter in indexed(self._outside.param_groups)):
             # Means of narrow parameters may be wide, and this is a plain optimizer. But a parameter that has left its
-            # bucket for the moment has a state that is wide, too.
+            # bucket temporarily has a state that is wide, too.
             narrow = [p for p in indexed(self._outside.param_groups) if p.dtype in NARROW]
             restore_gradients([p for p in narrow if not _is_wide(self._outside.state.get(p, {}), p)])
-            # This step has been looked at already.
+            # This step has already been checked.
             with self._synchronizer.switched(steps_locally=True):
                 self._outside.step()
 
     def flush(self) -> None:
-        """Wait until all parameters are the new ones."""
+        """Wait until all parameters have their new values."""
         self._gather_pipeline.flush()
 
     def _settle(self) -> None:
@@ -237,7 +237,7 @@ class ShardedOptimizer(BucketOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
+        """Load the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
@@ -254,7 +254,7 @@ class ShardedOptimizer(BucketOptimizer):
 
     @torch.no_grad()
     def _load(self, states: Mapping[int, ParameterState], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with ``states``: of what is in a share of this rank's that part, and else the whole."""
+        """Load ``states``: this rank's part of those in its shares, and the whole of all others."""
         self._gather_pipeline.settle()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -268,19 +268,19 @@ class ShardedOptimizer(BucketOptimizer):
         self._consolidated = None
 
     def _parts(self) -> dict[int, Part]:
-        """What this rank has of parameters that lie in buckets."""
+        """This rank's parts of the parameters that lie in buckets."""
         shares = [] if self._gather_pipeline.segments is None else self._gather_pipeline.segments.shares
         return {part.index: part for share in shares for part in share.parts}
 
     def _inside(self) -> set[int]:
-        """The parameters that lie in buckets, on whatever rank."""
+        """The parameters that lie in buckets, on any rank."""
         shares = [] if self._gather_pipeline.segments is None else self._gather_pipeline.segments.shares
         return {slot.parameter for share in shares for slot in share.plan.slots}
 
     # -- in pieces, for torch.distributed.checkpoint ---------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """What this rank has of the state, for ``torch.distributed.checkpoint.save``, on all ranks."""
+        """This rank's part of the state, for ``torch.distributed.checkpoint.save``, on all ranks."""
         from gradsync.optim.sharded.pieces import pieces_of
 
         self._require_open()
@@ -297,9 +297,9 @@ class ShardedOptimizer(BucketOptimizer):
         return pieces_of(mine, self._all_options())
 
     def load_sharded(self, checkpoint: "str | PathLike[str] | StorageReader", name: str = "optimizer") -> None:
-        """Go on with what ``torch.distributed.checkpoint`` has saved under ``name``: see :meth:`sharded_state_dict`.
+        """Load what ``torch.distributed.checkpoint`` has saved under ``name``: see :meth:`sharded_state_dict`.
 
-        On all ranks alike, whose number may be another one.
+        On all ranks alike; their number may differ from when it was saved.
         """
         from gradsync.optim.sharded.pieces import StateReader
 
@@ -309,7 +309,7 @@ class ShardedOptimizer(BucketOptimizer):
         wanted = [i for i, p in enumerate(self._synchronizer.parameters) if id(p) in given]
         sizes, groups = {specs[i].name: specs[i].wire_numel for i in wanted}, len(self.param_groups)
         communicator = self._synchronizer.engine.communicator
-        # A disk may be there on one host and not on another, and reading is a collective.
+        # A disk may exist on one host and not on another, and reading is a collective.
         reader = make_together(
             communicator, "read the checkpoint", lambda: StateReader(checkpoint, name, sizes, groups)
         )
@@ -319,7 +319,7 @@ class ShardedOptimizer(BucketOptimizer):
         self._load({numbers[parameter]: self._placed(state) for parameter, state in states.items()}, options)
 
     def _placed(self, state: ParameterState) -> ParameterState:
-        """Some optimizers want their numbers where the parameters are."""
+        """Move the state to the parameter's device, where some optimizers need it."""
         if any(group.get("fused") or group.get("capturable") for group in self.param_groups):
             device = self._synchronizer.parameters[0].device
             for key, value in state.scalars.items():
@@ -339,7 +339,7 @@ def _is_wide(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
 
 
 def _narrowed(state: ParameterState, parameter: nn.Parameter) -> ParameterState:
-    """As a plain optimizer keeps it: numbers of the parameter's own type, and no more precise copy of it."""
+    """The state as a plain optimizer keeps it: in the parameter's own dtype, without a more precise copy of it."""
     dtype = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
     tensors = {
         key: value.to(dtype) if value.is_floating_point() else value
@@ -350,7 +350,7 @@ def _narrowed(state: ParameterState, parameter: nn.Parameter) -> ParameterState:
 
 
 def _part_of(whole: ParameterState, part: Part) -> ParameterState:
-    """What a rank with this part keeps of the state of a parameter."""
+    """The part of a parameter's state that a rank with this part keeps."""
     place = slice(part.offset, part.offset + part.stop - part.start)
     tensors = {key: value[place].to(part.parameter.device, copy=True) for key, value in whole.tensors.items()}
     return ParameterState(tensors=tensors, scalars=whole.scalars)

@@ -1,4 +1,4 @@
-"""Options of parameter groups, as they were at some moment: numbers, and tensors that somebody may change in place."""
+"""Snapshots of parameter group options: numbers, and tensors that may be changed in place."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 __all__ = ["Options", "copied", "is_equal", "same"]
 
-# Of each group.
+# One entry per group.
 Options = list[dict[str, Any]]
 
 

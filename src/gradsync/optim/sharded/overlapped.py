@@ -1,4 +1,4 @@
-"""``OverlappedOptimizer``: means that travel behind the next forward, for optimizers of any kind.
+"""``OverlappedOptimizer``: gathers means behind the next forward, for optimizers of any kind.
 
 ::
 
@@ -8,10 +8,10 @@
     the next forward  a layer waits for the means of its own bucket, and
                       updates what is in it
 
-Nothing is shared out but the wire's time: every rank updates whole parameters by whole means, as it would without. So
-the optimizer may look at whole matrices, as Muon, LAMB and Shampoo do; but at one parameter at a time. It works on
-parameters that lie in the memory of the model's, and have gradients of their own: ``zero_grad()`` clears the model's,
-long before the last mean is used.
+Only the communication is spread out, nothing is sharded: every rank updates whole parameters with whole means, as
+without it. So the optimizer may look at whole matrices, as Muon, LAMB and Shampoo do, but at one parameter at a time.
+It works on shadow parameters, which share the memory of the model's and have gradients of their own: ``zero_grad()``
+clears the model's long before the last mean is used.
 """
 
 from collections import defaultdict
@@ -39,18 +39,18 @@ __all__ = ["OverlappedOptimizer"]
 
 
 class OverlappedOptimizer(BucketOptimizer):
-    """``optimizers`` of the parameters of ``model``, as one whose means arrive behind the next forward.
+    """Combines ``optimizers`` of the parameters of ``model`` into one whose means arrive behind the next forward.
 
-    They are taken with their groups, options and state. The groups are the very same objects: a scheduler that was made
-    with one of them moves it. Step, save and load this one from then on, and not them::
+    They are taken over with their groups, options and state. The groups are the same objects: a scheduler that was
+    created with one of the optimizers still drives it. From then on step, save and load this one instead of them::
 
         optimizer = OverlappedOptimizer(model, Muon(matrices), torch.optim.AdamW(others))
 
-    An optimizer must update each parameter by its own gradient alone. Those of torch do, but for LBFGS; a class of your
-    own says so with an attribute ``parameter_wise = True``.
+    An optimizer must update each parameter by its own gradient alone. torch's optimizers do, except LBFGS; a class of
+    your own declares it with an attribute ``parameter_wise = True``.
 
     After :meth:`step` parameters wait for their means. Whatever reads one waits, and has it updated; :meth:`flush` does
-    that for all. With ``mode="auto"`` it is tried against plain steps, and the faster of both is kept.
+    that for all. With ``mode="auto"`` this is tried against plain steps, and the faster of the two is kept.
     """
 
     def __init__(self, model: Synchronized, *optimizers: torch.optim.Optimizer, mode: Mode = "next-forward") -> None:
@@ -61,14 +61,14 @@ class OverlappedOptimizer(BucketOptimizer):
         self._originals = optimizers
         groups = [{**group} for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__(model, groups, {}, mode)
-        # Which schedulers look at.
+        # Schedulers look at this.
         self.defaults = {key: value for optimizer in optimizers for key, value in optimizer.defaults.items()}
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._stands_for.extend(optimizers)
         self._refusals = [handle for optimizer in optimizers for handle in self._retire(optimizer)]
 
     def _retire(self, optimizer: torch.optim.Optimizer) -> Iterator[RemovableHandle]:
-        """Its state is here now: what others do with it would be lost, or save nothing."""
+        """Guard the original, whose state is here now: steps on it would be lost, and saving it would save nothing."""
         yield optimizer.register_step_pre_hook(_refuse)
         yield optimizer.register_state_dict_pre_hook(_refuse)
         yield optimizer.register_load_state_dict_pre_hook(_refuse)
@@ -80,7 +80,7 @@ class OverlappedOptimizer(BucketOptimizer):
         self._inner = [doubled(optimizer, self._shadows) for optimizer in self._originals]
         self._gathers = Gathers(self._synchronizer.parameters[0].device)
         self._inside: list[Bucket] = []
-        # Whose updates may not all be made.
+        # Optimizers whose updates may not all have been made.
         self._running: PutOffStep | None = None
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class OverlappedOptimizer(BucketOptimizer):
         inside = {id(parameter) for bucket in self._inside for parameter in bucket.parameters}
         outside = [p for p in indexed(self.param_groups) if id(p) not in inside]
         busy = {id(self._shadows[id(p)].itself) for p in indexed(self.param_groups) if p.grad is not None}
-        # The bucket that started last holds what is needed first.
+        # The parameters that the next forward needs first are in the bucket that started last.
         by_need = self._inside[::-1]
 
         def make(gathers: Sequence[Gather]) -> None:
@@ -140,14 +140,14 @@ class OverlappedOptimizer(BucketOptimizer):
             make(())
 
     def _gradients_of(self, bucket: Bucket) -> dict[ShadowParameter, torch.Tensor]:
-        """What parameters of the bucket will be updated by: where the mean will lie, or what is in its place."""
+        """The gradients that will update the bucket's parameters: where the mean will lie, or their replacements."""
         payload = bucket.wire[: bucket.plan.payload]
         found = {}
         for parameter, view in zip(bucket.parameters, bucket.views_of(payload), strict=True):
             if parameter.grad is None or id(parameter) not in self._shadows:
                 continue
             shared = isinstance(parameter.grad, SharedGradient)
-            # Who has put another in its place may zero it before it is used.
+            # A user who replaced a gradient may zero the replacement before it is used.
             found[self._shadows[id(parameter)]] = view if shared else parameter.grad.clone()
         return found
 
@@ -175,7 +175,7 @@ class OverlappedOptimizer(BucketOptimizer):
             step.update(gradients)
 
     def flush(self) -> None:
-        """Wait until all parameters are the new ones."""
+        """Wait until all parameters have their new values."""
         self._gathers.finish(self._finish_step if self._running is not None else None)
 
     def _finish_step(self) -> None:
@@ -184,7 +184,7 @@ class OverlappedOptimizer(BucketOptimizer):
             self._hand_back(step)
 
     def _hand_back(self, step: PutOffStep) -> None:
-        """What optimizers have written into their groups, unless somebody has written there since the step."""
+        """Copy back what optimizers have written into their groups, unless the groups were changed since the step."""
         for number, written in step.written.items():
             mine, old = self.param_groups[number], step.options[number]
             mine.update({key: value for key, value in written.items() if is_equal(mine.get(key), old.get(key))})
@@ -221,19 +221,19 @@ class OverlappedOptimizer(BucketOptimizer):
         self._originals[-1].param_groups.append(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As one optimizer with all groups would have it."""
+        """The state as one optimizer with all groups would have it."""
         found: dict[int, Any] = {}
 
         def collect() -> None:
             self._finish_step()
             states = {id(shadow): state for optimizer in self._inner for shadow, state in optimizer.state.items()}
             for place, parameter in enumerate(indexed(self.param_groups)):
-                # None of a group that is being added at this moment.
+                # No state for a group that is being added at this moment.
                 shadow = self._shadows.get(id(parameter))
                 if shadow is not None and states.get(id(shadow.itself)):
                     found[place] = states[id(shadow.itself)]
 
-        # Where steps are made: another thread may ask, in the middle of one.
+        # On the thread that makes steps: another thread may ask in the middle of one.
         self._gathers.finish(collect)
         packed = super().state_dict()
         packed["state"] = found
@@ -241,7 +241,7 @@ class OverlappedOptimizer(BucketOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the state of such an optimizer, or of a plain one with the same groups. On all ranks alike."""
+        """Load the state of such an optimizer, or of a plain one with the same groups. On all ranks alike."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
         self._settle()
@@ -258,7 +258,7 @@ class OverlappedOptimizer(BucketOptimizer):
 
 
 class _Once:
-    """Runs once. What it raised it raises again: half an update must not be made a second time."""
+    """Runs once. If it raised, it raises the same again: half an update must not be made a second time."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action

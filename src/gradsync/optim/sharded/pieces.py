@@ -1,10 +1,10 @@
-"""The optimizer's state for ``torch.distributed.checkpoint``: every rank writes what it has, and reads what it needs.
+"""Optimizer state for ``torch.distributed.checkpoint``: every rank writes what it has, and reads what it needs.
 
-A state with a number for each element of a parameter is saved flat, in the order in which the elements lie in memory,
-in as many pieces as ranks have parts of it. What ranks own when it is loaded may be something else: the checkpoint is
-read in whatever pieces are wanted then.
+A state with one number per element of a parameter is saved flat, in the order in which the elements lie in memory, in
+one piece per part that a rank owns. Ownership may differ when it is loaded: the checkpoint is read in the pieces that
+are needed then.
 
-Imported where it is used: torch takes its time for that.
+Imported only where it is used: importing this part of torch takes time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ STATE, GROUPS = "state", "param_groups"
 
 
 class Piece(torch.Tensor):
-    """Part of a flat tensor. torch's planners ask it for what they have to know."""
+    """Part of a flat tensor, with the attributes that torch's planners ask for."""
 
     place: Place
     local: torch.Tensor
@@ -45,7 +45,7 @@ class Piece(torch.Tensor):
         return piece
 
     def size(self, dim: Any = None) -> Any:
-        """Of the whole, which a planner compares with what was saved."""
+        """The size of the whole, which a planner compares with what was saved."""
         whole = torch.Size([self.place.whole])
         return whole if dim is None else whole[dim]
 
@@ -83,8 +83,8 @@ def _scalars(state: ParameterState) -> dict[str, Any]:
 
 
 class StateReader:
-    """Reads what a checkpoint has under ``name`` of an optimizer with so many ``groups``, for parameters that have
-    ``places``. ``sizes`` are those of all parameters of it: what does not fit is refused on every rank."""
+    """Reads what a checkpoint has under ``name`` of an optimizer with this number of ``groups``, for parameters that
+    have ``places``. ``sizes`` are those of all its parameters: what does not fit is refused on every rank."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class StateReader:
         return {key.removeprefix(begin): value for key, value in self._known.items() if key.startswith(begin)}
 
     def _state_of(self, parameter: str) -> dict[str, Any]:
-        # A parameter's name may be the beginning of another's.
+        # One parameter's name may be a prefix of another's.
         found = self._below(f"{STATE}.{parameter}.")
         return {key: value for key, value in found.items() if "." not in key}
 
@@ -140,7 +140,7 @@ class StateReader:
         return {name: _read(each) for name, each in found[STATE].items()}, found[GROUPS]
 
     def _wanted(self, parameter: str, place: Place, device: torch.device) -> dict[str, Any]:
-        """What the checkpoint has of a parameter, as memory to read it into."""
+        """The checkpoint's entries for a parameter, as memory to read them into."""
         wanted: dict[str, Any] = {}
         for key, known in self._state_of(parameter).items():
             wanted[key] = _memory(known)
@@ -150,14 +150,14 @@ class StateReader:
 
 
 def _is_by_element(known: Any, whole: int) -> bool:
-    """Whether there is one for each element of a parameter of this size. A number may have a dimension, too."""
+    """Whether there is one entry per element of a parameter of this size. A number may have a dimension, too."""
     return isinstance(known, TensorStorageMetadata) and (
         known.size.numel() != 1 or (whole == 1 and len(known.size) > 0)
     )
 
 
 def _memory(known: Any) -> Any:
-    """For a number, or for something else, which comes as it was."""
+    """Memory for a number; anything else is read as it was saved."""
     if not isinstance(known, TensorStorageMetadata):
         return None
     return torch.zeros(known.size if known.size.numel() == 1 else (), dtype=known.properties.dtype)

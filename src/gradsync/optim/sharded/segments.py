@@ -1,8 +1,8 @@
-"""The optimizer of all shares of this rank, and the flat parameters that it sees.
+"""The optimizer over all shares of this rank, and the flat parameters that it updates.
 
 Shares are cut into *segments*: runs of neighbouring parameters that belong to one parameter group and have been updated
-equally often. The optimizer has a flat parameter for each segment, which are few and large. A parameter that nobody has
-used in a window is not updated, as a plain optimizer would not either, and from then on it is a segment by itself.
+equally often. The optimizer has one flat parameter per segment, and segments are few and large. A parameter that no
+rank has used in a window is not updated, as with a plain optimizer, and from then on it is a segment by itself.
 """
 
 import copy
@@ -18,17 +18,17 @@ from gradsync.optim.sharded.share import Part, Share
 
 __all__ = ["MASTER", "Before", "OptimizerFactory", "ParameterState", "Segment", "Segments"]
 
-# Makes an optimizer over flat parameters, for each group its number and those in it.
+# Makes an optimizer over flat parameters from pairs of a group's number and the parameters in it.
 OptimizerFactory = Callable[[Sequence[tuple[int, list[nn.Parameter]]]], torch.optim.Optimizer]
 
-# By this name the state has parameters in the type in which they are updated, where that is wider than their own.
+# The state has parameters under this name, in the dtype in which they are updated, where that is wider than their own.
 MASTER = "master"
 
 
 @dataclass(kw_only=True)
 class ParameterState:
-    """The optimizer's state of one parameter, or of this rank's part of it: ``tensors`` with a number for each element,
-    flat, and ``scalars`` that hold for all of them."""
+    """The optimizer's state of one parameter, or of this rank's part of it: ``tensors`` are flat, with one number per
+    element, and ``scalars`` hold for all of them."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def used(self) -> list[bool]:
-        """Of which parameters any rank has a gradient."""
+        """For each parameter, whether any rank has a gradient."""
         return [part.parameter.grad is not None for part in self.parts]
 
     def cut_out(self, part: Part, flat: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Segment:
 
 
 class Segments:
-    """What this rank updates. ``group_of`` has the parameter group of each parameter, by its number in the model."""
+    """What this rank updates. ``group_of`` has each parameter's group, by its index in the model."""
 
     def __init__(
         self, shares: Sequence[Share], group_of: Mapping[int, int], make_optimizer: OptimizerFactory, states: States
@@ -69,7 +69,7 @@ class Segments:
         self.shares = list(shares)
         self._group_of = group_of
         self._make_optimizer = make_optimizer
-        # Parameters of which the shares hold the current values.
+        # Parameters whose current values are in the shares.
         self._loaded: set[int] = set()
         # Before the first step shares have no memory.
         self.are_placed = False
@@ -78,7 +78,7 @@ class Segments:
     # -- segments ------------------------------------------------------------------------------------------------
 
     def cut(self, states: States, *, apart: Collection[int] = ()) -> None:
-        """Cut the shares into segments, parameters that are ``apart`` by themselves, and go on with ``states``."""
+        """Cut the shares into segments, with parameters that are ``apart`` in their own, and keep ``states``."""
         self._segments = [each for share in self.shares for each in self._runs(share, states, apart)]
         groups = sorted({segment.group for segment in self._segments})
         self._places = {group: place for place, group in enumerate(groups)}
@@ -128,7 +128,7 @@ class Segments:
             state[key] = whole.to(segment.flat.dtype) if whole.is_floating_point() else whole
 
     def states(self, share: Share | None = None) -> dict[int, ParameterState]:
-        """The optimizer's state, taken apart by parameters, of all shares or one. Tensors are views."""
+        """The optimizer's state per parameter, of all shares or one. Tensors are views."""
         found: dict[int, ParameterState] = {}
         for segment in self._segments:
             if share is not None and segment.share is not share:
@@ -147,7 +147,7 @@ class Segments:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def place(self, parameters: Sequence[nn.Parameter], *, through_bucket: bool) -> None:
-        """Before a step: see to it that all shares have memory. ``parameters`` are all of the model.
+        """Before a step: make sure that all shares have memory. ``parameters`` are all of the model.
 
         ``through_bucket``: see :meth:`Share.place`.
         """
@@ -157,13 +157,13 @@ class Segments:
             return
         for share in shares:
             share.detach()
-        # Not in the memory that parameters are about to leave.
+        # Not in memory that parameters are about to leave.
         self._follow(shares)
         can_move = movable(parameters)
         for share in shares:
             share.place(can_move, through_bucket=through_bucket)
         self._follow(shares)
-        # Some may have left the buckets, and would keep the memory of all that they once lay with.
+        # Some may have left the buckets, and would keep all the memory that they once shared alive.
         inside = {id(parameter) for share in self.shares for parameter in share.bucket.parameters}
         separate(each for each in parameters if id(each) in can_move and id(each) not in inside)
 
@@ -172,7 +172,7 @@ class Segments:
             segment.lie_in(segment.share.flat)
 
     def prepare(self, shares: Sequence[Share]) -> list[Segment]:
-        """What a step is to :meth:`update` of ``shares``."""
+        """The segments of ``shares`` that a step must :meth:`update`."""
         self.load(shares)
         for share in shares:
             share.take_replaced()
@@ -189,7 +189,7 @@ class Segments:
     def update(
         self, options: Sequence[dict[str, Any]], segments: Sequence[Segment], flat: torch.Tensor | None = None
     ) -> None:
-        """Have the optimizer update ``segments``, and no other; in ``flat``, if it is not their share itself.
+        """Have the optimizer update ``segments``, and no others; in ``flat``, if it is not their share itself.
 
         ``options`` are those of the parameter groups.
         """
@@ -203,7 +203,7 @@ class Segments:
         for segment in segments:
             segment.flat.grad = segment.gradient
         with torch._C._EnableTorchFunction():
-            # Parameters are not for its eyes: it has these.
+            # The optimizer must see only these, not the model's parameters.
             self.optimizer.step()
         for segment in segments:
             segment.flat.grad = None
@@ -211,7 +211,7 @@ class Segments:
                 segment.lie_in(segment.share.flat)
 
     def load(self, shares: Sequence[Share]) -> None:
-        """Take the parameters as they are: whoever has changed one since the last step meant to."""
+        """Take the current parameters: one that has changed since the last step was changed on purpose."""
         pairs = [pair for share in shares for pair in share.current()]
         if pairs:
             held, current = zip(*pairs, strict=True)
@@ -219,7 +219,7 @@ class Segments:
         self._loaded.update(part.index for share in shares for part in share.parts)
 
     def let_go(self) -> None:
-        """Hold nothing of the buckets any more, which go. States stay, until they have moved into other segments."""
+        """Release everything in the buckets, which go. States stay until they are transferred to new segments."""
         for share in self.shares:
             share.let_go()
         for segment in self._segments:
@@ -227,7 +227,7 @@ class Segments:
 
 
 class Before:
-    """What a share was, and the optimizer's state of it: to go back to."""
+    """A snapshot of a share and its optimizer state, for undoing an update."""
 
     def __init__(self, segments: Segments, share: Share) -> None:
         self._share, self._optimizer = share, segments.optimizer
@@ -236,11 +236,11 @@ class Before:
         self._states: list[dict[str, Any]] = [{} for _ in self.segments]
 
     def fits(self, segments: Segments) -> bool:
-        """Whether the segments have not been cut anew since."""
+        """Whether the segments have stayed the same since."""
         return self._optimizer is segments.optimizer
 
     def take(self) -> None:
-        """Remember what is now."""
+        """Take the snapshot."""
         self.flat.copy_(self._share.flat)
         for segment, kept in zip(self.segments, self._states, strict=True):
             state = self._state_of(segment)
@@ -265,7 +265,7 @@ class Before:
 
 
 def _copied(value: Any, into: Any) -> Any:
-    """A copy of a state's value: in memory that is there already, if it fits."""
+    """A copy of a state's value: in existing memory, if it fits."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:

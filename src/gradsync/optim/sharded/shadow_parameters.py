@@ -1,8 +1,8 @@
-"""Parameters in the memory of a model's, with gradients of their own, and optimizers over them.
+"""Shadow parameters: they share the model's memory but have gradients of their own, for deferred optimizer steps.
 
-What a step does may lie far behind it: by then ``zero_grad()`` has cleared the model's gradients, a scheduler has moved
-its groups, and the class of its parameters says that they are awaited. So an optimizer whose work is put off gets
-parameters that nobody else knows, and options as they were when the step was called.
+The work of a step may be done long after the call: by then ``zero_grad()`` has cleared the model's gradients, a
+scheduler has changed its groups, and its parameters belong to the class of awaited ones. So an optimizer whose work is
+deferred gets private parameters, and options as they were when the step was called.
 """
 
 from collections import OrderedDict, defaultdict
@@ -20,14 +20,14 @@ __all__ = ["PutOffStep", "ShadowParameter", "doubled"]
 
 
 class ShadowParameter:
-    """``itself`` is a parameter in the memory of another."""
+    """``itself`` is a parameter that shares the memory of a model's parameter."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.itself = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
     def follow(self) -> None:
-        """Somebody may have given the parameter other memory."""
+        """Point to the parameter's current memory, which may have been replaced."""
         mine, other = self.itself, self.parameter
         if mine.data_ptr() != other.data_ptr() or mine.stride() != other.stride() or mine.dtype != other.dtype:
             mine.data = other.data
@@ -39,9 +39,9 @@ Gradients = Mapping[ShadowParameter, torch.Tensor]
 def doubled(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParameter]) -> torch.optim.Optimizer:
     """The same optimizer with the same state, over the shadows of its parameters, by their ids."""
     double: torch.optim.Optimizer = object.__new__(type(optimizer))
-    # Schedulers put a step of their own into the optimizer, which steps the original.
+    # Schedulers replace the optimizer's step by their own, which steps the original.
     vars(double).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    # Hooks are the original's: they are called once a step, and not once an update.
+    # The hooks stay with the original: they are called once per step, not once per update.
     for name in [name for name in vars(double) if name.endswith("_hooks")]:
         setattr(double, name, OrderedDict())
     double.param_groups = [
@@ -53,15 +53,15 @@ def doubled(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParame
 
 @dataclass(frozen=True, kw_only=True)
 class PutOffStep:
-    """One step of ``optimizers`` over shadows, made of several updates. Each sees the ``options`` of all groups as they
-    were when the step was called; what they write there is ``written``, once a step."""
+    """One deferred step of ``optimizers`` over shadow parameters, made of several updates. Each uses the ``options`` of
+    all groups from when the step was called; what they write there is collected in ``written``, once per step."""
 
     options: Options
     optimizers: Sequence[torch.optim.Optimizer]
     written: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def update(self, gradients: Gradients) -> None:
-        """Have the optimizers update these parameters, and no other."""
+        """Have the optimizers update these parameters, and no others."""
         for shadow in gradients:
             shadow.follow()
         wanted = {id(shadow.itself): gradient for shadow, gradient in gradients.items()}
@@ -70,14 +70,14 @@ class PutOffStep:
                 self._step(number, optimizer, wanted)
 
     def count(self, idle: Sequence[bool]) -> None:
-        """Have optimizers that are ``idle``, since none of their parameters has a gradient, step on nothing: they may
+        """Have optimizers that are ``idle``, because none of their parameters has a gradient, step on nothing: they may
         count their steps."""
         for (number, optimizer), is_idle in zip(self._numbered(), idle, strict=True):
             if is_idle:
                 self._step(number, optimizer, {})
 
     def _numbered(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
-        """The optimizers, each with the number of its first group."""
+        """The optimizers, each with the index of its first group."""
         number = 0
         for optimizer in self.optimizers:
             yield number, optimizer
@@ -91,11 +91,11 @@ class PutOffStep:
             group["params"] = [shadow for shadow in group["params"] if id(shadow) in gradients]
         shadows: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in groups))
         for shadow in shadows:
-            # Of narrow parameters means may be wider than what an optimizer expects.
+            # For narrow parameters, means may be wider than an optimizer expects.
             shadow.grad = gradients[id(shadow)].to(shadow.dtype)
         try:
             with torch._C._EnableTorchFunction():
-                # Parameters of the model are not for its eyes: it has shadows of them.
+                # The optimizer must see only the shadows, not the model's parameters.
                 optimizer.step()
         finally:
             for shadow in shadows:

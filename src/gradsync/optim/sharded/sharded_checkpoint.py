@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer in the form of a plain one: the same file, whatever number of ranks wrote it."""
+"""Converts a sharded optimizer's state to and from a plain one's: the same file for any number of ranks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from gradsync.optim.sharded.segments import ParameterState
 
 __all__ = ["check_groups", "from_parameter", "indexed", "to_parameter"]
 
-# By these names torch's optimizers keep numbers that hold for a whole parameter.
+# The names under which torch's optimizers keep numbers that hold for a whole parameter.
 SCALARS = ("step", "mu_product", "eta", "mu")
 
 
@@ -23,11 +23,11 @@ def to_parameter(state: ParameterState, spec: ParameterSpec, device: torch.devic
 
 
 def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: ParameterSpec) -> ParameterState:
-    """The reverse of it."""
+    """The inverse of :func:`to_parameter`."""
     state = ParameterState()
     for key, value in saved.items():
         is_tensor = isinstance(value, torch.Tensor)
-        # Of a parameter without dimensions both kinds look the same.
+        # For a parameter without dimensions, both kinds look the same.
         if is_tensor and value.shape == parameter.shape and (parameter.dim() or key not in SCALARS):
             state.tensors[key] = _flattened(value, spec)
         elif is_tensor and value.numel() != 1:
@@ -67,7 +67,7 @@ def _shaped(flat: torch.Tensor, spec: ParameterSpec, device: torch.device) -> to
 
 
 def _flattened(value: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    # Of a parameter with sparse gradients it may be sparse, too.
+    # For a parameter with sparse gradients it may be sparse, too.
     value = value if value.layout is torch.strided else value.to_dense()
     dense = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
     flat = dense.as_strided((dense.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""This rank's share of one bucket: where parameters lie in it, and in which memory they are updated and gathered.
+"""This rank's share of one bucket: which parameters it has, and the memory where they are updated and gathered.
 
 ==========  ============================  ===================================================
 parameters  the optimizer updates          before and after
@@ -8,9 +8,9 @@ narrow      a wide copy of the share       the copy is compared with them before
 detached    a copy of the share            they are copied into it before, and out of the bucket after
 ==========  ============================  ===================================================
 
-Attached parameters are views of flat memory: see :mod:`gradsync.optim.sharded.flat_parameters`. Detached are those that
-cannot be moved there, those of several types in one bucket, and those on accelerators. Other ranks' shares of attached
-parameters are gathered to where they belong; over shared memory by way of the bucket, which is such memory.
+Attached parameters are views of flat memory: see :mod:`gradsync.optim.sharded.flat_parameters`. Parameters are detached
+if they cannot be moved there, if their bucket has several dtypes, or if they are on an accelerator. Other ranks' shares
+of attached parameters are gathered into place; over shared memory through the bucket, which is such memory.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -30,15 +30,15 @@ __all__ = ["Part", "Place", "Share", "is_narrow"]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a share has of one parameter: ``start`` and ``stop`` count elements of the share, ``offset`` is how many of
-    the parameter's come before. ``index`` is the parameter's number in the model."""
+    """The part of one parameter in a share: ``start`` and ``stop`` count elements of the share, ``offset`` is the
+    number of the parameter's elements before them. ``index`` is the parameter's index in the model."""
 
     index: int
     parameter: nn.Parameter
     start: int
     stop: int
     offset: int
-    # The share holds it in a wider type than its own.
+    # Whether the share holds it in a wider dtype than its own.
     is_narrow: bool
 
 
@@ -52,7 +52,7 @@ class Place:
 
 
 class Share:
-    """This rank's part of the parameters of ``bucket``. ``flat`` is what the optimizer updates, by ``gradient``."""
+    """This rank's part of the parameters of ``bucket``. The optimizer updates ``flat``, with ``gradient``."""
 
     def __init__(self, bucket: Bucket, rank: int) -> None:
         plan = bucket.plan
@@ -61,13 +61,13 @@ class Share:
         self.plan, self.bucket = plan, bucket
         self.gradient = bucket.wire[self._own]
         self.parts = list(_parts(bucket, first, first + plan.share))
-        # New parameters travel in their own dtype, where they have one in common.
+        # New parameters are sent in their own dtype, where they have one in common.
         dtypes = {_wire_dtype(parameter.dtype) for parameter in bucket.parameters}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._is_wider = self._dtype != plan.dtype
         self._may_attach = self._dtype is not None and plan.device.type == "cpu"
         self._attached: FlatParameters | None = None
-        # Only a wide copy has something to keep between steps; others get their memory when they are needed.
+        # Only a wide copy must be kept between steps; the others get their memory when they need it.
         self._copy = torch.zeros(plan.share, dtype=plan.dtype, device=plan.device) if self._is_wider else None
         self.flat = self._absent if self._copy is None else self._copy
         self._gather_into(self._bucket_memory)
@@ -81,7 +81,7 @@ class Share:
 
     @property
     def _absent(self) -> torch.Tensor:
-        """Stands for a flat tensor that has no memory."""
+        """Placeholder for a flat tensor that has no memory."""
         return torch.zeros(1, dtype=self.plan.dtype, device=self.plan.device).expand(self.plan.share)
 
     @property
@@ -95,18 +95,18 @@ class Share:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the optimizer updates parameters where they lie."""
+        """Whether the optimizer updates parameters in place."""
         return self._attached is not None and not self._is_wider
 
     @property
     def needs_place(self) -> bool:
-        """Whether it is to be :meth:`placed <place>` before the next step."""
+        """Whether it must be :meth:`placed <place>` before the next step."""
         if self._attached is not None:
             return not self._attached.hold_all()
         return self._may_attach or self.flat.stride() == (0,)
 
     def detach(self) -> None:
-        """Refer to the memory of parameters no more."""
+        """Release the memory of the parameters."""
         self._pointers, self._pairs = [], []
         if self._attached is not None:
             self._attached = None
@@ -114,7 +114,7 @@ class Share:
             self._gather_into(self._bucket_memory)
 
     def place(self, movable: Collection[int], *, through_bucket: bool) -> None:
-        """Attach the parameters, if all of them are ``movable``, by their ids; else have a copy of this share.
+        """Attach the parameters, if all of them are ``movable``, by their ids; else make a copy of this share.
 
         ``through_bucket``: they are gathered into the bucket first.
         """
@@ -133,7 +133,7 @@ class Share:
         self.flat = self._copy
 
     def _fits(self, parameter: nn.Parameter, spec: ParameterSpec) -> bool:
-        """Whether it still is what buckets were planned for, so that it looks the same after a move."""
+        """Whether it still matches what buckets were planned for, so that it looks the same after a move."""
         return (
             _wire_dtype(parameter.dtype) == self._dtype
             and parameter.is_complex() == spec.dtype.is_complex
@@ -141,7 +141,7 @@ class Share:
         )
 
     def let_go(self) -> None:
-        """The bucket goes. What this rank has of its parameters stays. May be called again, if no other bucket came."""
+        """Release the bucket, but keep this rank's part of its parameters. May be repeated before the next bucket."""
         for name in ("bucket", "gathered_views", "_attached"):
             vars(self).pop(name, None)
         self.gradient = self.gathered = self.sent = self.flat[:0]
@@ -149,12 +149,12 @@ class Share:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def current(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of what the share holds of each parameter, and what the parameter is, where these may differ."""
+        """Pairs of what the share holds of each parameter and the parameter's value, where these may differ."""
         if self.is_in_place:
             return []
         pointers = [(part.parameter.data_ptr(), part.parameter.stride()) for part in self.parts]
         if pointers != self._pointers:
-            # Somebody has given parameters other memory; or they have not been looked at before.
+            # Parameters were given different memory; or they have not been looked at before.
             self._pointers = pointers
             self._pairs = [self._pair(part) for part in self.parts]
             self._are_views = all(
@@ -167,14 +167,14 @@ class Share:
         ]
 
     def is_current(self, before: torch.Tensor) -> bool:
-        """Whether parameters still are what the share was ``before``, rounded to their type."""
+        """Whether parameters still equal what the share was ``before``, rounded to their dtype."""
         return all(
             torch.equal(before[part.start : part.stop].to(current.dtype), current)
             for part, (_, current) in zip(self.parts, map(self._pair, self.parts), strict=True)
         )
 
     def put_down(self) -> None:
-        """Lay the new share where it is ``sent`` from. If that is the bucket, gradients are gone then."""
+        """Copy the new share to where it is ``sent`` from. If that is the bucket, this overwrites its gradients."""
         if self.sent is not self.flat:
             self.sent.copy_(self.flat)
 
@@ -189,11 +189,11 @@ class Share:
                 memory[others].copy_(self.gathered[others])
             if self._is_wider:
                 memory[self._own].copy_(self.sent)
-        # Autograd must see that parameters have changed, as those of an optimizer in place have.
+        # Autograd must see that parameters have changed, like those that an optimizer updates in place.
         increment_version(self.bucket.parameters)
 
     def take_replaced(self) -> None:
-        """Gradients that somebody has put in the place of means, the same on all ranks, are what the step is to use."""
+        """Use gradients that the user has put in the place of means, the same on all ranks, in this step."""
         for part in self.parts:
             gradient = part.parameter.grad
             if gradient is not None and not isinstance(gradient, SharedGradient):
@@ -220,17 +220,17 @@ def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
 
 
 def is_narrow(parameter: nn.Parameter, bucket: Bucket) -> bool:
-    """Whether its gradient has a wider type than itself."""
+    """Whether its gradient has a wider dtype than the parameter."""
     return _wire_dtype(parameter.dtype) != bucket.plan.dtype
 
 
 def _more_precise(held: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """What is held is, as long as it rounds to the parameter."""
+    """The held value, as long as it rounds to the parameter; else the parameter."""
     return torch.where(held.to(current.dtype) == current, held, current.to(held.dtype))
 
 
 def _shares_memory(parameter: nn.Parameter, flat: torch.Tensor) -> bool:
-    """Whether the one is a view of the other, and not a copy."""
+    """Whether one is a view of the other, and not a copy."""
     return parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 

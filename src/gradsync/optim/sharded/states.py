@@ -1,8 +1,7 @@
-"""The optimizer's state, which lies scattered over the ranks, parameter by parameter: to save it, or to move it when
-buckets are laid out anew.
+"""Gathers sharded optimizer state parameter by parameter, to save it or to redistribute it when buckets are rebuilt.
 
-What ranks must agree on first (which numbers there are, and of what type) crosses the wire as JSON. Then the state of
-one bucket after the other is gathered, so that no rank ever holds more than one whole bucket of it beside its shares.
+What ranks must agree on first (which numbers there are, and of what dtype) is sent as JSON. Then the state is gathered
+one bucket at a time, so that no rank ever holds more than one whole bucket of it besides its shares.
 """
 
 import json
@@ -21,7 +20,7 @@ __all__ = ["gather_states"]
 
 
 def gather_states(segments: Segments, communicator: Communicator) -> Iterator[tuple[int, ParameterState]]:
-    """The index and the whole state of every parameter that has any, in the order in which they lie. Collective."""
+    """The index and the whole state of every parameter that has any, in memory order. Collective."""
     for share in segments.shares:
         yield from _of_bucket(share, segments.states(share), communicator)
 
@@ -32,7 +31,7 @@ def _of_bucket(
     plan = share.plan
     known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_told(mine)).encode())]
     for told in known:
-        # What one rank cannot send is said on all.
+        # If one rank cannot send its state, all ranks raise.
         if isinstance(told, str):
             raise ConfigurationError(told)
     # A parameter may lie in the shares of several ranks, which have then updated it equally often.

@@ -1,7 +1,7 @@
-"""Where torch itself switches ``__torch_function__`` off, and runs code in Python meanwhile.
+"""Works around places where torch switches ``__torch_function__`` off while it runs Python code.
 
-A signal handler that comes there finds it off, too: parameters that are on their way are not asked, and it reads old
-values, or half of a new one. On the main thread of a training that is the end of every ``record_function``, so of every
+A signal handler that runs there finds it off, too: awaited parameters are not asked, and it reads old values, or half
+of a new one. On the main thread of a training run that is the end of every ``record_function``, so of every
 ``optimizer.step()`` and of every batch of a ``DataLoader``.
 """
 
@@ -15,10 +15,10 @@ __all__ = ["end_records_at_once"]
 
 
 def end_records_at_once() -> None:
-    """Have the records of this process end in one go, during which no code in Python runs, and so no signal handler.
+    """Make records end in a single call, during which no Python code runs, and so no signal handler.
 
-    Alternative considered: to ask wherever an attribute of a parameter is looked up. ``torch.sum(parameter)`` looks up
-    none.
+    Alternative considered: to check wherever an attribute of a parameter is looked up. ``torch.sum(parameter)`` looks
+    up none.
     """
     leave = record_function.__exit__
     end = getattr(torch.ops.profiler._record_function_exit._RecordFunction, "_op", None)
@@ -29,7 +29,7 @@ def end_records_at_once() -> None:
     def leave_at_once(self: record_function, *raised: Any) -> None:
         ends, self.run_callbacks_on_exit = self.run_callbacks_on_exit, False
         try:
-            # All that it does, but for the end itself.
+            # Everything that the original does, except the end itself.
             leave(self, *raised)
         finally:
             self.run_callbacks_on_exit = ends

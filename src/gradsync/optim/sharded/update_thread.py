@@ -1,16 +1,16 @@
-"""Where parameters change: one action at a time, and never where a signal handler could see half of it.
+"""The update thread: changes parameters one action at a time, and never where a signal handler could see half of one.
 
 A signal handler runs on the main thread, in the middle of whatever that thread does, and may read parameters. An
-interrupt ends there what the main thread does, at any place. So the main thread changes no parameters itself: it has
-another thread do it, and only waits. Then
+interrupt ends whatever the main thread is doing, at any point. So the main thread changes no parameters itself: another
+thread does it, and the main thread only waits. Then
 
 - a handler that reads a parameter waits behind the action that is running, and sees all of it;
-- an interrupt ends the wait and nothing else: the action goes on, and whoever waits again gets its result;
+- an interrupt ends the wait and nothing else: the action goes on, and the next wait gets its result;
 - two threads that read never run two actions at the same time.
 
 Threads other than the main one run their actions themselves, under the same lock. So does the main thread where
 parameters are on an accelerator: streams belong to the thread, and the host waits for nothing there. A handler that
-comes in the middle of that gets an error instead of half an update.
+runs in the middle of that gets an error instead of half an update.
 """
 
 import os
@@ -30,7 +30,7 @@ Action = Callable[[], None]
 
 
 class UpdateThread:
-    """Runs what changes parameters that are on ``device``, and what else must not meet it."""
+    """Runs actions that change parameters on ``device``, and others that must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._takes_over = device.type == "cpu"
@@ -39,7 +39,7 @@ class UpdateThread:
         self._jobs: SimpleQueue[_Job | None] | None = None
 
     def run(self, action: Action) -> None:
-        """Return when ``action`` has been run, or raise what it raised. Those of one thread are run in order.
+        """Run ``action``; return when it is done, or raise what it raised. Actions of one thread run in order.
 
         An interrupt of the main thread leaves the action running.
         """
@@ -77,7 +77,7 @@ class UpdateThread:
 
 
 class _Turn:
-    """Held by the thread that changes parameters."""
+    """The lock held by the thread that changes parameters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class _Turn:
         with self._lock:
             self.owner = threading.get_ident()
             try:
-                # Whoever reads a parameter may be in inference mode, or recording gradients; that is its own business.
+                # The reader of a parameter may be in inference mode, or recording gradients; that must not matter.
                 with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     action()
             finally:
@@ -95,7 +95,7 @@ class _Turn:
 
 
 class _Job:
-    """An action, and how it went."""
+    """An action and its outcome."""
 
     __slots__ = ("_action", "_ended", "_error", "_waited")
 
@@ -103,7 +103,7 @@ class _Job:
         self._action: Action | None = action
         self._error: BaseException | None = None
         self._waited = 0.0
-        # Taken until it has ended. Events have a lock that a signal handler could find taken by its own thread.
+        # Held until it has ended. Events have a lock that a signal handler could find held by its own thread.
         self._ended = threading.Lock()
         self._ended.acquire()
 
@@ -132,7 +132,7 @@ class _Job:
 
 
 def _serve(jobs: "SimpleQueue[_Job | None]", turn: _Turn) -> None:
-    """The thread's life. It holds no job while it waits, so that an optimizer which nobody uses any more goes away."""
+    """The thread's main loop. It holds no job while it waits, so that an unused optimizer can be freed."""
     while (job := jobs.get()) is not None:
         job.run(turn)
         del job
