@@ -1,4 +1,4 @@
-"""What the engine tells whoever watches it. The engine calls an observer; it never imports one."""
+"""Observer interface: the events that the engine reports. The engine calls observers; it never imports one."""
 
 import logging
 from collections.abc import Callable
@@ -13,36 +13,36 @@ LOGGER = logging.getLogger("gradsync")
 
 
 class Observer(Protocol):
-    """Called at the stops of a gradient's walk. Must be quick: it runs inside backward."""
+    """Called at the stages of a gradient's path. Must be quick: it runs inside backward."""
 
     def backward_began(self, *, synchronizes: bool) -> None:
         """The first sign of a backward."""
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        """The last gradient of the bucket has landed."""
+        """The last gradient of the bucket was gathered."""
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        """The bucket was put on the wire; ``handle`` is what the engine will wait for."""
+        """The bucket's reduction was started; ``handle`` is what the engine will wait for."""
 
     def backward_ended(self) -> None:
-        """Autograd has nothing left to compute; what is not finished now is exposed."""
+        """Autograd has nothing left to compute; communication that has not finished by now is exposed."""
 
     def bucket_finished(self, bucket: Bucket) -> None:
-        """The engine has waited for the bucket: the mean lies in it."""
+        """The engine has waited for the bucket, which now holds the mean."""
 
     def synchronization_finished(self) -> None:
         """All gradients are means."""
 
 
 class GatherObserver(Protocol):
-    """An observer that is told of the gathers of a sharded optimizer, too. They come between two backwards, mostly."""
+    """An observer that is also notified of the gathers of a sharded optimizer, which mostly run between backwards."""
 
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        """New parameters of the bucket are on their way to all ranks."""
+        """New parameters of the bucket are being gathered on all ranks."""
 
 
 class LoopObserver(Protocol):
-    """What an observer may hear besides: what the loop does around its backwards. It need not have all methods."""
+    """Further, optional events: what the training loop does around its backwards."""
 
     def evaluation_began(self) -> None:
         """A forward without gradients is about to run."""
@@ -51,31 +51,31 @@ class LoopObserver(Protocol):
         """A forward with gradients is about to run."""
 
     def forward_ended(self) -> None:
-        """It has run."""
+        """The forward has run."""
 
     def chunk_full(self, bucket: Bucket) -> None:
-        """All gradients of a chunk of the bucket are there, and are about to land."""
+        """All gradients of a chunk of the bucket are there, and are about to be gathered."""
 
     def step_began(self) -> None:
         """An optimizer is about to update parameters of the model; their gradients are means."""
 
     def step_ended(self, optimizer: Any) -> None:
-        """It has, as far as it does so in its step."""
+        """The optimizer has updated them, as far as it does so in its step."""
 
     def gather_needed(self, bucket: Bucket) -> None:
-        """Somebody wants to read a parameter of the bucket that is on its way, and waits from now on."""
+        """A reader needs a parameter of the bucket that is still being gathered, and waits from now on."""
 
     def gather_arrived(self, bucket: Bucket) -> None:
-        """The parameters of the bucket are there, and whoever has waited goes on."""
+        """The parameters of the bucket are there, and the waiting readers go on."""
 
 
 class Observers:
-    """All who watch one engine. One that raises is not told any more: watching must not be able to break a training,
-    and least of all on one rank alone, in the middle of a synchronization that the others go on with."""
+    """All observers of one engine. One that raises is not called again: observing must not be able to break training,
+    least of all on one rank alone, in the middle of a synchronization that the others go on with."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
-        # Who is told of an event, by which method: looking that up takes longer than most of them.
+        # The methods to call per event: looking them up takes longer than most of them run.
         self._listeners: dict[str, list[tuple[Observer, Callable[..., None]]]] = {}
 
     @property
@@ -83,7 +83,7 @@ class Observers:
         return self._observers
 
     def without(self, observer: Observer) -> "Observers | None":
-        """All others, if there are any."""
+        """All other observers, if there are any."""
         others = [each for each in self._observers if each is not observer]
         return Observers(*others) if others else None
 
@@ -105,7 +105,7 @@ class Observers:
     def synchronization_finished(self) -> None:
         self._tell("synchronization_finished")
 
-    # What not everybody wants to know.
+    # Optional events.
 
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
         self._tell("gather_started", bucket, handle)
@@ -144,7 +144,7 @@ class Observers:
                 hear(*args, **kwargs)
             except Exception:
                 self._observers = tuple(each for each in self._observers if each is not observer)
-                # Another dictionary: another thread may be looking at this one.
+                # Build a new dictionary: another thread may be reading this one.
                 self._listeners = {}
                 LOGGER.exception(
                     "the observer %r raised in %s, and is told nothing any more; training goes on", observer, event

@@ -1,4 +1,4 @@
-"""What a synchronizer is told when it is made."""
+"""The options of a synchronizer, fixed when it is created."""
 
 from dataclasses import dataclass, field
 
@@ -15,8 +15,8 @@ __all__ = ["SynchronizerOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class SynchronizerOptions:
-    """``caps`` are those to begin with, which ``tuner`` may change in the first windows. ``droppable`` says that
-    modules announce parameters as absent. ``recorder`` watches beside the policy's observer."""
+    """``caps`` are the initial bucket sizes, which ``tuner`` may change in the first windows. ``droppable`` means that
+    modules announce parameters as absent. ``recorder`` observes in addition to the policy's observer."""
 
     communicator: Communicator
     caps: BucketCaps
@@ -27,7 +27,7 @@ class SynchronizerOptions:
     recorder: Observer | None = None
 
     def of_buckets(self) -> BucketOptions:
-        """What buckets are made with."""
+        """The options that buckets are built with."""
         return BucketOptions(
             communicator=self.communicator,
             caps=self.caps,
@@ -36,6 +36,6 @@ class SynchronizerOptions:
         )
 
     def watchers(self) -> Observers | None:
-        """Who is to be told of what happens, if anybody."""
+        """The observers to notify, if there are any."""
         watching = [each for each in (self.policy.observer, self.recorder, self.tuner) if each is not None]
         return Observers(*watching) if watching else None

@@ -1,4 +1,4 @@
-"""Who averages a parameter's gradient: one synchronizer at a time, the last that was given the parameter."""
+"""Ownership of parameters: one synchronizer at a time averages a gradient, the last that was given the parameter."""
 
 import weakref
 from collections.abc import Iterable
@@ -19,14 +19,14 @@ def owner_of(parameter: torch.Tensor) -> Any:
 
 
 def own(owner: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Make ``owner`` the owner of these parameters. It is not kept alive by that."""
+    """Make ``owner`` the owner of these parameters. This does not keep it alive."""
     reference = weakref.ref(owner)
     for parameter in parameters:
         _owners[parameter] = reference
 
 
 def release(owner: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """These parameters have no owner any more, as far as it was ``owner``."""
+    """Remove the owner of these parameters, where it was ``owner``."""
     for parameter in parameters:
         if owner_of(parameter) is owner:
             del _owners[parameter]

@@ -1,4 +1,4 @@
-"""Where the engine stands, and what wrappers have switched on or off.
+"""State machine of the engine, and the switches that wrappers have set.
 
 ::
 
@@ -25,7 +25,7 @@ LOGGER = logging.getLogger("gradsync")
 
 
 class Phase(enum.Enum):
-    """What the engine is doing."""
+    """The states of the engine."""
 
     IDLE = "no backward runs"
     LOCAL = "a backward runs, and its gradients stay on this rank"
@@ -44,16 +44,16 @@ _NEXT = {
 
 
 class Phases:
-    """The phase of one engine, and the only way to change it."""
+    """The current phase of one engine, and the only way to change it."""
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
-        # Empty during a backward or a synchronization. Hooks hold the list itself: its truth is the cheapest question
+        # Empty during a backward or a synchronization. Hooks hold the list itself: testing it is the cheapest check
         # there is, and one runs for every parameter.
         self.idle = [True]
 
     def enter(self, phase: Phase) -> None:
-        # Not an assertion: under python -O the engine would go on in a phase in which it does not stand.
+        # Not an assertion: under python -O the engine would continue in a phase that it is not in.
         if phase not in _NEXT[self.now]:
             raise RuntimeError(f"gradsync's engine cannot go from {self.now.name} to {phase.name}: this is a bug of it")
         LOGGER.debug("%s: %s", phase.name.lower(), phase.value)
@@ -67,24 +67,24 @@ class Phases:
 
 
 class Switches:
-    """What users turn on and off; read at the first sign of a backward, and before a step.
+    """Settings that users switch; read at the first sign of a backward, and before a step.
 
-    ``enabled``: backwards synchronize. ``forced``: also those of forwards that ran without. ``steps_locally``:
-    optimizers may step on gradients of this rank alone.
+    ``enabled``: backwards synchronize. ``forced``: so do backwards of forwards that ran without. ``steps_locally``:
+    optimizers may step on this rank's own gradients.
     """
 
     def __init__(self) -> None:
         self.enabled, self.forced, self.steps_locally = True, False, False
 
     def let_synchronize(self, forward_synchronizes: bool) -> bool:
-        """Whether a backward synchronizes that comes to a forward which does, or does not."""
+        """Whether a backward synchronizes, given whether the forward it reached does."""
         return self.enabled and (forward_synchronizes or self.forced)
 
     @contextmanager
     def set(
         self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
     ) -> Iterator[None]:
-        """Set those that are given, for a while."""
+        """Set the given switches temporarily."""
         before = self.enabled, self.forced, self.steps_locally
         self.enabled = self.enabled if enabled is None else enabled
         self.forced = self.forced if forced is None else forced

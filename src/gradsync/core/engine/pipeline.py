@@ -1,11 +1,11 @@
-"""Buckets start in one order, the same on all ranks, and finish in that order.
+"""The bucket pipeline: buckets start in one order, the same on all ranks, and finish in that order.
 
 ::
 
     FILLING ──all chunks full──▶ READY ──its turn, start──▶ REDUCING ──finish──▶ REDUCED
 
-Gradients become ready in any order, and a bucket may be full long before its turn; it then waits. That alone makes
-mismatched collectives impossible. Whoever has nothing left to wait for calls :meth:`Pipeline.flush`.
+Gradients become ready in any order, and a bucket may be full long before its turn; it then waits. This alone rules out
+mismatched collectives. Callers with nothing left to wait for call :meth:`Pipeline.flush`.
 """
 
 import enum
@@ -42,7 +42,7 @@ __all__ = ["BucketState", "Division", "Pipeline"]
 
 LOGGER = logging.getLogger("gradsync")
 
-# The version of a bucket in which nothing was settled yet.
+# The version of a bucket in which nothing was scaled yet.
 UNSETTLED = -1
 
 
@@ -57,15 +57,15 @@ class BucketState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The sum over ranks is divided by ``divisor``; this rank's gradients are multiplied with ``local_scale`` before,
-    which is what its micro-batches weigh. See :mod:`gradsync.core.window.weights`."""
+    """The sum over ranks is divided by ``divisor``; before that, this rank's gradients are multiplied by
+    ``local_scale``, the weight of its micro-batches. See :mod:`gradsync.core.window.weights`."""
 
     divisor: float
     local_scale: float = 1.0
 
 
 class Pipeline:
-    """The buckets of one synchronizer, and how far each has come on its way over the wire."""
+    """The buckets of one synchronizer, and the progress of each through its reduction."""
 
     def __init__(self, communicator: Communicator, reduction: Reduction, veto: Veto) -> None:
         self.communicator = communicator
@@ -73,20 +73,20 @@ class Pipeline:
         self.observer: Observers | None = None
         self.buckets: list[Bucket] = []
         self.division = Division(divisor=float(communicator.world_size))
-        # What this rank asks for in the ballot of the running synchronization, and whose backward it says has failed.
+        # What this rank requests in the ballot of the running synchronization, and whose backward it reports as failed.
         self.requests = Requests()
         self.failed: list[int] = []
         self._check = None if veto.holds_back else veto.check
-        # Where there is no bucket, for want of dense gradients, the ballot travels alone.
+        # Where there is no bucket, because there are no dense gradients, the ballot is sent alone.
         self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
         self._unread_ballot: HostCopy | None = None
-        # Made of that ballot on the device, once an optimizer is about to step. See :mod:`.step_gate`.
+        # Computed from that ballot on the device, once an optimizer is about to step. See :mod:`.step_gate`.
         self._gate: torch.Tensor | None = None
-        # Whether the reduction has been given buckets of a window of which it does not know how it ended, and what
-        # their means were multiplied with since.
+        # Whether the reduction has been given buckets of a window without knowing how it ended, and what their means
+        # were multiplied by since.
         self._owes_an_end = False
         self._correction: float | torch.Tensor = 1.0
-        # What of this rank's part in a synchronization is done as a whole. See [Note: an interrupt].
+        # The part of a synchronization on this rank that must run as a whole. See [Note: an interrupt].
         self.section = CollectiveSection()
         self.reduce_with(reduction)
         self.lay([])
@@ -97,15 +97,15 @@ class Pipeline:
         return f"Pipeline({counts or 'no'} buckets; {self.reduction!r} over {self.communicator!r})"
 
     def reduce_with(self, reduction: Reduction) -> None:
-        """Exchange the reduction, between two windows; :meth:`lay` is to follow."""
+        """Replace the reduction, between two windows; :meth:`lay` must follow."""
         self.hear_end()
         self.reduction = reduction
-        # Some wires write into a bucket so that its version shows it (Gloo does on GPUs), and hooks of torch's may.
-        # Then versions tell nothing of late gradients, and gradients must be counted.
+        # Some communicators write into a bucket so that its version changes (Gloo does on GPUs), and torch's hooks may.
+        # Versions then reveal nothing about late gradients, and gradients must be counted.
         self.wire_is_seen = not (reduction.carries_tail or reduction.scatters)
 
     def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
-        """Take other buckets."""
+        """Switch to different buckets."""
         self.buckets = list(buckets)
         self.observer = observer
         self._last = len(self.buckets) - 1
@@ -113,9 +113,9 @@ class Pipeline:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is under way, and nothing has landed."""
+        """Reset: nothing is in flight, and nothing was gathered."""
         if self._unread_ballot is None:
-            # Whatever kept the last window from its end.
+            # Whatever prevented the last window from ending.
             self._tell_end(well=False)
         self.section.reset()
         self._overlapping = self._by_sight = False
@@ -133,7 +133,7 @@ class Pipeline:
         self._missing = [len(bucket.chunks) for bucket in self.buckets]
 
     def recount(self) -> None:
-        """Chunks have become full by other ways than :meth:`chunk_full`."""
+        """Count again: chunks have become full by other ways than :meth:`chunk_full`."""
         self._missing = [sum(not chunk.full for chunk in bucket.chunks) for bucket in self.buckets]
 
     def state_of(self, bucket: Bucket) -> BucketState:
@@ -143,7 +143,7 @@ class Pipeline:
         return BucketState.REDUCED if bucket.index < self._finished else BucketState.REDUCING
 
     def progress(self) -> str:
-        """How far the buckets are, in words. Other threads ask, while a backward runs."""
+        """The progress of the buckets, in words. Other threads ask while a backward runs."""
         started, finished, buckets = self._next, self._finished, self.buckets
         if not buckets:
             return "no buckets"
@@ -159,7 +159,7 @@ class Pipeline:
 
     @property
     def _tails_apart(self) -> bool:
-        """Whether tails, and with them the ballot, are sent by themselves."""
+        """Whether tails, and with them the ballot, are sent separately."""
         return not self.buckets or not self.reduction.carries_tail
 
     @property
@@ -169,7 +169,7 @@ class Pipeline:
     # -- stop 3: during backward ---------------------------------------------------------------------------------
 
     def divide(self, division: Division) -> None:
-        """What the mean of this synchronization divides by; ranks have agreed on it, or will have."""
+        """Set what the mean of this synchronization divides by; ranks have agreed on it, or will have."""
         if division != self.division or not self._scales:
             self.division = division
             self._scales = [
@@ -179,13 +179,13 @@ class Pipeline:
 
     def begin(self, *, overlapping: bool, by_sight: bool) -> None:
         """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``by_sight``:
-        gradients are not counted, so that only the version of a bucket can show one that comes too late."""
+        gradients are not counted, so only the version of a bucket can reveal one that comes too late."""
         self._overlapping, self._by_sight = overlapping, by_sight
         while overlapping and self._next < self._last and not self._missing[self._next]:
             self._start(self.buckets[self._next])
 
     def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
-        """The chunk's last gradient, by the learned order, is ready, but not all are: it is looked at again later."""
+        """The chunk's last gradient in the learned order is ready, but not all are: check the chunk again later."""
         self._overdue.append((bucket, chunk))
         self._look_again()
 
@@ -196,7 +196,7 @@ class Pipeline:
                 self.chunk_full(*candidate)
 
     def chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
-        """All gradients of the chunk are ready: bring them in, and start what is full by it and whose turn has come.
+        """All gradients of the chunk are ready: gather them, and start the buckets that are now full and due.
 
         Not the last bucket, which holds the ballot.
         """
@@ -209,7 +209,7 @@ class Pipeline:
             chunk.settle(self._scales[number])
             self._versions[number] = bucket.buffer._version
         else:
-            # It may not be the end of it: this rank accumulates, or more gradients of the same parameter may come.
+            # It may not be the last time: this rank accumulates, or the same parameter may get more gradients.
             chunk.gather()
         self._missing[number] -= 1
         if not self._missing[number]:
@@ -249,7 +249,7 @@ class Pipeline:
             self.observer.bucket_started(bucket, handle)
 
     def _refuse_late(self, bucket: Bucket) -> None:
-        """Somebody has written since gradients were settled: autograd, through the views, which share the version."""
+        """Detect writes since gradients were scaled: autograd writes through the views, which share the version."""
         raise LateGradientError(
             f"a parameter of {bucket.describe()} received a further gradient when its gradient was already on its way "
             f"to the other ranks. {LATE_REMEDY}"
@@ -258,9 +258,9 @@ class Pipeline:
     # -- stop 5: after backward ----------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Backward has ended: start everything that is left, full or not. Slots without a gradient contribute zeros.
+        """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.
 
-        Late gradients are looked for before the ballot goes: see [Note: a failed backward] in
+        Late gradients are looked for before the ballot is sent: see [Note: a failed backward] in
         :mod:`gradsync.core.engine.failed_backwards`.
         """
         while self._next < self._last:
@@ -274,16 +274,16 @@ class Pipeline:
             self._send_tails()
 
     def finish(self, *, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None) -> None:
-        """Wait for all buckets; afterwards every gradient is the mean. Raises when a rank's backward had failed.
+        """Wait for all buckets; afterwards every gradient is the mean. Raises if a rank's backward failed.
 
-        ``correction`` is what means are multiplied with that were computed before the divisor was known.
+        ``correction`` multiplies means that were computed before the divisor was known.
         """
         if self._tails_apart:
             self._receive_tails()
         if correction is not None:
             self._correction = correction
         for bucket, handle in self._pending:
-            # The windows in which gradients are counted anyway find out whether the wire shows.
+            # Windows in which gradients are counted anyway find out whether the communicator changes versions.
             self.wire_is_seen |= not self._by_sight and self._versions[bucket.index] != bucket.buffer._version
             self._wait(bucket, handle)
             if correction is not None:
@@ -297,23 +297,23 @@ class Pipeline:
         self._read_ballot()
 
     def abandon(self) -> None:
-        """Bring a synchronization whose backward failed here to its end, so that no rank is left waiting.
+        """Complete a synchronization whose backward failed here, so that no rank is left waiting.
 
-        The other ranks may have started all buckets. This one starts those that are missing, with its vote in the
-        ballot, and everybody learns that the gradients are worthless. If that fails too, the wire itself is gone (or
-        the reduction raises on every rank alike), and there is nobody left to tell.
+        The other ranks may have started all buckets. This one starts the missing ones, with its vote in the ballot, and
+        all ranks learn that the gradients are worthless. If that fails too, the communicator itself is gone (or the
+        reduction raises on every rank alike), and there is no rank left to tell.
         """
         self._failed_rank = self.communicator.rank
-        # What lies in buckets is worthless anyway, and must not be refused again.
+        # The contents of buckets are worthless anyway, and must not be refused again.
         self._by_sight = False
         with log_errors("sending the remaining buckets failed"):
-            # It may have failed before ranks had agreed on what to divide by.
+            # It may have failed before ranks had agreed on the divisor.
             self.divide(self.division)
             self.flush()
             if self._tails_apart:
                 self._receive_tails()
         for bucket, handle in self._pending:
-            # One that fails must not keep the others from being waited for: they still write into the buckets.
+            # If one fails, still wait for the others: they write into the buckets.
             with log_errors(f"waiting for {bucket.describe()} failed"):
                 self._wait(bucket, handle)
 
@@ -328,7 +328,7 @@ class Pipeline:
             LOGGER.debug("rank %d: finish %s in %s", self.communicator.rank, bucket.describe(), handle.describe())
 
     def _send_tails(self) -> None:
-        """Send the tails that the reduction does not carry, all in one."""
+        """Send the tails that the reduction does not carry, all in one collective."""
         self._vote()
         tails = self._tails
         self._sent_tails = torch.cat([tail.to(tails[-1].device, torch.float32) for tail in tails])
@@ -336,10 +336,10 @@ class Pipeline:
             self._tails_handle = self.communicator.all_reduce(self._sent_tails)
 
     def _receive_tails(self) -> None:
-        """What became of them. Those that have not gone yet go, once the reduction has nothing more to send itself.
+        """Wait for the tails. Those that were not sent yet are sent once the reduction has nothing more to send itself.
 
         A communication hook may start further collectives from the callbacks of its futures. One of the engine's in
-        between would meet another one on the other ranks.
+        between would be paired with a different one on the other ranks.
         """
         if self._tails_handle is None:
             for bucket, handle in self._pending:
@@ -358,19 +358,19 @@ class Pipeline:
 
     @torch.no_grad()
     def correct(self, correction: float | torch.Tensor) -> None:
-        """Multiply the means with what was learned after they had come."""
+        """Multiply the means by a factor that became known after they had arrived."""
         self._correction = self._correction * correction
         for bucket in self.buckets:
             bucket.payload.mul_(correction)
 
     def require_alive(self) -> None:
-        """Raise the failure of the communicator, if there is one. On an accelerator the host may not have met it yet:
-        the kernels of its collectives were aborted, and have left behind what is no mean."""
+        """Raise the failure of the communicator, if there is one. On an accelerator the host may not have noticed yet:
+        the kernels of its collectives were aborted, and have left behind something that is not a mean."""
         failure = self.communicator.failure
         if failure is not None:
             raise again(failure)
 
-    # -- what ranks say of themselves ----------------------------------------------------------------------------
+    # -- control flags -------------------------------------------------------------------------------------------
 
     def _vote(self) -> None:
         mark_ballot(self._ballot, self._failed_rank, self.requests)
@@ -387,7 +387,7 @@ class Pipeline:
             self._unread_ballot, self._gate = HostCopy(ballot), None
 
     def _raise_for(self, votes: Sequence[float], since: str = "") -> list[int]:
-        """Raise if a rank's backward has failed, unless that is forgiven: then return whose."""
+        """Raise if a rank's backward has failed, unless that is tolerated: then return the failed ranks."""
         failed = failed_ranks(votes)
         try:
             if not self.veto.tolerates:
@@ -398,14 +398,14 @@ class Pipeline:
         return failed
 
     def conclude(self, *, well: bool = True) -> None:
-        """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are any good."""
+        """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
         if self._unread_ballot is None:
             self._tell_end(well=well)
 
     def hear_end(self) -> None:
-        """Have the reduction know how the last window ended: its state is asked for, or another one comes.
+        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced.
 
-        On an accelerator the host waits for that. Whoever has to raise what was heard still will.
+        On an accelerator the host waits for that. What was heard is still raised where it has to be.
         """
         if self._unread_ballot is not None and self._owes_an_end:
             votes = self._unread_ballot.wait()
@@ -423,9 +423,9 @@ class Pipeline:
             self.reduction.ended(well=well, correction=self._correction)
 
     def await_requests(self) -> None:
-        """On an accelerator, where a rank knows no more than what it asked for itself: wait for what others did.
+        """On an accelerator, where a rank knows only what it requested itself: wait for what others did.
 
-        Those may include ranks that do not wait. Nothing can be done then that all must do together.
+        Those may include ranks that do not wait. Then nothing can be done that requires all ranks.
         """
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
@@ -439,7 +439,7 @@ class Pipeline:
                 raise
 
     def late_failure(self) -> PeerFailedError | None:
-        """What the last ballot said, if nobody has read it. Called where all ranks come by, before there is another:
+        """The failure in the last ballot, if it was not read yet. Called where all ranks get to before the next ballot:
         a rank that raised at a time of its own would be a window behind the others."""
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
@@ -454,8 +454,8 @@ class Pipeline:
         return None
 
     def gate_step(self, *, gated: bool) -> torch.Tensor | None:
-        """An optimizer is about to step, and nobody may have read the ballot. Where it can be ``gated``, what is 1.0 on
-        the device if the step must change nothing. Else the host waits, and raises as it would without an accelerator.
+        """An optimizer is about to step, and the ballot may not have been read. If the step can be ``gated``, returns a
+        tensor on the device that is 1.0 if the step must change nothing. Else the host waits, and raises if needed.
         """
         ballot = self._ballot
         if self._unread_ballot is None or self.communicator.world_size == 1:

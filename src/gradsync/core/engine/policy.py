@@ -1,4 +1,4 @@
-"""How gradients are synchronized: what a user may choose, in one frozen object that wrappers pass through."""
+"""``SyncPolicy``: how gradients are synchronized, as one frozen object that wrappers pass on."""
 
 import dataclasses
 import difflib
@@ -37,7 +37,7 @@ class PolicySettings(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPolicy:
-    """What a user chooses, once for all wrappers.
+    """How gradients are synchronized; the same settings for all wrappers.
 
     reduction
         what ranks send; :class:`~gradsync.core.reduction.Mean` by default. It may be given by name, as ``"int8"``.
@@ -47,13 +47,14 @@ class SyncPolicy:
     bucket_cap_mb
         a size in MiB, sizes for the first buckets, or ``"auto"``: computed from the measured speed of the group.
     observer
-        is told of every stop of a gradient's walk; see :class:`~gradsync.Timeline`.
+        is notified at every stage of a gradient's path; see :class:`~gradsync.Timeline`.
     accumulation_dtype
-        in what gradients of bfloat16 and float16 parameters add up, and are averaged: ``torch.float32`` loses nothing.
+        the dtype in which gradients of bfloat16 and float16 parameters are added up and averaged: ``torch.float32``
+        loses nothing.
     on_veto
         what all ranks do when the gradients of one are not finite, its backward fails, or it abstains: ``"raise"``,
-        ``"skip-window"`` or ``"drop-rank"``; see docs/failures.md. By default nobody looks at gradients, a backward
-        that failed raises on all ranks, and a window is skipped from which a rank abstains.
+        ``"skip-window"`` or ``"drop-rank"``; see docs/failures.md. By default gradients are not checked, a failed
+        backward raises on all ranks, and a window is skipped if a rank abstains from it.
     fingerprints
         whether and how often replicas compare their parameters: ``Fingerprints(every=100)``.
     """
@@ -102,13 +103,13 @@ class SyncPolicy:
         bucket_cap_mb: BucketSize = None,
         default: Reduction | None = None,
     ) -> "SyncPolicy":
-        """The policy that was passed, or the one that keyword arguments of a wrapper make; not both.
+        """The policy that was passed, or one made from the wrapper's keyword arguments; not both.
 
         ``wrapper`` is what the user called, and ``default`` its reduction where none is given.
         """
         unknown = [name for name in settings if name not in PolicySettings.__annotations__]
         if unknown:
-            # As Python says it of a function with these arguments and no others.
+            # The message of Python for a function with these arguments and no others.
             known = [*PolicySettings.__annotations__, "policy", "bucket_cap_mb"]
             close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
             hint = f". Did you mean {close[0]!r}?" if close else ""
@@ -133,7 +134,7 @@ class SyncPolicy:
         return tuple(chosen) if isinstance(chosen, list | tuple) else (chosen,)
 
     def described(self) -> list[tuple[str, Any]]:
-        """What ranks must have in common."""
+        """The settings that must be the same on all ranks."""
         return [
             ("setting bucket_cap_mb", "auto" if self.sizes is None else list(self.sizes)),
             ("setting schedule", self.schedule),

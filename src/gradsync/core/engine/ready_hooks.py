@@ -1,19 +1,19 @@
-"""Stop 1: hooks that say that gradients are ready.
+"""Stage 1: autograd hooks that detect when gradients are ready.
 
 A Python hook costs microseconds, and one runs for every parameter in every backward. There are two ways to do it:
 
-*counting*: a hook on every parameter, which counts in its chunk and notes the order. Always right.
+*counting* (per-parameter hooks): a hook on every parameter counts in its chunk and notes the order. Always correct.
 
-*by sight*: a hook on the parameter of each chunk that comes last in the learned order. When it runs, the chunk's
-gradients are looked at, all at once. That works whenever no parameter had a gradient when the backward began (the
-rule after ``zero_grad()``): those that have one now have received it. If one is still missing, the chunk is looked
-at again at the next hook, and at the latest when backward ends: a changed order costs overlap, never correctness. A
-gradient that comes after its chunk was settled is noticed by the version counter of the bucket's memory. One hook more,
-on the parameter that comes first of all, tells of a backward that no output told of: through ``model.module(x)``, which
-reaches the last layer first, whatever it leaves out afterwards.
+*by sight* (batched readiness check): a hook only on the parameter of each chunk that comes last in the learned order.
+When it runs, all gradients of the chunk are checked at once. This works if no parameter had a gradient when the
+backward began (the rule after ``zero_grad()``): a gradient that exists now has arrived since. If one is still missing,
+the chunk is checked again at the next hook, and at the latest when backward ends: a changed order costs overlap, never
+correctness. A gradient that arrives after its chunk was scaled is detected by the version counter of the bucket's
+memory. One more hook, on the very first parameter, detects a backward that no output announced: through
+``model.module(x)``, which reaches the last layer first, whatever it leaves out afterwards.
 
-Alternatives considered: ``torch.autograd.graph.register_multi_grad_hook`` has the batching, but must be registered
-anew in every forward; hooks on a sample of parameters per chunk find out no more than the one on the last does.
+Alternatives considered: ``torch.autograd.graph.register_multi_grad_hook`` does the batching, but must be registered
+again in every forward; hooks on a sample of parameters per chunk find out no more than the one on the last does.
 """
 
 import threading
@@ -36,17 +36,17 @@ Hook = Callable[[torch.Tensor], None]
 
 
 class BackwardListener(Protocol):
-    """The engine, as hooks see it."""
+    """The engine, as seen by the hooks."""
 
     def begin_at_parameter(self, index: int) -> None:
-        """No output told of this backward; its first gradient does, which is landed there: places may have changed."""
+        """No output announced this backward; its first gradient does, and is gathered here: places may have changed."""
 
     def sparse_ready(self, index: int) -> None:
         """A gradient that has no place in a bucket is ready."""
 
 
 class ReadyHooks:
-    """Registers, and exchanges, the hooks of one engine's parameters."""
+    """Registers and replaces the hooks on one engine's parameters."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], listener: BackwardListener, pipeline: Pipeline, phases: Phases
@@ -55,18 +55,18 @@ class ReadyHooks:
         self._listener: Callable[[], Any] = weakref.ref(listener)
         self._pipeline = pipeline
         self._idle = phases.idle
-        # Each with the dictionary in which torch keeps it. To ask a parameter for that one could mean to wait for it.
+        # Each with the dictionary in which torch keeps it. Asking a parameter for that one could mean waiting for it.
         self._registered: list[tuple[dict[int, Hook], Hook]] = []
-        # One autograd thread per device: with several, what they share must be taken in turns.
+        # One autograd thread per device: with several, access to shared data must be serialized.
         self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None
         self.counting = False
-        # Not while hooks are exchanged: an interrupt may leave that half done.
+        # Not while hooks are being replaced: an interrupt may leave that half done.
         self.whole = False
         self.arrivals: list[int] = []
         weakref.finalize(listener, _remove, self._registered).atexit = False
 
     def register(self, places: Sequence[Place | None], *, counting: bool) -> None:
-        """Put hooks where ``places`` say (None: a parameter outside the buckets), in place of the former ones."""
+        """Put hooks where ``places`` say (None: a parameter outside the buckets), replacing the former ones."""
         self.remove()
         self.counting = counting
         for index, (parameter, place) in enumerate(zip(self._parameters, places, strict=True)):
@@ -86,7 +86,7 @@ class ReadyHooks:
         self.whole = True
 
     def stay_last(self) -> None:
-        """Let hooks that users registered meanwhile run first: what they make of a gradient is what is averaged."""
+        """Let hooks that users registered meanwhile run first: the gradient is averaged as they leave it."""
         for hooks, hook in self._registered:
             if hooks[next(reversed(hooks))] is not hook:
                 for number in _numbers(hooks, hook):
@@ -105,14 +105,14 @@ class ReadyHooks:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if hooks is None:
                 hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
-            # Known before it is there: an interrupt in between must not leave a hook that nobody can remove.
+            # Recorded before it exists: an interrupt in between must not leave a hook that cannot be removed.
             self._registered.append((hooks, hook))
             parameter.register_post_accumulate_grad_hook(hook)
         finally:
             if frozen:
                 parameter.requires_grad_(False)
 
-    # Hooks look nothing up: all they need is bound when they are made. They must not keep the listener alive.
+    # Hooks look nothing up: everything they need is bound when they are made. They must not keep the listener alive.
 
     def _counting(self, index: int, bucket: Bucket, chunk: Chunk, slot: int) -> Hook:
         listener, idle, arrived = self._listener, self._idle, self.arrivals.append
@@ -189,5 +189,5 @@ def _remove(registered: list[tuple[dict[int, Hook], Hook]]) -> None:
 
 
 def _numbers(hooks: dict[int, Hook], hook: Hook) -> list[int]:
-    """Under which torch has ``hook`` among a parameter's ``hooks``."""
+    """The numbers under which torch has ``hook`` among a parameter's ``hooks``."""
     return [number for number, each in hooks.items() if each is hook]

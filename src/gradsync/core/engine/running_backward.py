@@ -1,4 +1,4 @@
-"""The backward that runs: which one it is, and whether it has left a gradient."""
+"""The running backward: its identity, and whether it has left a gradient."""
 
 import torch
 
@@ -11,17 +11,17 @@ __all__ = ["RunningBackward"]
 
 
 class RunningBackward:
-    """The backward of one engine that runs, if one does. It sets the phase where it begins and ends."""
+    """The running backward of one engine, if any. It sets the phase when a backward begins and ends."""
 
     def __init__(self, store: GradientStore, phases: Phases, keeper: ParameterKeeper | None) -> None:
         self._arrangement, self._hooks = store.arrangement, store.hooks
         self.phases, self._keeper = phases, keeper
         self._task = NO_TASK
-        # What no hook will tell of, as it was before.
+        # The state before of gradients that no hook reports.
         self._unbucketed: list[tuple[torch.Tensor, int]] = []
 
     def begin(self) -> None:
-        """It is the one from whose graph task this is called. As far as is known its gradients stay here."""
+        """Start the backward whose graph task calls this. As far as is known, its gradients stay local."""
         self.phases.enter(Phase.LOCAL)
         self._task = current_task()
         if self._keeper is not None:
@@ -30,13 +30,13 @@ class RunningBackward:
         self._unbucketed = self._arrangement.unbucketed()
 
     def stop(self) -> None:
-        """It computes nothing any more, or there was none and something was synchronized without."""
+        """The backward computes nothing any more, or something was synchronized without one."""
         if self._keeper is not None:
             self._keeper.release_all()
         self._task = NO_TASK
 
     def end(self, phase: Phase) -> None:
-        """It has ended or failed."""
+        """The backward has ended or failed."""
         self.stop()
         # A hook may have detached the engine in the middle of it.
         if self.phases.now is not Phase.DETACHED:
@@ -44,17 +44,17 @@ class RunningBackward:
 
     @property
     def computes(self) -> bool:
-        """Whether there is one: this rank is computing gradients."""
+        """Whether a backward is running: this rank is computing gradients."""
         return self._task != NO_TASK
 
     @property
     def is_here(self) -> bool:
-        """Whether it is the one from whose graph task this is asked."""
+        """Whether the caller is in the graph task of this backward."""
         return self._task == current_task()
 
     @property
     def has_arrived(self) -> bool:
-        """Whether it has left a gradient. To be asked when it ends."""
+        """Whether it has left a gradient. Valid only when it ends."""
         if self._hooks.arrivals or (not self._hooks.counting and self._arrangement.has_gradients()):
             return True
         before, now = self._unbucketed, self._arrangement.unbucketed()

@@ -1,4 +1,4 @@
-"""This rank's part of an unfinished window, as plain values: to be saved, and gone on with."""
+"""Saves and restores this rank's part of an unfinished window, as plain values."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def save_window(synchronizer: Synchronizer) -> dict[str, Any]:
 
 
 def load_window(synchronizer: Synchronizer, state: dict[str, Any]) -> None:
-    """Go on in the window that was saved."""
+    """Continue in the window that was saved."""
     engine, window = synchronizer.engine, synchronizer.window
     window.discard()
     for spec, parameter in zip(synchronizer.specs, synchronizer.parameters, strict=True):

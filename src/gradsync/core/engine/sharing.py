@@ -1,7 +1,7 @@
-"""Buckets that are shared out: between two backwards each rank has the mean of its own share of them only.
+"""Sharding of the buckets: between two backwards each rank has only the mean of its own share of them.
 
-An optimizer of shares lives in the buckets' memory meanwhile: it reads the gradients of its share, and has the new
-parameters gathered into the bucket. When gradients are to land there again it must have left::
+Meanwhile a sharded optimizer uses the buckets' memory: it reads the gradients of its share, and has the new parameters
+gathered into the bucket. It must have left before gradients are written there again::
 
     backward ──▶ means of shares ──▶ step: new shares ──▶ gathered into the bucket ──▶ parameters ──▶ backward
                  └───────────────────────── hand_out ── take_back ─────────────────────────────────┘
@@ -22,37 +22,37 @@ __all__ = ["BucketClient", "Sharing"]
 
 
 class BucketClient(Protocol):
-    """Who lives in the buckets between two backwards."""
+    """Interface of a component that uses the buckets between two backwards."""
 
-    # Or only would, if there were other ranks.
+    # Or would, if there were other ranks.
     lives_in_buckets: bool
 
     @property
     def whole(self) -> Reduction:
-        """What would be put on the wire without it."""
+        """The reduction that would be used without it."""
 
     def received(self) -> None:
-        """The means of its share are there. Whoever changes them from now on is the user."""
+        """The means of its share are there. From now on only the user changes them."""
 
     def leave(self) -> None:
-        """They are wanted for gradients: finish what is under way in them."""
+        """The buckets are needed for gradients: finish what is in flight in them."""
 
     def move_out(self) -> None:
-        """Buckets are about to go: hold nothing of them. Called after :meth:`leave`."""
+        """Release the buckets, which are about to go. Called after :meth:`leave`."""
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were laid out anew. All ranks are here, and may meet."""
+        """Buckets were rebuilt. All ranks are here, so collectives are allowed."""
 
 
 class Sharing:
-    """Who has the buckets of one engine at the moment."""
+    """Tracks which component has the buckets of one engine."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self.client: BucketClient | None = None
         self._is_out = False
         self._circle = Circle(communicator)
-        # The gradients are gone: something else has been put into their memory.
+        # The gradients are gone: their memory was overwritten.
         self._are_used_up = False
 
     def hand_out(self, buckets: Sequence[Bucket]) -> None:
@@ -67,7 +67,7 @@ class Sharing:
     def use_up(self, buckets: Sequence[Bucket]) -> None:
         """The client takes the memory of the gradients, for the step that is about to read them."""
         if self._are_used_up:
-            # A second step: on zeros, if somebody has zeroed them, and else on nothing that is a gradient.
+            # A second step: on zeros, if the gradients were zeroed, and otherwise on nothing that is a gradient.
             zeroed = [view for bucket in buckets for view in bucket.views if is_zeroed(view)]
             self.take_back(buckets)
             self.hand_out(buckets)
@@ -76,7 +76,7 @@ class Sharing:
         self._is_out = self._are_used_up = self._circle.are_used_up = True
 
     def require_means(self) -> None:
-        """Refuse to clip what is no gradient any more."""
+        """Refuse to clip gradients that are gone."""
         if self._are_used_up:
             raise MisuseError(
                 "gradients were to be clipped after optimizer.step(), which has used their memory for new parameters. "
@@ -85,11 +85,11 @@ class Sharing:
 
     @property
     def has_client(self) -> bool:
-        """Whether an optimizer lives on shares, of which all ranks must take care in every step."""
+        """Whether an optimizer uses shares, so that all ranks must take part in every step."""
         return self.client is not None and self.client.lives_in_buckets
 
     def require_client_served(self, *, scatters: bool) -> None:
-        """Refuse another reduction where an optimizer lives on shares."""
+        """Refuse a different reduction while an optimizer uses shares."""
         if self.has_client and not scatters:
             raise MisuseError(
                 "a sharded optimizer has the buckets of this model, and needs its share of their means. Choose what is "
@@ -98,9 +98,9 @@ class Sharing:
 
     @torch.no_grad()
     def take_back(self, buckets: Sequence[Bucket], *, worthless: bool = False) -> None:
-        """Gradients are about to land, or buckets to go. May be called any number of times.
+        """Gradients are about to arrive, or buckets to go. May be called any number of times.
 
-        ``worthless``: the gradients of a window that failed, of which nothing is expected.
+        ``worthless``: the gradients belong to a failed window, and nothing is expected of them.
         """
         if self.client is not None:
             self.client.leave()
@@ -119,13 +119,13 @@ class Sharing:
             zeroed = [view for view in bucket.views if is_zeroed(view)]
             unshare_views(bucket)
             if zeroed:
-                # Not before: the memory was another's.
+                # Not earlier: the memory belonged to the client.
                 torch._foreach_zero_(zeroed)
             if has_means:
                 self._make_addend(bucket)
 
     def _make_addend(self, bucket: Bucket) -> None:
-        """Turn shares of a mean into something whose mean over ranks is that: more gradients may be added to it."""
+        """Convert shares of a mean into a term whose mean over ranks equals it: more gradients may be added to it."""
         rank, share = self._communicator.rank, bucket.plan.share
         payload = bucket.wire[: bucket.plan.payload]
         payload[: rank * share].zero_()

@@ -1,8 +1,8 @@
-"""The mean of sparse gradients, as ``nn.Embedding(sparse=True)`` makes them.
+"""Averages sparse gradients, such as those of ``nn.Embedding(sparse=True)``.
 
-They have no place in a flat bucket: which rows there are differs over ranks. Every rank's rows are gathered and summed
-in rank order, so all ranks do the same additions on the same numbers and hold the same bits. A parameter whose
-gradient is dense on some rank (a tied embedding) is reduced densely on all.
+They have no place in a flat bucket: ranks have different rows. Every rank's rows are gathered and summed in rank order,
+so all ranks do the same additions on the same numbers and hold the same bits. A parameter whose gradient is dense on
+some rank (a tied embedding) is reduced densely on all.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ NOTHING, SPARSE, DENSE = 0, 1, 2
 
 
 class SparseGradients:
-    """Which parameters outside the buckets have received a gradient in this window. Narrow ones are averaged in
-    ``accumulation_dtype``, if there is one."""
+    """The parameters outside the buckets that have received a gradient in this window. Narrow ones are averaged in
+    ``accumulation_dtype``, if it is given."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class SparseGradients:
         self._used.clear()
 
     def reduce(self, indices: Sequence[int], divisor: float | torch.Tensor) -> None:
-        """Average those of the parameters ``indices`` that any rank has used. Collective."""
+        """Average the gradients of those ``indices`` that any rank has used. Collective."""
         parameters = [self._parameters[index] for index in indices]
         used = [index in self._used for index in indices]
         reduce_sparse_gradients(parameters, used, self._communicator, divisor, self._dtype)
@@ -64,7 +64,7 @@ def reduce_sparse_gradients(
     kinds, counts = gathered.cpu().view(communicator.world_size, -1, 2).unbind(2)
     for number, parameter in enumerate(parameters):
         kind = int(kinds[:, number].max())
-        # Not what the gradient of this rank has: there may be none, and all must send the same.
+        # Not this rank's own gradient: there may be none, and all ranks must send the same.
         dtype = wide_dtype(parameter.dtype, accumulation_dtype)
         if kind == DENSE:
             exchange(parameter, _dense_mean(parameter, dtype, communicator, divisor))
@@ -101,7 +101,7 @@ def _sparse_mean(
     communicator: Communicator,
     divisor: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Rows are padded to the longest rank's number, gathered, cut to the true numbers and added up."""
+    """Pad rows to the largest number on any rank, gather them, cut to the true numbers and add up."""
     rows, longest, world_size = parameter.shape[1:], max(counts), communicator.world_size
     indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)
     values = torch.zeros((longest, *rows), dtype=dtype, device=parameter.device)

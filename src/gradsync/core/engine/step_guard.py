@@ -1,7 +1,7 @@
-"""Looks at optimizer steps: no step on unsynchronized gradients, and no rank is left out of a synchronization.
+"""Guards optimizer steps: no step on unsynchronized gradients, and no rank is left out of a synchronization.
 
-One pre-hook and one post-hook for all of torch's optimizers tell every synchronizer whose parameters the optimizer has,
-from the moment the synchronizer is made until it is detached or gone.
+One pre-hook and one post-hook for all of torch's optimizers notify every synchronizer that owns parameters of the
+optimizer, from the moment the synchronizer is made until it is detached or gone.
 
 On an accelerator a synchronizer may not know yet whether the gradients are means. See
 :mod:`gradsync.core.engine.step_gate`.
@@ -24,7 +24,7 @@ __all__ = ["StepListener", "guard_steps", "unguard_steps"]
 
 
 class StepListener(Protocol):
-    """A synchronizer, as the guard sees it."""
+    """A synchronizer, as seen by the guard."""
 
     def owns(self, parameter: Any) -> bool:
         """Whether the parameter's gradient is synchronized by this listener."""
@@ -32,7 +32,7 @@ class StepListener(Protocol):
     def before_step(self, *, by_closure: bool, gated: bool) -> torch.Tensor | None:
         """An optimizer is about to use the gradients; ``by_closure``: to have them computed first, inside its step.
 
-        If it can be ``gated``, returns what is 1.0 on the device where it must change nothing, unless that is known.
+        If it can be ``gated``, returns a device tensor that is 1.0 if it must change nothing, unless that is known.
         """
 
     def after_closure(self) -> None:
@@ -48,7 +48,7 @@ _installed = False
 
 
 def guard_steps(listener: StepListener) -> None:
-    """Have ``listener`` hear of steps. It is not kept alive by that. Installs the pre-hook, once a process."""
+    """Notify ``listener`` of steps. This does not keep it alive. Installs the pre-hook, once per process."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
@@ -59,11 +59,11 @@ def guard_steps(listener: StepListener) -> None:
 
 
 def unguard_steps(listener: StepListener) -> None:
-    """Have ``listener`` hear of steps no more."""
+    """Stop notifying ``listener`` of steps."""
     _listeners.pop(id(listener), None)
 
 
-# Of the steps that run, by optimizer.
+# The running steps, by optimizer.
 _gated: "weakref.WeakKeyDictionary[Optimizer, FoundInf]" = weakref.WeakKeyDictionary()
 
 
@@ -89,7 +89,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _checked(closure: Callable[[], Any], listeners: Sequence[StepListener]) -> Callable[[], Any]:
-    """The closure; after each call of it listeners look at what it has computed."""
+    """Wrap the closure so that listeners check, after each call of it, what it has computed."""
 
     def call() -> Any:
         result = closure()

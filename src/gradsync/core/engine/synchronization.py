@@ -1,11 +1,11 @@
-"""A window is synchronized: this rank takes its turn, meets the others, exchanges buckets with them, and leaves.
+"""The synchronization of a window: this rank takes the lock, negotiates, exchanges buckets and leaves.
 
-All ranks come by here, also those whose backward has failed. Errors are raised to whoever has called, and who sees to
-it that the others are not left waiting is in :mod:`gradsync.core.engine.failed_backwards`.
+All ranks run through this, even those whose backward has failed. Errors are raised to the caller;
+:mod:`gradsync.core.engine.failed_backwards` makes sure that the others are not left waiting.
 
 [Note: the first window] Nothing is started before the first synchronized backward has ended: until then it is not
 known in which order gradients come, nor how often a parameter's hook fires (more than once where reentrant
-checkpointing runs through a shared parameter). From the second window on buckets overlap.
+checkpointing runs through a shared parameter). From the second window on, buckets overlap.
 """
 
 from gradsync.communicator.logs import log_errors
@@ -30,7 +30,7 @@ INTERRUPTED = (
 
 
 class Synchronization:
-    """This rank's part in the synchronization of one engine's window, over and over."""
+    """This rank's part in the synchronization of one engine's windows."""
 
     def __init__(
         self,
@@ -49,26 +49,26 @@ class Synchronization:
         if prints is not None:
             specs = store.arrangement.specs
             self._negotiation.comparison = Comparison(prints, specs, options.communicator, options.keeper)
-        # Those that went well.
+        # Those that succeeded.
         self.count = 0
         # Whether no rank waits for this one in the running synchronization any more, however it ends here.
         self.exchanged = False
         self.pace = make_meter(store.arrangement.specs[0].device)
-        # Whether backwards have come that no output told of: then gradients are counted, always.
+        # Whether there were backwards that no output announced: then gradients are always counted.
         self._unwatched = False
 
     def divide_by(self, ranks: int) -> None:
-        """Take the mean over so many ranks, where windows are not weighted."""
+        """Take the mean over this number of ranks, where windows are not weighted."""
         self._negotiation.divisor = float(ranks)
 
     def count_always(self) -> None:
-        """A backward has come that no output told of, so looking at chunks is not enough."""
+        """A backward was not announced by any output, so the batched check of chunks is not enough."""
         self._unwatched = True
 
     # -- it begins -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Gradients are to go to all ranks: meet them, if it is this engine's turn. Collective then."""
+        """Gradients must go to all ranks: negotiate, if this engine has the collective lock. Collective then."""
         store = self._store
         self.exchanged = False
         self._running.phases.enter(Phase.SYNCHRONIZING)
@@ -96,7 +96,7 @@ class Synchronization:
         return self._running.computes or self._store.window.state is WindowState.UNSYNCHRONIZED
 
     def _must_count(self) -> bool:
-        """Whether gradients that are there do not show that they have come in this backward, or the order is wanted."""
+        """Whether the presence of a gradient does not prove that it came in this backward, or the order is needed."""
         arrangement = self._store.arrangement
         return (
             arrangement.order.observing
@@ -106,10 +106,10 @@ class Synchronization:
             or arrangement.has_gradients()
         )
 
-    # -- it goes well ----------------------------------------------------------------------------------------------
+    # -- it succeeds -----------------------------------------------------------------------------------------------
 
     def exchange(self) -> bool:
-        """Send what is left and wait for all of it: whether there are means. Collective."""
+        """Send what is left and wait for all of it; returns whether there are means. Collective."""
         store = self._store
         if not self._collective_lock.leads:
             self._collective_lock.take_lead()
@@ -124,12 +124,12 @@ class Synchronization:
         return has_means
 
     def finish(self, *, has_means: bool) -> None:
-        """All ranks have exchanged everything: hand out what has come of it. Raises what the window before has left."""
+        """All ranks have exchanged everything: hand out the result. Raises what the previous window has left."""
         store, window, veto = self._store, self._store.window, self._store.pipeline.veto
         self.pace.window_ended(worked=self._contributes)
         if has_means:
             store.arrangement.window_finished(store.hooks.arrivals)
-        # Before the means are handed out: reopening a bucket must not look like a change to what watches it.
+        # Before the means are handed out: reopening a bucket must not look like a change to whatever watches it.
         self._clear()
         abstained = veto.abstains
         veto.forget()
@@ -147,13 +147,13 @@ class Synchronization:
         self._negotiation.raise_late()
 
     def abstained(self) -> None:
-        """All ranks have heard that this one abstains, or would."""
+        """All ranks know that this one abstains, or would."""
         self._abstention.told(self._store.buckets, self._store.arrangement.outside())
 
-    # -- it does not -----------------------------------------------------------------------------------------------
+    # -- it fails --------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Bring it to its end with the others, who hear that this rank failed; or have heard that another did."""
+        """Complete it with the others, who learn that this rank failed, or know that a different one did."""
         pipeline = self._store.pipeline
         if pipeline.section.cut_short and pipeline.communicator.world_size > 1:
             # See [Note: an interrupt].
@@ -161,34 +161,34 @@ class Synchronization:
         if self.exchanged or pipeline.complete:
             return
         if not self._store.arrangement.order.running:
-            # It was another model's turn. The other ranks meet for this one next.
+            # Another model had the lock. The other ranks negotiate for this one next.
             with log_errors("agreeing on the buckets failed"):
                 self._collective_lock.take_lead()
                 self._meet()
         pipeline.abandon()
         self.exchanged = True
 
-    # -- the ways out ----------------------------------------------------------------------------------------------
+    # -- exits -----------------------------------------------------------------------------------------------------
 
     def leave(self, phase: Phase) -> None:
-        """The one way out of a window, whatever has become of it."""
+        """The only exit from a window, whatever its outcome."""
         self._clear()
         self._running.end(phase)
 
     def leave_backward(self, phase: Phase) -> None:
-        """The one way out of a backward inside a window."""
+        """The only exit from a backward inside a window."""
         self._clear_backward()
         self._running.end(phase)
 
     def _clear(self) -> None:
-        """What was noted for one synchronization is not for the next."""
+        """Clear what was noted for one synchronization only."""
         self._store.arrangement.window_ended()
         self._forwards.close_window()
         self._store.sparse.clear()
         self._clear_backward()
 
     def _clear_backward(self) -> None:
-        """A turn that was taken is given up."""
+        """Release the collective lock, if it was taken."""
         self._collective_lock.give_up()
         self._forwards.close_backward()
         self._store.pipeline.reset()
