@@ -1,8 +1,8 @@
-"""Where gradients lie: plans of buckets, the buckets themselves, and how large and in which order they are.
+"""Gradient buckets: their plans, their memory, their sizes and their order.
 
-Stop 2 of a gradient's walk. ``layout`` is pure data; a ``bucket`` is memory for one plan of it, cut into ``chunk``\\ s
-that are gathered at once; ``arrangement`` makes buckets from the agreed ``order``, with sizes that ``cost_model``
-guesses and the ``tuner`` tries.
+Stage 2 on the path of a gradient. ``layout`` is pure data; a ``bucket`` is memory for one plan of it, cut into
+``chunk``\\ s that are gathered at once; ``arrangement`` makes buckets from the agreed ``order``, with sizes that
+``cost_model`` estimates and the ``tuner`` tries.
 """
 
 from gradsync.core.bucket.bucket import Bucket

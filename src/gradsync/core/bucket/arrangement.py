@@ -1,4 +1,4 @@
-"""The buckets as they are now: made from the agreed order, and made anew when ranks agree on another one."""
+"""The current buckets: built from the agreed gradient order, and rebuilt when ranks agree on a different one."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +18,13 @@ from gradsync.core.bucket.tuner import BucketTuner
 
 __all__ = ["Arrangement", "BucketOptions", "Place"]
 
-# Where a parameter's gradient lands: its bucket, the chunk there, its number in the chunk.
+# The place of a parameter's gradient: its bucket, the chunk there, its index in the chunk.
 Place = tuple[Bucket, Chunk, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOptions:
-    """What buckets are made with: ``caps`` to begin with, which ``tuner`` may change in the first windows."""
+    """Options that buckets are built with: the initial ``caps``, which ``tuner`` may change in the first windows."""
 
     communicator: Communicator
     caps: BucketCaps
@@ -33,7 +33,7 @@ class BucketOptions:
 
 
 class Arrangement:
-    """Which parameter lies where. ``places`` has None for a parameter that is in no bucket."""
+    """Maps parameters to their places in buckets. ``places`` has None for a parameter that is in no bucket."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], specs: Sequence[ParameterSpec], options: BucketOptions
@@ -45,16 +45,16 @@ class Arrangement:
         self.buckets: list[Bucket] = []
         self.places: list[Place | None] = [None] * len(parameters)
         self.taken: set[int] = set()
-        # Into how many parts buckets are shared out, and what they are a multiple of.
+        # The number of shares that buckets are divided into, and the unit their sizes are a multiple of.
         self.shares = self.unit = 1
-        # The one place that knows how large buckets may be: the tuner and a loaded state change it.
+        # The only place that knows how large buckets may be: the tuner and a loaded state change it.
         self.caps = options.caps
         self.specs = specs
         self._communicator = options.communicator
         self._tuner = options.tuner
         self._before_gather = options.before_gather
         self._trainable = [parameter.requires_grad for parameter in parameters]
-        # What is trained was agreed on since the buckets were made.
+        # Whether ranks agreed on the trained parameters since the buckets were made.
         self._stale = False
         self._absent: frozenset[int] = frozenset()
         self._multiplicity = [1] * len(parameters)
@@ -75,7 +75,7 @@ class Arrangement:
         return sparse + [parameter for parameter in self._frozen if parameter.requires_grad]
 
     def gradients_outside(self) -> list[tuple[int, str, torch.Tensor | None]]:
-        """Their gradients, each with the number of its parameter and its name."""
+        """Their gradients, each with the index and the name of its parameter."""
         outside = {id(parameter) for parameter in self.outside()}
         return [
             (index, self.specs[index].name, parameter.grad)
@@ -86,13 +86,13 @@ class Arrangement:
     def unbucketed(self) -> list[tuple[torch.Tensor, int]]:
         """The gradients of parameters that are trained here and have no place yet, and their versions.
 
-        No hook tells of such a gradient: what this returned before a backward shows whether one has come.
+        No hook reports such a gradient: comparing with what this returned before a backward shows whether one came.
         """
         gradients = (parameter.grad for parameter in self._frozen if parameter.requires_grad)
         return [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
     def has_gradients(self) -> bool:
-        """Whether any parameter has one."""
+        """Whether any parameter has a gradient."""
         # A plain loop: over thousands of parameters it is a quarter faster than any() with map().
         for parameter in self.parameters:  # noqa: SIM110
             if parameter.grad is not None:
@@ -100,13 +100,13 @@ class Arrangement:
         return False
 
     def drop_gradients(self) -> None:
-        """No parameter has a gradient any more, but for those that another synchronizer has taken."""
+        """Drop all gradients, except those of parameters that another synchronizer has taken."""
         for index, parameter in enumerate(self.parameters):
             if index not in self.taken:
                 parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The layout and how it came about, as plain values."""
+        """The layout and how it was determined, as plain values."""
         return {
             "caps": list(self.caps.caps),
             "from_the_end": self.caps.from_the_end,
@@ -117,7 +117,7 @@ class Arrangement:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lay out buckets as they were; :meth:`build` is to follow."""
+        """Lay out buckets as they were; :meth:`build` must follow."""
         self.caps = BucketCaps(caps=tuple(state["caps"]), from_the_end=state["from_the_end"])
         self.order.load_state_dict(state["order"])
         self._trainable = list(state["trainable"])
@@ -127,7 +127,7 @@ class Arrangement:
         self.repeats = max(self._multiplicity, default=1) > 1
 
     def build(self) -> None:
-        """Plan the layout and make buckets for it. Nobody may hold the old ones but gradients that are still wanted."""
+        """Plan the layout and make buckets for it. Only gradients that are still needed may hold the old ones."""
         self.layout = self._plan(self.caps)
         self._stale = False
         self.buckets = []
@@ -150,7 +150,7 @@ class Arrangement:
     def expect_arrivals(self) -> bool:
         """Have buckets wait for as many gradients of each parameter as were seen: True if that has changed.
 
-        That is each rank's own affair: nothing is sent, and buckets stay where they are.
+        Each rank does this on its own: nothing is sent, and buckets stay where they are.
         """
         changed = False
         for place, expected in zip(self.places, self._multiplicity, strict=True):
@@ -162,9 +162,9 @@ class Arrangement:
         return changed
 
     def agree(self, *, hold_order: bool = False) -> bool:
-        """Meet the other ranks, where it is time to: which parameters are trained, and in which order gradients come.
+        """Negotiate, if it is time: which parameters are trained, and in which order gradients come.
 
-        Collective. True when buckets must be made anew. With ``hold_order`` another order is no reason to.
+        Collective. True when buckets must be rebuilt. With ``hold_order`` a different order is no reason to.
         """
         changed = self._stale
         self._stale = False
@@ -177,7 +177,7 @@ class Arrangement:
         return self.order.agree(self._communicator) or changed
 
     def take_in(self) -> list[int]:
-        """Agree on parameters that some rank trains and none has a place for: which. They get one in the next window.
+        """Agree on parameters that some rank trains and that have no place; they get one in the next window.
 
         Collective.
         """
@@ -196,18 +196,18 @@ class Arrangement:
         return self._trainable != before
 
     def tune(self) -> bool:
-        """Take other caps if what was measured speaks for them: True when buckets must be made anew. Collective."""
+        """Switch to different caps if the measurements favour them: True when buckets must be rebuilt. Collective."""
         tuner = self._tuner
         if tuner is None or not tuner.due(self.order.windows_before):
             return False
         caps = tuner.propose(self._communicator, self.caps, self._sizes)
         changed = caps != self.caps
         self.caps = caps
-        # The last round ends the watching, which the engine arranges when it builds.
+        # The last round ends the measurement, which the engine arranges when it builds.
         return changed or tuner.finished
 
     def _sizes(self, caps: BucketCaps) -> list[int]:
-        """Bytes of the buckets that ``caps`` would make."""
+        """The bucket sizes in bytes that ``caps`` would make."""
         return [plan.numel * plan.dtype.itemsize for plan in self._plan(caps).buckets]
 
     def _plan(self, caps: BucketCaps) -> BucketLayout:
@@ -216,21 +216,21 @@ class Arrangement:
         return plan_layout(self.specs, trained, caps, ballot=ballot, shares=self.shares, unit=self.unit)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
-        """After a change in the middle of a backward: what had landed has landed here too."""
+        """After a rebuild in the middle of a backward: mark what had arrived before as arrived here, too."""
         for index in arrivals:
             place = self.places[index]
             if place is not None:
                 place[1].land(place[2])
 
     def mark_absent(self, announced: Iterable[int]) -> None:
-        """Leave off the wire what nobody will have: ``announced`` as absent here, and by all others. Collective."""
+        """Do not send gradients that no rank will have: absent both in ``announced`` and on all others. Collective."""
         # Ranks may have run different forwards, or none: only what all of them left out counts.
         here = [index for index in announced if self.parameters[index].grad is None]
         self._absent = frozenset(agree_on_absent(self._communicator, here, len(self.parameters)))
         self.mark_again()
 
     def mark_again(self) -> None:
-        """Buckets that were reopened in the window have forgotten what all ranks know to be absent."""
+        """Restore the absent marks of buckets that were reopened in the window, which all ranks agreed on."""
         for bucket in self.buckets if self._absent else ():
             absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in self._absent)
             if absent:
@@ -245,7 +245,7 @@ class Arrangement:
             self.repeats = max(self._multiplicity) > 1
 
     def window_ended(self) -> None:
-        """The window is over, whatever has become of it."""
+        """The window is over, whatever its outcome."""
         self.order.window_ended()
         self._absent = frozenset()
 

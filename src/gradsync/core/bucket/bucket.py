@@ -1,9 +1,8 @@
-"""One flat buffer of gradients, and a view of it for each parameter.
+"""A bucket: one flat buffer of gradients, with a view of it for each parameter.
 
-There is one copy of the gradients, here, and the wire reads it where it lies. Chunks bring the gradients in; see
+There is only one copy of the gradients, and the communicator reads it in place. Chunks gather the gradients; see
 :mod:`gradsync.core.bucket.chunk`. The layout of the buffer is drawn in :mod:`gradsync.core.bucket.layout`. A bucket is
-memory: how far it has come on its way over the wire is known to the pipeline, see
-:mod:`gradsync.core.engine.pipeline`.
+only memory: the pipeline knows how far its reduction has come, see :mod:`gradsync.core.engine.pipeline`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ from gradsync.core.bucket.layout import BucketPlan, ParameterSpec, Slot
 
 __all__ = ["Bucket"]
 
-# A chunk has at most this many bytes, or a single gradient. On an accelerator every operation is a kernel, which pays
-# only when it is large; and there the peak of memory comes when backward begins and hardly a gradient is there.
+# The maximum bytes of a chunk, unless it is a single gradient. On an accelerator every operation is a kernel, which is
+# worth it only when it is large; and there memory peaks when backward begins, when hardly any gradient exists yet.
 CHUNK_BYTES = 256 * 1024
 ACCELERATOR_CHUNK_BYTES = 32 * 1024 * 1024
 
@@ -25,7 +24,7 @@ ACCELERATOR_CHUNK_BYTES = 32 * 1024 * 1024
 class Bucket:
     """The gradients of the parameters in one :class:`BucketPlan`.
 
-    ``wire`` is the flat tensor that crosses the wire: the whole buffer, or what is left of it without absent slots.
+    ``wire`` is the flat tensor that is sent: the whole buffer, or what is left of it without absent slots.
     """
 
     def __init__(
@@ -41,8 +40,8 @@ class Bucket:
         self.specs = [specs[slot.parameter] for slot in plan.slots]
         self.buffer = communicator.allocate(plan.numel, plan.dtype, plan.device)
         self.payload = self.buffer[: plan.payload]
-        # The same memory with a version counter of its own: what the wire and the engine write is not taken for a late
-        # gradient, and not for the trace of somebody who has touched a mean.
+        # The same memory with a version counter of its own: writes by the communicator and the engine must not look
+        # like a late gradient, or like a user who changed a mean.
         self.wire = self._whole = self.buffer.data
         self.tail = self._whole[plan.payload :]
         self.flags = self.tail[: len(plan.slots)]
@@ -51,7 +50,7 @@ class Bucket:
         self._starts = [slot.offset for slot in plan.slots] + [plan.payload]
         self.chunks = [self._make_chunk(first, end) for first, end in self._cut()]
         self.absent: frozenset[int] = frozenset()
-        # Of the slots that were empty here in the last window, those for which nobody had a gradient.
+        # Of the slots that were empty here in the last window, those for which no rank had a gradient.
         self.unused: frozenset[int] = frozenset()
         self.reopen()
 
@@ -60,12 +59,12 @@ class Bucket:
         return f"Bucket({self.describe()}; {full} of {len(self.chunks)} chunks full, {settled} settled)"
 
     def describe(self) -> str:
-        """Which bucket this is, in words for errors and logs."""
+        """A description of this bucket for errors and logs."""
         first, last = self.specs[0].name, self.specs[-1].name
         return f"bucket {self.index}: {first!r} … {last!r}, {self.buffer.nbytes} bytes of {self.plan.dtype}"
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Where chunks begin and end, in slots. A slot too large for a chunk is one by itself: it waits for nobody."""
+        """Where chunks begin and end, in slots. A slot too large for a chunk has its own: it waits for no other."""
         nbytes = CHUNK_BYTES if self.plan.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
         most = nbytes // self.plan.dtype.itemsize
         runs: list[tuple[int, int]] = []
@@ -92,12 +91,12 @@ class Bucket:
             chunk.before_gather = callback
 
     def place_of(self, slot: int) -> tuple[Chunk, int]:
-        """The chunk that holds ``slot``, and the slot's number there."""
+        """The chunk that holds ``slot``, and the slot's index there."""
         chunk = next(chunk for chunk in reversed(self.chunks) if chunk.first <= slot)
         return chunk, slot - chunk.first
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Where each gradient lies in ``buffer``, which is the payload or like it in another dtype."""
+        """The place of each gradient in ``buffer``, which is the payload or one like it in a different dtype."""
         if buffer is self.payload:
             return list(self.views)
         return [_view(buffer, slot, spec) for slot, spec in zip(self.plan.slots, self.specs, strict=True)]
@@ -107,7 +106,7 @@ class Bucket:
         return self.payload[rank * self.plan.share : (rank + 1) * self.plan.share]
 
     def reopen(self) -> None:
-        """Make ready for the next backward."""
+        """Prepare for the next backward."""
         for chunk in self.chunks:
             chunk.reopen()
         self.flags.fill_(1)
@@ -115,16 +114,16 @@ class Bucket:
         self.wire = self._whole
 
     def gather(self) -> None:
-        """Bring in whatever gradients there are, and let them lie."""
+        """Gather all gradients that there are, without scaling them."""
         for chunk in self.chunks:
             chunk.gather()
 
-    # -- the wire ----------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------------
 
     def announce_absent(self, slots: frozenset[int]) -> None:
-        """All ranks know that nobody will have gradients for these slots: they are left off the wire.
+        """All ranks know that none will have gradients for these slots: they are not sent.
 
-        The bucket no longer waits for them. A gradient that comes all the same is refused.
+        The bucket no longer waits for them. If a gradient arrives anyway, it is refused.
         """
         self.absent = slots
         for chunk in self.chunks:
@@ -133,21 +132,21 @@ class Bucket:
 
     @property
     def has_wire(self) -> bool:
-        """False when there is nothing to send: every slot is absent and the ballot rides elsewhere."""
+        """False when there is nothing to send: every slot is absent and the ballot is in a different bucket."""
         return len(self.absent) < len(self.views) or self.plan.ballot > 0
 
     @property
     def empty(self) -> list[int]:
-        """Slots without a gradient of this rank."""
+        """Slots for which this rank has no gradient."""
         return [chunk.first + slot for chunk in self.chunks for slot in chunk.empty]
 
     @torch.no_grad()
     def compact(self) -> None:
-        """Leave absent slots off the wire."""
+        """Remove absent slots from what is sent."""
         self.wire = torch.cat([self._whole[start:end] for start, end in self._segments()])
 
     def _segments(self) -> list[tuple[int, int]]:
-        """Runs of the buffer that are sent, the tail included."""
+        """Runs of the buffer that are sent, including the tail."""
         segments: list[tuple[int, int]] = []
         for slot in range(len(self.plan.slots)):
             if slot in self.absent:
@@ -173,7 +172,7 @@ class Bucket:
         empty = self.empty
         self.unused = frozenset(empty)
         if empty and self.has_wire:
-            # The only place where the host reads what came over the wire, and only on a rank with unused parameters.
+            # The only place where the host reads what was received, and only on a rank with unused parameters.
             somebody_has = (self.flags > 0).tolist()
             self.unused = frozenset(slot for slot in empty if not somebody_has[slot])
             for slot in empty:

@@ -1,11 +1,11 @@
-"""A run of neighbouring slots that is gathered at once, as soon as its gradients are there.
+"""A chunk: a run of neighbouring slots that is gathered in one operation, as soon as its gradients are there.
 
-Autograd leaves a gradient in memory of its own. Moving every one of them by itself would cost an operation each;
+Autograd puts each gradient in memory of its own. Moving each one separately would cost one operation per gradient;
 moving a whole bucket at once would keep two copies of a large bucket alive. So a bucket is gathered in chunks (a
 quarter of a megabyte on the CPU): many small gradients in one batched operation, large ones one by one.
 
 Gathered gradients are attached: ``parameter.grad`` becomes a view of the bucket, where later micro-batches accumulate
-in place. They are *settled* when they have also been multiplied with their share of the mean, which happens once a
+in place. They are *settled* when they have also been multiplied by their share of the mean. This happens once per
 synchronization, in the same pass where that is possible.
 """
 
@@ -31,7 +31,7 @@ LATE_REMEDY = (
 
 
 class Member(NamedTuple):
-    """A parameter of a bucket, with its name and the view of the bucket that its gradient becomes."""
+    """A parameter of a bucket, with its name and the view of the bucket that becomes its gradient."""
 
     parameter: torch.nn.Parameter
     name: str
@@ -39,7 +39,7 @@ class Member(NamedTuple):
 
 
 class Chunk:
-    """Gradients of ``members``, whose views fill ``memory``; the first of them has the bucket's slot ``first``.
+    """The gradients of ``members``, whose views fill ``memory``; the first has slot ``first`` of the bucket.
 
     ``flags`` tell the other ranks which slots have a gradient here; see :mod:`gradsync.core.bucket.layout`.
     """
@@ -58,7 +58,7 @@ class Chunk:
         self.reopen()
 
     def reopen(self) -> None:
-        """Make ready for the next backward."""
+        """Prepare for the next backward."""
         self._waiting[:] = self.arrivals_expected
         self._missing = len(self._waiting)
         self._sighted: list[torch.Tensor | None] = []
@@ -72,10 +72,10 @@ class Chunk:
         state = "settled" if self.settled else "full" if self.full else f"{self._missing} missing"
         return f"Chunk({self.names[0]!r} … {self.names[-1]!r}: {len(self.names)} gradients, {state})"
 
-    # -- landing -----------------------------------------------------------------------------------------------
+    # -- arrival -----------------------------------------------------------------------------------------------
 
     def land(self, slot: int) -> bool:
-        """Count a gradient of the chunk's ``slot``; True when the chunk has become full by it. The hot path."""
+        """Count a gradient of the chunk's ``slot``; True when this makes the chunk full. The hot path."""
         left = self._waiting[slot] - 1
         self._waiting[slot] = left
         if left == 0:
@@ -88,7 +88,7 @@ class Chunk:
         return False
 
     def land_by_sight(self) -> bool:
-        """True when every slot has got a gradient. Says something only if none had one when the backward began."""
+        """True when every slot has a gradient. Valid only if none had one when the backward began."""
         if self.full:
             return False
         gradients = list(map(_grad, self.parameters))
@@ -110,7 +110,7 @@ class Chunk:
         self.full = self.full or not self._missing
 
     def _check_surplus(self, slot: int, left: int) -> None:
-        """A gradient that nobody waited for is fine as long as the chunk is not settled."""
+        """A gradient that was not expected is fine as long as the chunk is not settled."""
         if slot in self.absent:
             self._refuse_absent(slot)
         if self.settled:
@@ -130,7 +130,7 @@ class Chunk:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring gradients that lie outside into their slots, and attach the views."""
+        """Copy gradients that lie outside into their slots, and attach the views."""
         loose, targets = self._take_loose()
         if loose:
             _copy(targets, loose)
@@ -153,12 +153,12 @@ class Chunk:
             self.memory.mul_(scale)
 
     def _take_loose(self) -> tuple[list[Any], list[torch.Tensor]]:
-        """Gradients that lie outside, and the views that take their place. Slots without a gradient are zeroed."""
+        """Gradients that lie outside, and the views that replace them. Slots without a gradient are zeroed."""
         if self.before_gather is not None:
             self.before_gather(self.parameters)
         gradients = self._sighted or list(map(_grad, self.parameters))
         views = self.views
-        # The rule after zero_grad(). What was sighted has come in this backward, so none of it can be a view.
+        # The rule after zero_grad(). What the batched check found has come in this backward, so none of it is a view.
         all_outside = self._all_outside or not (
             any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None)))
         )
@@ -189,7 +189,7 @@ class Chunk:
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:
-    """Their ``.grad``. Thousands of small parameters make the loops over them count, so these run in C."""
+    """Their ``.grad``. With thousands of small parameters the loops over them matter, so these run in C."""
     return map(_grad, parameters)
 
 
@@ -200,7 +200,7 @@ def _copy(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     try:
         torch._foreach_copy_(targets, gradients)
     except (RuntimeError, NotImplementedError):
-        # A sparse gradient among them. Testing every gradient for it would cost more than this rare second try.
+        # One of them is sparse. Checking every gradient would cost more than this rare second attempt.
         for target, gradient in zip(targets, gradients, strict=True):
             target.copy_(_dense(gradient))
 

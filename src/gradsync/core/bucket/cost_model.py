@@ -1,10 +1,10 @@
-"""How large a bucket should be: a latency and a bandwidth fitted to the group, and the size they call for.
+"""Cost model for the bucket size: fits latency and bandwidth to the group, and computes the best size.
 
 Reducing S bytes in buckets of b bytes costs about ``S/b · latency`` for starting them and, after backward has ended,
 ``b / bandwidth`` for the last one, which nothing hides. The sum is smallest at ``b = sqrt(S · latency · bandwidth)``.
 
-That is so where the wire works by itself. Where ranks use all cores of a machine and the wire is its memory, moving
-bytes takes the time of the cores that compute; what overlaps then gains nothing, and only the number of buckets
+This holds where the transport needs no cores. Where ranks use all cores of a machine and communicate through its
+memory, moving bytes takes time from the cores that compute. Overlap then gains nothing, and only the number of buckets
 counts. ``hidden`` is the share of a transfer during which the cores are free.
 """
 
@@ -46,7 +46,7 @@ class LinkCost:
 
     @property
     def overlaps(self) -> bool:
-        """Whether it gains anything that buckets travel during backward."""
+        """Whether reducing buckets during backward gains anything."""
         return self.hidden >= WORTH_OVERLAPPING
 
     def best_bucket_bytes(self, total_bytes: int) -> int:
@@ -55,7 +55,7 @@ class LinkCost:
         return int(min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))
 
 
-# What was measured, by the process group (or communicator) it was measured on.
+# The measurements, by the process group (or communicator) they were made on.
 _measured: "weakref.WeakKeyDictionary[Any, LinkCost]" = weakref.WeakKeyDictionary()
 
 
@@ -72,7 +72,7 @@ def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
     key, cost = _key(communicator), known_link(communicator)
     if cost is None:
         _time_all_reduce(communicator, device, LARGE_BYTES)
-        # The least: a short message is held up by many things, and buckets in flight hide each other's waiting.
+        # The minimum: many things can delay a short message, and buckets in flight hide each other's waiting.
         small = min(_time_all_reduce(communicator, device, SMALL_BYTES)[0] for _ in range(SMALL_REPEATS))
         large, busy = _median_times(communicator, device, LARGE_BYTES)
         share_busy = _share_of_compute(communicator, device, busy / large)
@@ -90,12 +90,12 @@ def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
 
 
 def known_link(communicator: Communicator) -> LinkCost | None:
-    """What was measured before, if anything was."""
+    """The earlier measurement, if there is one."""
     return _measured.get(_key(communicator))
 
 
 def _key(communicator: Communicator) -> Any:
-    # Another object for the same group each time; all others are kept by those who use them.
+    # A new object for the same group each time; all others are kept alive by their users.
     return communicator.group if isinstance(communicator, ProcessGroupCommunicator) else communicator
 
 
@@ -105,12 +105,12 @@ def _median_times(communicator: Communicator, device: torch.device, nbytes: int)
 
 
 def _share_of_compute(communicator: Communicator, device: torch.device, busy: float) -> float:
-    """How much of a transfer takes time from the cores that compute. ``busy``: this process's share of a core."""
+    """The share of a transfer that takes time from computing cores. ``busy``: this process's share of a core."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", communicator.world_size))
     spare_cores = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
     if device.type != "cpu" or spare_cores:
         return 0.0
-    # When all ranks are here, a rank that waits waits for another one that works on the same cores.
+    # If all ranks are on this machine, a waiting rank waits for one that uses the same cores.
     return 1.0 if ranks_here >= communicator.world_size else min(busy, 1.0)
 
 

@@ -1,12 +1,12 @@
-"""Are the gradients of this rank finite? Looked at bucket by bucket, right before they are put on the wire.
+"""Checks whether this rank's gradients are finite, bucket by bucket, right before they are sent.
 
-What ranks have summed does not tell whose numbers they were, so every rank looks at its own. On a CPU the sum of a
-bucket is enough, at the speed of memory: one number that is not finite makes it so, too. Finite numbers may overflow in
-it, so it is only a suspicion, and a rare one; the extremes of each gradient then say whether it is true, and which
+A sum over ranks does not tell whose numbers it came from, so every rank checks its own. On a CPU the sum of a bucket is
+enough, at the speed of memory: one number that is not finite makes the sum not finite. Finite numbers may overflow in
+it, so this is only a suspicion, and a rare one; the extremes of each gradient then show whether it is true, and which
 parameter it is.
 
-On an accelerator the host must not wait, and learns of it from the ballot, where the device itself puts the mark. There
-the extremes are taken at once, in one operation for all gradients of a bucket.
+On an accelerator the host must not wait, and learns of it from the ballot, where the device itself sets the mark. There
+the extremes are computed right away, in one operation for all gradients of a bucket.
 """
 
 import math
@@ -21,10 +21,10 @@ __all__ = ["FiniteCheck"]
 
 
 class FiniteCheck:
-    """What was found in the gradients of this rank, in one window."""
+    """The findings in this rank's gradients, in one window."""
 
     def __init__(self) -> None:
-        # Parameters by their place in the model; and the extremes of gradients that nobody has read yet.
+        # Parameters by their index in the model; and the extremes of gradients, until they are read.
         self._found: dict[int, str] = {}
         self._unread: list[tuple[Bucket, list[int], torch.Tensor]] = []
 
@@ -35,7 +35,7 @@ class FiniteCheck:
 
     @torch.no_grad()
     def look(self, bucket: Bucket) -> None:
-        """Its gradients are settled, and are still those of this rank."""
+        """Check a bucket whose gradients are settled, but still this rank's own."""
         if reads_at_once(bucket.plan.device):
             if not math.isfinite(bucket.payload.sum().item()):
                 self._note(bucket, [slot for slot, view in enumerate(bucket.views) if not _is_finite(view)])
@@ -47,13 +47,13 @@ class FiniteCheck:
 
     @torch.no_grad()
     def look_at(self, outside: Iterable[tuple[int, str, torch.Tensor | None]]) -> None:
-        """The same of gradients that have no place in a bucket: the number of the parameter, its name, the gradient."""
+        """Check gradients that have no place in a bucket: the parameter's index, its name, the gradient."""
         for index, name, gradient in outside:
             if gradient is not None and not _is_finite(gradient._values() if gradient.is_sparse else gradient):
                 self._found[index] = name
 
     def mark(self, place: torch.Tensor) -> None:
-        """Mark ``place``, in the ballot, if anything was found."""
+        """Mark ``place`` in the ballot, if anything was found."""
         if self._found:
             place.fill_(1)
         for _, _, extremes in self._unread:
@@ -74,7 +74,7 @@ class FiniteCheck:
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    """Many times as fast on a CPU as to look at each number: the extremes show it."""
+    """Many times as fast on a CPU as checking each number: the extremes show it."""
     if not gradient.numel():
         return True
     if gradient.is_complex():

@@ -1,4 +1,4 @@
-"""Numbers of an accelerator on their way to the host, which goes on meanwhile."""
+"""Asynchronous copy of numbers from an accelerator to the host."""
 
 import torch
 
@@ -6,7 +6,7 @@ __all__ = ["HostCopy", "reads_at_once"]
 
 
 class HostCopy:
-    """What ``numbers`` are now, to be read later."""
+    """A copy of the current values of ``numbers``, to be read later."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
@@ -21,5 +21,5 @@ class HostCopy:
 
 
 def reads_at_once(device: torch.device) -> bool:
-    """Whether the host may read what came over the wire: on an accelerator it would stop, and run ahead no more."""
+    """Whether the host may read what was received: on an accelerator it would wait, and no longer run ahead."""
     return device.type == "cpu"

@@ -1,18 +1,18 @@
-"""Where every gradient lies: the plan of the buckets, as pure data.
+"""Bucket layout: the place of every gradient, as pure data.
 
-Nothing here owns storage or touches the wire. A layout is a function of the parameters' descriptions, of the order in
-which their gradients become ready and of the caps, so ranks that agree on these three hold the same layout.
+Nothing here owns storage or communicates. A layout is a function of the parameters' descriptions, of the order in
+which their gradients become ready and of the caps, so ranks that agree on these three have the same layout.
 
 One bucket in memory, in elements of its dtype::
 
     │ slot 0 │pad│ slot 1 │ slot 2 │pad│ flags: one per slot │ ballot: one per rank, requests │
     └────────────── payload ───────────┘└──────────────────────── tail ───────────────────────┘
 
-The tail travels with the gradients and is summed like them, so what ranks must agree on costs no collective of its
-own. A *flag* is 1 where this rank has a gradient for the slot, so a sum of zero means that nobody has. The *ballot*
-stands in the last bucket only: a rank whose backward failed puts a 1 into its place, one that asks for something into
-that of the request (:mod:`gradsync.core.bucket.requests`). Where a layout is to be shared out among ranks, the payload
-is padded at its end, so that all shares are of one size and begin aligned.
+The tail is sent with the gradients and summed like them, so agreement between ranks costs no collective of its own. A
+*flag* is 1 where this rank has a gradient for the slot, so a sum of zero means that no rank has one. The *ballot* holds
+the control flags and is in the last bucket only: a rank whose backward failed puts a 1 in its own place, and a rank
+that requests something puts one in the place of the request (:mod:`gradsync.core.bucket.requests`). Where a layout is
+to be divided among ranks, the payload is padded at its end, so that all shares have one size and begin aligned.
 """
 
 import math
@@ -35,7 +35,7 @@ NEARLY_EMPTY = 1 / 16
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """What the plan, and the comparison over ranks, need to know of a parameter."""
+    """What the plan, and the comparison over ranks, need to know about a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class ParameterSpec:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Complex numbers cross the wire as pairs of reals: sums are the same, and every backend knows reals."""
+        """Complex numbers are sent as pairs of reals: sums are the same, and every backend supports reals."""
         return self.dtype.to_real() if self.dtype.is_complex else self.dtype
 
     @property
@@ -104,9 +104,9 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     payload: int
     ballot: int
-    # Into how many equal parts the payload divides: one for each rank where ranks own parts of it.
+    # The number of equal parts the payload divides into: one per rank where ranks own parts of it.
     shares: int
-    # How many elements one collective carries. Only a parameter that is larger than a bucket needs several.
+    # The number of elements per collective. Only a parameter that is larger than a bucket needs several.
     piece: int
 
     @property
@@ -115,7 +115,7 @@ class BucketPlan:
 
     @property
     def share(self) -> int:
-        """Elements of one share of the payload."""
+        """The number of elements in one share of the payload."""
         return self.payload // self.shares
 
 
@@ -133,7 +133,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCaps:
-    """How many bytes of gradients a bucket may hold.
+    """The maximum bytes of gradients per bucket.
 
     ``caps`` are counted from the first bucket to start, or from the last one with ``from_the_end``; the final entry
     holds for all further buckets. Counting from the end keeps the last bucket small: its reduction is the one that no
@@ -149,7 +149,7 @@ class BucketCaps:
 
     @classmethod
     def tapered(cls, cap: int, *, least: int) -> "BucketCaps":
-        """Smaller at the end, where nothing hides them; unless that were less than ``least`` bytes."""
+        """Smaller caps at the end, where nothing hides the buckets, but not below ``least`` bytes."""
         return cls(caps=(max(cap // 4, least), max(cap // 2, least), cap), from_the_end=True)
 
     @classmethod
@@ -231,7 +231,7 @@ def _place(
     multiple = math.lcm(unit * shares, fit[1])
     offset = -(-offset // multiple) * multiple
     numel = offset + len(slots) + ballot
-    # Equal pieces, none of them larger than the cap by much, and none so small that it is not worth a collective.
+    # Equal pieces, none much larger than the cap, and none too small to be worth a collective.
     pieces = max(numel * first.wire_dtype.itemsize // max(cap, MIN_PIECE_BYTES), 1) if cap else 1
     return BucketPlan(
         index=index,

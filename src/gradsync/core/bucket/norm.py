@@ -1,9 +1,9 @@
-"""Clipping by the norm of the averaged gradient.
+"""Gradient clipping by the norm of the averaged gradient.
 
-The norm of each bucket is computed as soon as its mean is there, while later buckets are still on the wire; when the
-last one is, the whole norm is. That begins with the window after the first call, which is how the engine learns that a
-norm is wanted. Buckets hold the same bits on all ranks, so no rank needs to ask another. Early or late, a bucket's norm
-is computed by the same operation: a run that is resumed clips by the same bits as one that was not interrupted.
+The norm of each bucket is computed as soon as its mean is there, while later buckets are still in flight; after the
+last one the whole norm is known. This begins with the window after the first call, which is how the engine learns that
+a norm is wanted. Buckets hold the same bits on all ranks, so no rank needs to ask another. Early or late, a bucket's
+norm is computed by the same operation: a resumed run clips by the same bits as one that was not interrupted.
 """
 
 import math
@@ -46,12 +46,12 @@ class BucketNorms:
     def may_take(self, bucket: Bucket) -> bool:
         """Whether the norm of its memory is that of its gradients.
 
-        It holds the real and imaginary parts of complex ones as numbers of their own, which changes all norms but one.
+        It stores the real and imaginary parts of complex ones as separate numbers, which changes all norms but one.
         """
         return self.norm_type == 2.0 or not any(spec.dtype.is_complex for spec in bucket.specs)
 
     def of(self, bucket: Bucket) -> torch.Tensor | None:
-        """The bucket's norm, unless its gradients were changed, exchanged or dropped since."""
+        """The bucket's norm, unless its gradients were changed, replaced or dropped since."""
         norm, version, gradients = self._known.get(bucket.index, (None, -1, []))
         if version != bucket.buffer._version:
             return None
@@ -65,7 +65,7 @@ def is_whole(bucket: Bucket, gradients: Iterable[torch.Tensor | None]) -> bool:
 
 
 def own_parts(bucket: Bucket, meant: Collection[int], rank: int) -> list[torch.Tensor]:
-    """What ``rank`` has, in its share, of the gradients of those parameters whose identities are ``meant``."""
+    """The parts in ``rank``'s share of the gradients of those parameters whose ids are in ``meant``."""
     first, end = rank * bucket.plan.share, (rank + 1) * bucket.plan.share
     payload = bucket.wire[: bucket.plan.payload]
     present = [
@@ -83,7 +83,7 @@ def own_parts(bucket: Bucket, meant: Collection[int], rank: int) -> list[torch.T
 
 
 def norm_of(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """In float32 at least: the squares of a million bfloat16 numbers do not fit into one."""
+    """The norm, in float32 at least: the sum of the squares of a million bfloat16 numbers does not fit into one."""
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
     return norm
@@ -104,9 +104,9 @@ def clip_gradients(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale tensors together so that their norm is at most ``max_norm``. Returns the norm before.
+    """Scale tensors together so that their norm is at most ``max_norm``. Returns the norm before scaling.
 
-    ``wholes`` are tensors with the norm of them. The host does not wait for a GPU.
+    ``wholes`` are tensors with their norm. The host does not wait for a GPU.
     """
     tensors: list[torch.Tensor] = []
     norms = []
@@ -127,7 +127,7 @@ def clip_gradients(
 
 
 def checked_norm(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Both as numbers, refused unless they can be."""
+    """Both as numbers; refuse values that cannot be numbers."""
     try:
         numbers = float(max_norm), float(norm_type)
     except (TypeError, ValueError) as error:
@@ -142,7 +142,7 @@ def checked_norm(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 
 def require_means(*, finished: bool) -> None:
-    """Refuse to clip what is only part of a sum."""
+    """Refuse to clip gradients that are only part of a sum."""
     if not finished:
         raise MisuseError(
             "clipping inside an unfinished window would scale part of a sum: these gradients have not been averaged "

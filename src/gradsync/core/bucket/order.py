@@ -1,4 +1,4 @@
-"""The order in which gradients become ready: observed here, agreed with rank 0, and looked at again now and then.
+"""The order in which gradients become ready: observed locally, agreed with rank 0, and rechecked periodically.
 
 Buckets are cut from this order, so that they fill one after the other and start early. It is learned from the first
 synchronized backward, and checked again after 2, 4, 8, … and then every 256 windows: ranks then know by counting alone
@@ -17,7 +17,7 @@ __all__ = ["GradientOrder"]
 
 CHECK_EVERY = 256
 
-# A parameter not seen in this many checks is taken for unused: it moves to the end, where it holds nothing up.
+# A parameter not seen in this many checks counts as unused: it moves to the end, where it delays nothing.
 CHECKS_REMEMBERED = 4
 
 
@@ -25,7 +25,7 @@ class GradientOrder:
     """The agreed order over parameter indices, and how it changes."""
 
     def __init__(self, count: int) -> None:
-        # Before anything is known: gradients come about in the reverse of the order of registration.
+        # The initial guess: gradients come in about the reverse of the order of registration.
         self.order = list(reversed(range(count)))
         self.learned = False
         self.running = False
@@ -45,22 +45,22 @@ class GradientOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Know again what was known. All ranks must load the same."""
+        """Restore what was learned. All ranks must load the same."""
         self.order = list(state["order"])
         self.learned, self._windows = state["learned"], state["windows"]
         self._observed = list(state["observed"])
         self._seen = deque(map(set, state["seen"]), maxlen=CHECKS_REMEMBERED)
 
-    # Windows are counted when ranks meet for them: all do, also one whose backward fails, so that all count alike.
+    # Windows are counted when ranks negotiate: all do, even one whose backward fails, so that all counts agree.
 
     def window_began(self) -> None:
-        """Ranks meet for a window."""
+        """Ranks negotiate for a window."""
         self._due = self._windows > 0 and _is_checked(self._windows)
         self._windows += 1
         self.running = True
 
     def window_ended(self) -> None:
-        """The window is over, whatever has become of it."""
+        """The window is over, whatever its outcome."""
         self.running = False
 
     def observe(self, arrivals: list[int]) -> None:
@@ -70,26 +70,26 @@ class GradientOrder:
 
     @property
     def windows_before(self) -> int:
-        """How many windows there were before the running one."""
+        """The number of windows before the running one."""
         return self._windows - 1
 
     @property
     def observing(self) -> bool:
-        """Whether the window that runs, or comes next, is one of those that are looked at."""
+        """Whether the running window, or else the next, is one that is observed."""
         return _is_checked(self._windows if self.running else self._windows + 1)
 
     @property
     def observed(self) -> bool:
-        """Whether anything was. A window that failed teaches nothing."""
+        """Whether anything was observed. A window that failed teaches nothing."""
         return bool(self._seen)
 
     @property
     def due(self) -> bool:
-        """Whether the ranks now meet to agree on the order. The same answer on all ranks."""
+        """Whether the ranks must now agree on the order. The same answer on all ranks."""
         return self._due
 
     def keep(self) -> None:
-        """Stay with the order as it is, whatever was observed. All ranks must call this alike."""
+        """Keep the current order, whatever was observed. All ranks must call this alike."""
         self._due = False
 
     def agree(self, communicator: Communicator) -> bool:
@@ -113,7 +113,7 @@ def _is_checked(window: int) -> bool:
 
 
 def merge_order(previous: Sequence[int], observed: Sequence[int], seen: Collection[int]) -> list[int]:
-    """The observed order, with what was not seen this time kept right after what preceded it before.
+    """The observed order; parameters not seen this time stay right after the one that preceded them before.
 
     Unused parameters would otherwise wander to the end and back with every draw of a dropped layer; those that are not
     in ``seen``, a longer memory, do go to the end. A parameter observed several times counts at its last appearance:

@@ -1,10 +1,10 @@
-"""Gradients of bfloat16 and float16 parameters, accumulated and averaged in a wider type.
+"""Wide accumulation: gradients of bfloat16 and float16 parameters, accumulated and averaged in a wider dtype.
 
 bfloat16 has eight bits of mantissa: the 256th micro-batch of equal size adds nothing to a sum of the other 255. With
-``accumulation_dtype=torch.float32`` buckets are float32; during a window ``parameter.grad`` is float32 too, where
-autograd adds to it without rounding, and when the window is finished it holds the mean in the parameter's own dtype,
-for the optimizer. A further backward goes on from the wide mean, unless somebody has written into the narrow one. The
-wire carries float32: add a ``Cast`` reduction to send less.
+``accumulation_dtype=torch.float32`` buckets are float32. During a window ``parameter.grad`` is float32 too, where
+autograd adds to it without rounding; when the window is finished it holds the mean in the parameter's own dtype, for
+the optimizer. A further backward continues from the wide mean, unless the narrow one was changed. float32 is sent: add
+a ``Cast`` reduction to send less.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 class PreciseGradients:
-    """Exchanges the dtype of gradients: ``dtype`` while they accumulate, the parameter's own for the optimizer."""
+    """Switches the dtype of gradients: ``dtype`` while they accumulate, the parameter's own for the optimizer."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -31,11 +31,11 @@ class PreciseGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Keep no mean alive: it is in use again, or buckets are about to go."""
+        """Release the means: they are in use again, or buckets are about to go."""
         self._means: dict[int, _Mean] = {}
 
     def widen(self) -> bool:
-        """A backward begins: what autograd leaves, or adds to, is wide. True if a gradient was exchanged."""
+        """A backward begins: what autograd creates, or adds to, is wide. True if a gradient was replaced."""
         exchanged = False
         for parameter in self.parameters:
             gradient = parameter.grad
@@ -50,7 +50,7 @@ class PreciseGradients:
         return exchanged
 
     def narrow(self, buckets: Sequence[Bucket]) -> bool:
-        """The means are there: hand them to the optimizer. True if a gradient was exchanged."""
+        """The means are there: hand them to the optimizer. True if a gradient was replaced."""
         self.forget()
         for bucket in buckets:
             copies: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -65,12 +65,12 @@ class PreciseGradients:
         return bool(self._means)
 
     def restore(self) -> bool:
-        """Gradients have the dtype of their parameters again. True if one was exchanged."""
+        """Gradients have the dtype of their parameters again. True if one was replaced."""
         return restore_gradients(self.parameters)
 
 
 def restore_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Give gradients the dtype of their parameters, narrow ones. True if one was exchanged."""
+    """Give narrow parameters gradients of their own dtype. True if one was replaced."""
     exchanged = False
     for parameter in parameters:
         gradient = parameter.grad
@@ -83,7 +83,7 @@ def restore_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
 
 
 class _Mean(NamedTuple):
-    """What the optimizer was handed, and what it was rounded from."""
+    """The gradient given to the optimizer, and the wide one it was rounded from."""
 
     narrow: torch.Tensor
     version: int
@@ -92,7 +92,7 @@ class _Mean(NamedTuple):
 
 def exchange(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Give the parameter this gradient, whatever its dtype."""
-    # torch refuses a gradient, and a change of its dtype, that do not fit what is there.
+    # torch refuses a gradient, or a change of its dtype, that does not fit what is there.
     parameter.grad = None
     parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient
@@ -106,7 +106,7 @@ def checked_dtype(dtype: torch.dtype | None) -> None:
 
 
 def wide_dtype(dtype: torch.dtype, accumulation_dtype: torch.dtype | None) -> torch.dtype:
-    """In what gradients of parameters of this ``dtype`` accumulate, and are averaged."""
+    """The dtype in which gradients of parameters of this ``dtype`` accumulate and are averaged."""
     return dtype if accumulation_dtype is None or dtype not in NARROW else accumulation_dtype
 
 

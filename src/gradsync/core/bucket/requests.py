@@ -1,17 +1,17 @@
-"""What a rank asks all others for, at the end of the last bucket.
+"""Requests of one rank to all others, sent at the end of the last bucket.
 
-A rank alone may know that a parameter is trained again, that it counts micro-batches in a window where nobody did
-before, or that its own gradients are not to be used. It must not start a collective for that: the others would not. So
-each such thing has a place in the ballot, a rank that needs it puts a mark there, and all ranks read the same sum and
-do the same after the buckets.
+Sometimes only one rank knows that a parameter is trained again, that it counts micro-batches in a window where none did
+before, or that its own gradients must not be used. It must not start a collective for that: the others would not. So
+each kind of request has a place in the ballot, a rank that needs it sets a mark there, and all ranks read the same sum
+and do the same after the buckets.
 
-On an accelerator reading would stop the host, so only those read at once that have asked, or have nothing else to do.
-They mark that, too, and every rank marks one place more: where both have the same sum, all ranks know what was asked
-for, and can do it.
+On an accelerator reading would make the host wait, so only those ranks read at once that have a request, or have
+nothing else to do. They mark that, too, and every rank marks one more place: where both sums are equal, all ranks know
+the requests and can carry them out.
 
-[Note: late failures] For the same reason ranks hear there of a failed backward only in the next window, and raise at
-its end. The rank that failed does not raise again. For replicas to stay equal nobody may step on that window, so those
-who are about to raise mark it as late.
+[Note: late failures] For the same reason ranks learn of a failed backward only in the next window, and raise at its
+end. The rank that failed does not raise again. To keep replicas equal, no rank may step on that window, so the ranks
+that are about to raise mark it as late.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ __all__ = ["Requests"]
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What must follow the buckets. ``weights``: sums of weights; ``trained``: which parameters are trained;
-    ``vetoed``: who does not want the window, and why. ``late``: nobody steps on it; see [Note: late failures].
-    ``known``: this rank reads the ballot at once, or, of one that was read, all ranks do."""
+    """The requests to carry out after the buckets. ``weights``: sums of weights; ``trained``: which parameters are
+    trained; ``vetoed``: which ranks reject the window, and why. ``late``: no rank steps on it;
+    see [Note: late failures]. ``known``: this rank reads the ballot at once, or, if it was read, all ranks do."""
 
     weights: bool = False
     trained: bool = False
@@ -33,10 +33,10 @@ class Requests:
     late: bool = False
     known: bool = True
 
-    # How many places they take in the ballot, and which of them says that there is a veto.
+    # How many places they take in the ballot, and which of them signals a veto.
     PLACES: ClassVar[int] = 6
     VETO: ClassVar[int] = -5
-    # Places of what all ranks must know of, and of those that say that they do; see
+    # Places of what all ranks must know, and of the ranks that confirm that they do; see
     # :mod:`gradsync.core.engine.step_gate`.
     LATE: ClassVar[int] = -6
     KNOWN: ClassVar[int] = -2
@@ -44,19 +44,19 @@ class Requests:
 
     @classmethod
     def read(cls, ballot: Sequence[float]) -> Self:
-        """What any rank has asked for, and whether all know of it."""
+        """The requests of all ranks, and whether all ranks know of them."""
         late, vetoed, weights, trained, reading, everybody = ballot[-cls.PLACES :]
         asked = {"weights": weights > 0, "trained": trained > 0, "vetoed": vetoed > 0}
         return cls(**asked, late=late > 0, known=reading == everybody)
 
     @property
     def unheard(self) -> bool:
-        """Whether something was asked for of which not all ranks know."""
+        """Whether there is a request that not all ranks know of."""
         return (self.weights or self.trained or self.vetoed) and not self.known
 
     @property
     def marked(self) -> list[int]:
-        """The places that this rank marks, counted from the end of the ballot: the last is everybody's."""
+        """The places that this rank marks, counted from the end of the ballot: every rank marks the last one."""
         asked = (
             (self.LATE, self.late),
             (self.VETO, self.vetoed),

@@ -1,10 +1,10 @@
-"""Gradients of which every rank has the mean of its own share only: whoever looks at one is told so.
+"""``SharedGradient``: a gradient of which each rank has only its share of the mean, guarded against misuse.
 
-What else lies in the bucket is this rank's part of a sum, or new parameters. No number that is computed from that means
-anything, and no error would tell. So the views that are ``parameter.grad`` become :class:`SharedGradient` for as long.
-It refuses what reads values, does what can be done with shares (scaling, clamping), and asks the other ranks where
-torch's own tools look at all gradients at once: ``clip_grad_norm_`` and ``GradScaler`` work as ever, collectively.
-Autograd and the engine do not ask it.
+The rest of the bucket holds this rank's part of a sum, or new parameters. Any number computed from that would be
+meaningless, without an error. So the views that are ``parameter.grad`` become :class:`SharedGradient` meanwhile. It
+refuses operations that read values, performs those that work on shares (scaling, clamping), and asks the other ranks
+where torch's own tools look at all gradients at once: ``clip_grad_norm_`` and ``GradScaler`` work as usual,
+collectively. Autograd and the engine bypass it.
 """
 
 import math
@@ -23,12 +23,12 @@ __all__ = ["Circle", "SharedGradient", "is_zeroed", "unshare_views"]
 
 
 class SharedGradient(torch.Tensor):
-    """A view of a bucket that holds the mean of one share of it. ``part`` is what this rank has of it, if anything."""
+    """A view of a bucket that holds the mean of one share of it. ``part`` is this rank's part of it, if any."""
 
-    # It is to be zero: the memory itself may be another's at the time.
+    # Must become zero: the memory itself may be in other use at the time.
     zeroed: bool
     part: torch.Tensor | None
-    # All that are shared out with it.
+    # The circle of gradients that are shared out with it.
     circle: "Circle"
 
     @classmethod
@@ -37,7 +37,7 @@ class SharedGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _HARMLESS:
-            # No code in Python runs inside: a signal handler would find the classes of parameters switched off.
+            # No Python code runs inside: a signal handler would find the classes of parameters switched off.
             return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs)
         gradients = list(_shared_in(args))
         if func in _ZEROING:
@@ -67,7 +67,7 @@ class Circle:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        # Something else lies in their memory by now.
+        # Their memory holds something else by now.
         self.are_used_up = False
         self._gradients: list[SharedGradient] = []
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
@@ -86,11 +86,11 @@ class Circle:
             self._gradients.append(shared)
 
     def forget(self) -> None:
-        """Values have changed."""
+        """Forget cached norms: values have changed."""
         self._norms = {}
 
     def norm_of(self, gradient: SharedGradient, order: float) -> torch.Tensor:
-        """Of the whole gradient. Collective when it is the first of them all: torch asks for one after the other."""
+        """The norm of the whole gradient. Collective for the first of all: torch asks for one after the other."""
         if order not in self._norms:
             self._norms[order] = self._all_norms(order)
         return self._norms[order][id(gradient)]
@@ -109,11 +109,11 @@ class Circle:
 
 
 _HARMLESS = WITHOUT_VALUES | {
-    # Nor do these: a version, and where it lies.
+    # Nor do these: a version, and its location.
     *(torch.Tensor._version.__get__, torch.Tensor.detach_, torch.Tensor.data_ptr),  # type: ignore[attr-defined]
 }
 _ZEROING = {torch.Tensor.zero_, torch._foreach_zero_, torch.zero_}
-# In place, each element by itself.
+# In-place operations on each element independently.
 _BY_ELEMENT = {
     *(torch.Tensor.mul_, torch.Tensor.div_, torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.clamp_max_),
     *(torch._foreach_mul_, torch._foreach_div_, torch._foreach_clamp_min_, torch._foreach_clamp_max_),
@@ -122,15 +122,15 @@ _BY_ELEMENT = {
 
 
 def unshare_views(bucket: Bucket) -> None:
-    """From now on they are ordinary tensors."""
+    """Make its views ordinary tensors again."""
     for view in bucket.views:
         view.__class__ = torch.Tensor
-        # The circle holds them: in a ring the memory of a bucket would outlive it until somebody collects garbage.
+        # The circle holds them: a reference cycle would keep the bucket's memory alive until garbage collection.
         vars(view).pop("circle", None)
 
 
 def is_zeroed(view: torch.Tensor) -> bool:
-    """Whether somebody has zeroed it while it was shared out."""
+    """Whether the view was zeroed while it was shared out."""
     return isinstance(view, SharedGradient) and view.zeroed
 
 
@@ -146,16 +146,16 @@ def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
     for gradient in gradients:
         gradient.circle.forget()
         if gradient.circle.are_used_up:
-            # The memory is another's: it is zeroed when it comes back.
+            # The memory is in other use: it is zeroed when it comes back.
             gradient.zeroed = True
         else:
-            # Without code in Python inside, as above.
+            # Without Python code inside, as above.
             torch._C._disabled_torch_function_impl(torch.Tensor.zero_, (), (gradient,), {})
     return result
 
 
 def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Do it to what this rank has."""
+    """Apply the function to this rank's parts."""
     first, *others = args
     for gradient in _shared_in([first]):
         gradient.circle.forget()
@@ -164,7 +164,7 @@ def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             func(first.part, *others, **kwargs)
         return first
     parts = [each.part if isinstance(each, SharedGradient) else each for each in first]
-    # Where there is a number for each gradient, those of the parts that are elsewhere go with them.
+    # Where there is a number per gradient, those of parts on other ranks are left out with them.
     others = [_of_present(other, parts) if isinstance(other, list | tuple) else other for other in others]
     present = [part for part in parts if part is not None]
     if present:
@@ -193,12 +193,12 @@ def _norm(part: torch.Tensor | None, order: float) -> torch.Tensor:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """That of ``torch.amp.GradScaler``: a number that is not finite on one rank is one on all. Collective."""
+    """``torch.amp.GradScaler``'s unscaling: a number that is not finite on one rank counts on all. Collective."""
     parts = [each.part if isinstance(each, SharedGradient) else each for each in gradients]
     present = [part for part in parts if part is not None and part.numel()]
     if present:
         torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, inv_scale)
-        # torch does not count it as a change, by which a step knows that updates made early no longer hold.
+        # torch does not count this as a change; a step recognizes by one that early updates are no longer valid.
         increment_version(present)
     circles = {id(each.circle): each.circle for each in _shared_in(gradients)}
     for circle in circles.values():

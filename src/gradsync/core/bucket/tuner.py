@@ -1,17 +1,17 @@
-"""Bucket sizes by trial, in the first windows of a training.
+"""Bucket size tuner: tries sizes in the first windows of a training run.
 
-The cost model guesses from a few all-reduces on an idle link; see :mod:`gradsync.core.bucket.cost_model`. It knows
-neither when gradients become ready nor how well a link carries several buckets at once. So the tuner tries: its guess,
-then all gradients in one bucket, in two, four, eight, …, for a few windows each. What counts is the time from the
-start of a synchronizing backward to its end, on the rank that began last: the others have only waited for it. When two
-finer sizes in a row are worse, it stops. The two best are tried once more, since a few windows may have been lucky; the
-tuner takes the better one and is done for the rest of the training.
+The cost model estimates from a few all-reduces on an idle link; see :mod:`gradsync.core.bucket.cost_model`. It knows
+neither when gradients become ready nor how well a link carries several buckets at once. So the tuner tries that
+estimate, then all gradients in one bucket, in two, four, eight, …, for a few windows each. It measures the time from
+the start of a synchronizing backward to its end, on the rank that began last: the others have only waited for it. When
+two finer sizes in a row are worse, it stops. The two best are tried once more, since a few windows may have been lucky.
+The tuner takes the better one and is done for the rest of the training run.
 
 A trial begins and ends at a window's boundary, after numbers of windows that all ranks know. There they share their
-times and come to the same conclusion.
+times and reach the same conclusion.
 
-On a CUDA device the clock is the device's: events on its timeline, which are read where ranks meet. The host runs ahead
-of it, and its own clock would tell nothing.
+On a CUDA device the clock is the device's: events on its timeline, which are read where ranks negotiate. The host runs
+ahead of the device, so its own clock would say nothing.
 """
 
 import statistics
@@ -29,23 +29,23 @@ from gradsync.core.bucket.layout import BucketCaps
 __all__ = ["TUNED_AFTER", "BucketTuner"]
 
 PARTS = (1, 2, 4, 8, 16)
-# Windows of a trial; the first one is not counted, since its memory is new.
+# Windows per trial; the first one is not counted, since its memory is new.
 WINDOWS = 4
-# Order is learned before, and has been seen to be stable.
+# By then the order has been learned and found stable.
 FIRST_TRIAL_AFTER = 4
 FINALISTS = 2
-# After so many windows the ranks meet: at the end of the trials of the guess, of each of the parts, of the finalists.
+# Ranks negotiate after this many windows: after the trials of the estimate, of each number of parts, of the finalists.
 TUNED_AFTER = tuple(FIRST_TRIAL_AFTER + WINDOWS * number for number in range(1, len(PARTS) + FINALISTS + 2))
 SMALLEST_BUCKET = 32 * 1024
-# Less is noise, and not worth another layout.
+# A smaller gain is noise, and not worth a new layout.
 WORTH_CHANGING = 0.02
 WORSE_IN_A_ROW = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Sizes, and how long a window took with them in each of their trials: the least of its windows, since whatever
-    else goes on in the machine only adds to it."""
+    """Sizes, and the time per window in each of their trials: the minimum of its windows, because anything else that
+    runs on the machine only adds to it."""
 
     caps: BucketCaps
     times: list[float]
@@ -60,8 +60,8 @@ def host_seconds(began: float, ended: float) -> float:
 
 
 class BucketTuner:
-    """An observer of the engine that proposes bucket sizes. ``clock`` marks a moment; ``seconds`` tells how long it was
-    from one to another."""
+    """An engine observer that proposes bucket sizes. ``clock`` marks a moment; ``seconds`` is the time between two
+    moments."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class BucketTuner:
         # What follows a synchronization may want pieces too, which is not seen here. Not where they only cost.
         self.fewest, self._total = 1, 0
         self._trials: list[_Trial] = []
-        # Who is still to be tried again; None as long as there are new sizes to try.
+        # The sizes still to be tried again; None as long as there are new sizes to try.
         self._finalists: list[BucketCaps] | None = None
-        # Of each window of the trial, when it began and when it had ended; None without a backward.
+        # When each window of the trial began and when it had ended; None without a backward.
         self._windows: list[tuple[Any, Any] | None] = []
         self._began: Any = None
 
@@ -108,13 +108,13 @@ class BucketTuner:
     # -- proposing -------------------------------------------------------------------------------------------------
 
     def due(self, windows: int) -> bool:
-        """Whether ranks meet after this many windows: the same answer on all ranks."""
+        """Whether ranks negotiate after this many windows: the same answer on all ranks."""
         return not self.finished and windows == TUNED_AFTER[self.rounds]
 
     def propose(
         self, communicator: Communicator, caps: BucketCaps, sizes: Callable[[BucketCaps], list[int]]
     ) -> BucketCaps:
-        """End the trial of ``caps``: what to go on with. ``sizes`` tells which buckets caps would make. Collective."""
+        """End the trial of ``caps``; returns the next caps. ``sizes`` maps caps to bucket sizes. Collective."""
         self.rounds += 1
         self._note(caps, self._shared_times(communicator))
         self._windows.clear()
@@ -132,7 +132,7 @@ class BucketTuner:
         self._trials.append(_Trial(caps=caps, times=[min(times)]))
 
     def _following(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
-        """What to try next: other sizes, then the finalists once more, then nothing."""
+        """The next to try: other sizes, then the finalists once more, then nothing."""
         if self._finalists is None:
             other = None if self._grows_worse() else self._next(sizes)
             if other is not None:
@@ -142,7 +142,7 @@ class BucketTuner:
         return self._finalists.pop() if self._finalists else None
 
     def _shared_times(self, communicator: Communicator) -> list[float]:
-        """Of each window of the trial the shortest time of any rank."""
+        """For each window of the trial, the shortest time of any rank."""
         measured = [float("inf") if window is None else self._seconds(*window) for window in self._windows]
         times = ([float("inf")] * WINDOWS + measured)[-(WINDOWS - 1) :]
         message = torch.tensor([-seconds for seconds in times], dtype=torch.float64, device=communicator.device)
@@ -165,12 +165,12 @@ class BucketTuner:
         return best
 
     def _grows_worse(self) -> bool:
-        """Whether the last trials of finer and finer buckets, the guess aside, were all worse than an earlier one."""
+        """Whether the last trials of ever finer buckets, the estimate aside, were all worse than an earlier one."""
         finer = [trial.seconds for trial in self._trials[1:]]
         return len(finer) > WORSE_IN_A_ROW and min(finer) < min(finer[-WORSE_IN_A_ROW:])
 
     def _next(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
-        """Finer buckets than in all trials but the guess, if there are any that make other buckets than one tried."""
+        """Finer buckets than in all trials but the estimate, if any caps make buckets that were not tried yet."""
         guess = self._trials[0].caps
         total = self._total = sum(sizes(guess))
         tried = [sizes(trial.caps) for trial in self._trials]
@@ -179,7 +179,7 @@ class BucketTuner:
         for part in PARTS:
             cap = total // part
             if part >= fewest and SMALLEST_BUCKET <= cap < finest:
-                # Where the wire works by itself, what counts at the end is the last bucket.
+                # On an asynchronous transport, the last bucket is what counts at the end.
                 tapers = guess.from_the_end and part > 1
                 candidate = BucketCaps.tapered(cap, least=SMALLEST_BUCKET) if tapers else BucketCaps.uniform(cap)
                 if sizes(candidate) not in tried:

@@ -1,6 +1,6 @@
-"""What can be asked of a tensor without a look at its values: properties by their getters, and methods.
+"""The tensor properties (by their getters) and methods that do not read values.
 
-Subclasses that stand for values which are not there, or are somebody else's, answer these as ever.
+Subclasses that stand for values that are absent, or that belong to something else, answer these as usual.
 """
 
 import torch

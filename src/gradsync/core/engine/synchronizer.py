@@ -1,13 +1,13 @@
-"""Between backwards: what has accumulated is synchronized, and no optimizer steps on anything else.
+"""The synchronizer: averages what has accumulated between backwards, and lets no optimizer step on anything else.
 
 [Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
 other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
 about to step.
 
-[Note: a step by closure] ``optimizer.step(closure)`` has its backwards inside the step. What precedes the step cannot
-see to their gradients: if one of these windows is vetoed, its gradients go at once. Micro-batches may have accumulated
-before, under ``no_sync()``; the closure's backward then ends their window, and what is asked of any other step is asked
-after each call of the closure.
+[Note: a step by closure] ``optimizer.step(closure)`` runs its backwards inside the step. Code that runs before the step
+cannot check their gradients: if one of these windows is skipped, its gradients are dropped at once. Micro-batches may
+have accumulated before, under ``no_sync()``; the closure's backward then ends their window. The checks that precede any
+other step are made after each call of the closure.
 """
 
 import threading
@@ -49,7 +49,7 @@ def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
 
 
 class Synchronizer:
-    """Averages the gradients of ``parameters`` over the ranks of a communicator, once a window."""
+    """Averages the gradients of ``parameters`` over the ranks of a communicator, once per window."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Synchronizer:
         for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
             owner.hand_over(parameters)  # type: ignore[union-attr]
         self._refusal: str | None = None
-        # The one that has run the last forward.
+        # The module that has run the last forward.
         self.thread: int | None = None
         self.engine = BackwardEngine(parameters, specs, options)
         self.parameters = self.engine.parameters
@@ -77,7 +77,7 @@ class Synchronizer:
         return f"Synchronizer({phase.name.lower()}: {phase.value}; {self.window!r}; {self.engine.pipeline!r})"
 
     def describe(self) -> str:
-        """Where everything stands, in lines: for a person who looks at a training that hangs."""
+        """The state of everything, in lines: for a person who looks at a hanging training run."""
         engine = self.engine
         lines = [
             f"{engine.phase.name.lower()}: {engine.phase.value}",
@@ -90,7 +90,7 @@ class Synchronizer:
         return "\n".join(lines)
 
     def position(self) -> Position:
-        """In a few words, for those who look on from other threads, and other ranks."""
+        """The position in a few words, for other threads and other ranks."""
         engine, busy = self.engine, self.engine.phases.busy
         return Position(
             windows=self.synchronizations,
@@ -103,7 +103,7 @@ class Synchronizer:
     def pace(self) -> PaceMeter:
         return self.engine.synchronization.pace
 
-    # -- what wrappers read and set --------------------------------------------------------------------------------
+    # -- properties for wrappers -----------------------------------------------------------------------------------
 
     @property
     def window(self) -> Window:
@@ -121,12 +121,12 @@ class Synchronizer:
 
     @property
     def caps(self) -> BucketCaps:
-        """How large buckets may be, as far as it is known by now."""
+        """The bucket size limits, as far as they are known by now."""
         return self.engine.arrangement.caps
 
     @property
     def reduction(self) -> Reduction:
-        """What is put on the wire."""
+        """The reduction in use."""
         return self.engine.pipeline.reduction
 
     @property
@@ -136,7 +136,7 @@ class Synchronizer:
 
     @property
     def ends(self) -> int:
-        """How many synchronizations have come to an end, well or not."""
+        """How many synchronizations have ended, successfully or not."""
         return self.engine.synchronization.count + self.engine.failed_backwards.count
 
     @property
@@ -151,29 +151,29 @@ class Synchronizer:
     def switched(
         self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Set switches for a while; see :class:`~gradsync.core.engine.phase.Switches`."""
+        """Set switches temporarily; see :class:`~gradsync.core.engine.phase.Switches`."""
         return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
 
     def reduce_with(self, reduction: Reduction) -> None:
-        """Exchange the reduction, between two windows. All ranks must do so alike."""
+        """Replace the reduction, between two windows. All ranks must do so alike."""
         self.engine.store.reduce_with(reduction)
 
     def rescaled(self, factor: float | torch.Tensor) -> None:
-        """Between two windows: the scale of the loss has changed, and gradients are ``factor`` times as large."""
+        """Between two windows: the loss scale has changed, and gradients are ``factor`` times as large."""
         if type(self.reduction).rescaled is not Reduction.rescaled:
-            # What it keeps of the last window belongs to the old scale.
+            # What the reduction keeps of the last window belongs to the old scale.
             self.engine.pipeline.hear_end()
             self.reduction.rescaled(factor)
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def refuse(self, reason: str) -> None:
-        """Raise MisuseError with ``reason`` in every forward to come."""
+        """Raise MisuseError with ``reason`` in every later forward."""
         self._refusal = reason
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
-        """A forward of ``module`` is about to run, with gradients on or off; compiled if there is a ``compiler``."""
+        """A forward of ``module`` is about to run, with gradients on or off; compiled if ``compiler`` is given."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
         self.pending_work.settle()
@@ -181,7 +181,7 @@ class Synchronizer:
             self.engine.observer.evaluation_began()
         client = self.engine.sharing.client
         if client is not None and (compiler or has_compiled(module)):
-            # The compiler compiles anew for parameters of another class, which those are that are still awaited.
+            # The compiler recompiles for parameters of a different class, such as parameters that are still awaited.
             client.leave()
 
     def begin_forward(self) -> None:
@@ -201,7 +201,7 @@ class Synchronizer:
         engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
-        """The forward has run: watch its output for the backward to come."""
+        """The forward has run: watch its output for the backward."""
         engine = self.engine
         synchronizes, offer = self.enabled, engine.abstention.offer
         engine.forwards.end(synchronizes=synchronizes)
@@ -212,11 +212,11 @@ class Synchronizer:
             engine.observer.forward_ended()
 
     def raised(self, error: BaseException, place: str) -> None:
-        """This rank has raised outside of a backward, and the others do not hear of it there."""
+        """This rank has raised outside of a backward, where the others do not hear of it."""
         tell_error(self.engine.communicator, error, place)
 
     def expect_backward(self) -> None:
-        """A backward is about to run: refuse it where this rank has abstained instead."""
+        """A backward is about to run: refuse it if this rank has abstained instead."""
         if self.engine.abstention.stands:
             self.engine.abstention.refuse_backward()
 
@@ -238,7 +238,7 @@ class Synchronizer:
 
     def enter_block(self, block: Block) -> None:
         if self.blocks.is_owed:
-            # A loop over accumulate() was left, and somebody keeps its iterator.
+            # A loop over accumulate() was left, and its iterator is still referenced.
             self.pending_work.fail_later()
         self.pending_work.settle()
         self.blocks.enter(block)
@@ -267,15 +267,16 @@ class Synchronizer:
         self.engine.synchronize()
 
     def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
-        """Give up this rank's part of the window, and have all ranks agree on what becomes of it.
+        """Give up this rank's part of the window, and have all ranks agree on what happens to it.
 
         Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
-        ``miss_forward`` takes part in a forward of the others where this rank has run none, and says whether it had to.
+        ``miss_forward`` takes part in a forward of the others where this rank has run none, and returns whether it had
+        to.
         """
         engine = self.engine
         has_run = engine.forwards.awaits_backward
         self._require_attached("abstain")
-        # That is what it says to those who wait.
+        # This is what it reports to the ranks that wait.
         self.pending_work.has_other_word()
         if engine.phases.busy:
             engine.failed_backwards.recover()
@@ -293,7 +294,7 @@ class Synchronizer:
         self.clear()
         engine.failed_backwards.require_whole()
         if told:
-            # Its backward has failed, and the others have heard of that.
+            # Its backward has failed, and the others know.
             self.window.is_vetoed = engine.veto.tolerates
             engine.synchronization.abstained()
             return
@@ -307,9 +308,9 @@ class Synchronizer:
             self.take_part()
 
     def _is_over(self) -> bool:
-        """Whether a backward of this rank has brought the window to its end, and nothing shows that another began."""
+        """Whether a backward of this rank has ended the window, and there is no sign that another has begun."""
         has_usable_means = self.window.has_means and (
-            # Of shares no rank can tell alone.
+            # With shares, no rank can tell alone.
             self.reduction.scatters or has_nonzero_gradients(self.parameters)
         )
         return has_usable_means or self.window.stays_vetoed or self.blocks.is_finished
@@ -328,11 +329,11 @@ class Synchronizer:
         self.clear()
         self.engine.forwards.announce_all_absent(len(self.parameters))
         self.synchronize()
-        # The means stay for now: an optimizer that shares its work out may step on them here, too.
+        # The means stay for now: a sharded optimizer may step on them here, too.
         self.window.close()
 
     def clear(self) -> None:
-        """Drop all gradients, and what the window knows of them."""
+        """Drop all gradients, and the window's record of them."""
         self.engine.arrangement.drop_gradients()
         self.engine.abstention.end()
         self.window.discard()
@@ -345,7 +346,7 @@ class Synchronizer:
         return index is not None and index not in self.engine.arrangement.taken
 
     def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
-        """An optimizer is about to use the gradients: see that they are means. See [Note: a step by closure].
+        """An optimizer is about to use the gradients: ensure that they are means. See [Note: a step by closure].
 
         Returns what :meth:`.Pipeline.gate_step` does.
         """
@@ -367,7 +368,7 @@ class Synchronizer:
         if unfinished and not by_closure:
             self._before_unsynchronized_step()
         engine.store.expect_step()
-        # Of several optimizers each steps: the veto that the first has found is that of the others, too.
+        # Several optimizers each step: the veto that the first has found applies to the others, too.
         is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
         self.window.step_was_skipped = self.window.is_vetoed or (is_another and self.window.step_was_skipped)
         self.window.is_stepped_by_closure = by_closure
@@ -381,7 +382,7 @@ class Synchronizer:
         return gate
 
     def after_closure(self) -> None:
-        """The closure of a step has run: see that its gradients are means. See [Note: a step by closure]."""
+        """The closure of a step has run: ensure that its gradients are means. See [Note: a step by closure]."""
         if not self.window.has_means and not self.engine.switches.steps_locally:
             self._before_unsynchronized_step()
 
@@ -390,7 +391,7 @@ class Synchronizer:
         try:
             gate = pipeline.gate_step(gated=gated)
         except PeerFailedError:
-            # As if it had been heard of in backward.
+            # As if it had been reported in backward.
             self.clear()
             raise
         if pipeline.requests.late:
@@ -406,7 +407,7 @@ class Synchronizer:
         self.window.refuse_step(self.parameters)
         is_open = self.window.state is WindowState.OPEN or self.engine.veto.is_noted
         if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.unbucketed()):
-            # [Note: a rank without gradients], or a backward of which no hook told.
+            # [Note: a rank without gradients], or a backward that no hook reported.
             if not is_open:
                 self.engine.synchronization.count_always()
             self.synchronize()
@@ -414,11 +415,11 @@ class Synchronizer:
     # -- saving; what has accumulated is in :mod:`gradsync.core.engine.saved_window` ------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What makes sums come out bit for bit as they would have: the layout of the buckets. The same on all ranks."""
+        """What makes sums reproducible bit for bit: the layout of the buckets. The same on all ranks."""
         return self.engine.arrangement.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lay out the buckets as they were. All ranks must load the same, between two windows."""
+        """Restore the layout of the buckets. All ranks must load the same, between two windows."""
         if len(state["trainable"]) != len(self.parameters):
             raise MisuseError(
                 f"the saved engine has {len(state['trainable'])} parameters and this one {len(self.parameters)}: it "
@@ -430,7 +431,7 @@ class Synchronizer:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Remove all hooks. Gradients stay where they are; nothing is synchronized any more."""
+        """Remove all hooks. Gradients stay where they are; nothing is synchronized from now on."""
         if self.engine.sharing.client is not None:
             self.engine.sharing.client.leave()
         self.engine.detach()

@@ -1,24 +1,25 @@
-"""A rank may veto the window: its gradients are not finite, it abstains, or its backward failed.
+"""Skip votes: a rank vetoes the window if its gradients are not finite, it abstains, or its backward failed.
 
 ::
 
-    backward        every rank looks at its own gradients, bucket by bucket       core/bucket/finite.py
+    backward        every rank checks its own gradients, bucket by bucket         core/bucket/finite.py
     the ballot      says that there is a veto; all ranks read the same            core/bucket/requests.py
-    afterwards      all exchange who it was, and why                              Veto.hear
+    afterwards      all exchange which rank it was, and why                       Veto.hear
 
-and do the same about it, as ``on_veto`` says:
+Then all ranks do the same, as ``on_veto`` says:
 
-raise        :class:`~gradsync.VetoError` on all ranks, also on the one that has vetoed.
-skip-window  backward ends as ever, and the next step of an optimizer changes nothing.
+raise        :class:`~gradsync.VetoError` on all ranks, including the one that has vetoed.
+skip-window  backward ends as usual, and the next optimizer step changes nothing.
 drop-rank    the mean is over the other ranks. If all have vetoed, the window is skipped.
 
 [Note: a failed backward is never dropped] Its error reaches the user's code on that rank alone, which zeroes gradients
 and may not step. If the others stepped, replicas would differ from there on. So the window is skipped.
 
 [Note: what is left of a skipped window] A hook cannot cancel a step, but an optimizer leaves parameters without a
-gradient alone, with their state. So the gradients go right before the step, and not sooner: what stands between
-backward and step finds gradients, all zeros; or all NaN, if some rank's were not finite. A ``GradScaler`` needs that:
-by what it finds it counts a step as good or lowers its scale, and it raises if it finds nothing.
+gradient alone, along with their state. So the gradients are removed right before the step, and not sooner: code that
+runs between backward and step finds gradients that are all zeros, or all NaN if some rank's were not finite. A
+``GradScaler`` needs that: by what it finds it counts a step as good or lowers its scale, and it raises if it finds
+nothing.
 """
 
 import logging
@@ -43,14 +44,14 @@ LOGGER = logging.getLogger("gradsync")
 OnVeto = Literal["raise", "skip-window", "drop-rank"]
 ON_VETO = ("raise", "skip-window", "drop-rank")
 
-# How a rank's reason begins on the wire.
+# The prefix of a rank's reason when it is sent.
 ABSTAINS, NOT_FINITE, STILL = b"a", b"n", b"s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What all ranks have agreed on: how many are left out of the mean, or, if it is none, that the window is skipped.
-    ``finite``: so were all gradients."""
+    """The agreement of all ranks: how many are left out of the mean, or, if there is no mean, that the window is
+    skipped. ``finite``: all gradients were."""
 
     dropped: int = 0
     finite: bool = True
@@ -61,29 +62,29 @@ class Verdict:
 
 
 class Veto:
-    """This rank's vetoes, and what it has heard of the others'."""
+    """This rank's vetoes, and what it has learned of the others'."""
 
     def __init__(self, on_veto: OnVeto | None, communicator: Communicator) -> None:
         self._on_veto = on_veto
         self._communicator = communicator
         self._abstention: str | None = None
         self._stands = False
-        # Only who asks for it pays for it.
+        # Only those who request the check pay for it.
         self.check = None if on_veto is None else FiniteCheck()
 
     @property
     def holds_back(self) -> bool:
-        """Whether no bucket may start before all were looked at: of a rank that is dropped none may have gone."""
+        """Whether no bucket may start before all were checked: a dropped rank must not have sent any."""
         return self._on_veto == "drop-rank"
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether all ranks wait for the ballot, on an accelerator too, so that they hear of a veto before the step."""
+        """Whether all ranks wait for the ballot, even on an accelerator, to learn of a veto before the step."""
         return self._on_veto is not None
 
     @property
     def tolerates(self) -> bool:
-        """Whether a backward that failed on another rank is no error here: the window is skipped."""
+        """Whether a failed backward on another rank is not an error here: the window is skipped."""
         return self._on_veto in ("skip-window", "drop-rank")
 
     @property
@@ -93,11 +94,11 @@ class Veto:
 
     @property
     def abstains(self) -> bool:
-        """Whether this rank has nothing for the window."""
+        """Whether this rank contributes nothing to the window."""
         return self._abstention is not None
 
     def abstain(self, reason: str) -> None:
-        """This rank has nothing for the window."""
+        """Record that this rank contributes nothing to the window."""
         self._abstention = reason
 
     def stand(self) -> None:
@@ -111,7 +112,7 @@ class Veto:
             self.check.forget()
 
     def mark(self, ballot: torch.Tensor) -> None:
-        """Vote, if gradients were found that are not finite."""
+        """Vote, if any gradient was found that is not finite."""
         if self.check is not None:
             self.check.mark(ballot[ballot.numel() + Requests.VETO])
 
@@ -125,10 +126,10 @@ class Veto:
         first = None if self.check is None else self.check.first
         return b"" if first is None else NOT_FINITE + first.encode()
 
-    # -- what all ranks say ----------------------------------------------------------------------------------------
+    # -- the votes of all ranks ------------------------------------------------------------------------------------
 
     def hear(self) -> Verdict:
-        """The ballot says that there is a veto: whose it is, why, and what follows. Collective.
+        """The ballot says that there is a veto: learn whose it is, why, and what follows. Collective.
 
         Raises :class:`VetoError` on all ranks where that is what follows.
         """
@@ -149,7 +150,7 @@ class Veto:
         return Verdict(finite=finite)
 
     def tolerate(self, failed: Sequence[int]) -> Verdict:
-        """The ballot says that the backwards of these ranks failed. They are not here."""
+        """The ballot says that the backwards of these ranks failed. They do not take part here."""
         names = listed([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)
@@ -170,7 +171,7 @@ class Veto:
 def invalidate(buckets: Sequence[Bucket], outside: Sequence[torch.nn.Parameter], *, finite: bool) -> None:
     """Leave nothing of a window's gradients that could be used. See [Note: what is left of a skipped window]."""
     value = 0.0 if finite else float("nan")
-    # Not the padding between gradients, which nobody would clear.
+    # Not the padding between gradients, which nothing would clear.
     gradients = [view for bucket in buckets for view in bucket.views]
     gradients += [parameter.grad for parameter in outside if parameter.grad is not None]
     for gradient in gradients:
