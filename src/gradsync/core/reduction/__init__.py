@@ -1,4 +1,4 @@
-"""What is put on the wire: one small class per way of reducing a bucket, all behind :class:`Reduction`."""
+"""Gradient reductions: one small class per way of reducing a bucket, all behind :class:`Reduction`."""
 
 from gradsync.core.reduction.auto import Auto
 from gradsync.core.reduction.base import Reduction

@@ -1,4 +1,4 @@
-"""The mildest reduction that hides the wire, found by trying; the exact mean where none gains anything.
+"""``Auto``: tries reductions and keeps the mildest one that hides communication, or the exact mean if none helps.
 
 ::
 
@@ -8,9 +8,9 @@
                                         on one bucket, a gain is
                                         predicted, a candidate taken
 
-Compression gains in few set-ups, so nothing is believed: neither what it is said to gain nor what is predicted here.
-Trials alternate, since machines have moods. Every meeting is before the first bucket of a window whose number all ranks
-know, and ranks decide by numbers that they have agreed on: they come to the same conclusion.
+Compression helps in few set-ups, so neither its nominal gain nor the prediction made here is trusted. Trials are
+interleaved because machine speed drifts. Ranks negotiate only before the first bucket of a window whose number all of
+them know, and decide by numbers that they have agreed on, so they reach the same conclusion.
 """
 
 import logging
@@ -36,21 +36,21 @@ __all__ = ["DECIDED_AFTER", "Auto", "predict"]
 
 LOGGER = logging.getLogger("gradsync")
 
-# By then bucket sizes have been chosen.
+# Bucket sizes have been chosen by then.
 SETTLED_AFTER = TUNED_AFTER[-1] + 1
-# Exact, candidate, exact, candidate.
+# The trials: exact, candidate, exact, candidate.
 TRIALS = 4
 DECIDED_AFTER = SETTLED_AFTER + TRIALS * (TRIAL + 1)
-# So little of a step may remain to be waited for if the wire is to count as hidden.
+# Communication counts as hidden if the time spent waiting for it is at most this fraction of a step.
 HIDDEN = 0.05
-# What a candidate must promise, and what it must keep.
+# The gain that a candidate must promise, and the gain that it must deliver.
 WORTH_TRYING = 0.03
 WORTH_KEEPING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A candidate, how long its step would take, and how much of that would be waiting for the wire."""
+    """A candidate, the predicted time of its step, and how much of that would be waiting for communication."""
 
     name: str
     step: float
@@ -62,10 +62,10 @@ class Prediction:
 
 
 def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) -> Prediction:
-    """A step that computes for ``compute`` seconds, and waits for ``wait`` with the ``exact`` mean, at another speed.
+    """A step that computes for ``compute`` seconds and waits for ``wait`` with the ``exact`` mean, at another speed.
 
-    What is saved is waited for less. What is still hidden behind compute takes processors away from it, for the part of
-    its time in which they are busy with compression.
+    Whatever is saved shortens the wait. Communication that is still hidden behind compute takes processor time away
+    from it, for the part of its time in which processors are busy with compression.
     """
     exposed = min(max(wait - (exact.seconds - speed.seconds), 0.0), speed.seconds)
     hidden = (speed.seconds - exposed) / speed.seconds if speed.seconds else 0.0
@@ -74,10 +74,10 @@ def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) 
 
 
 class Auto(Changing):
-    """Exact for the first windows, then one of ``candidates``, mildest first, if and only if steps become faster.
+    """Exact in the first windows, then one of ``candidates``, mildest first, if and only if steps become faster.
 
-    ``current`` is what gradients are reduced with now; ``chosen`` is its name once that is settled, and ``report`` says
-    why. ``clock`` tells the time in seconds.
+    ``current`` is the reduction in use; ``chosen`` is its name once that is decided, and ``report`` says why. ``clock``
+    returns the time in seconds.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Auto(Changing):
         self._first: int | None = None
         self._tried: tuple[Prediction, Reduction] | None = None
         self._times: dict[bool, list[float]] = {True: [], False: []}
-        # What was loaded takes its place where all ranks come by, and buckets can be laid out for it.
+        # Loaded state is applied when all ranks get there, where buckets can be laid out for it.
         self._loaded: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class Auto(Changing):
     # -- the reduction of the running window -------------------------------------------------------------------------
 
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
-        """What cannot serve these parameters is not a candidate."""
+        """Remove candidates that cannot handle these parameters."""
         for name, make in list(self._candidates.items()):
             try:
                 make().examine(specs)
@@ -111,7 +111,7 @@ class Auto(Changing):
                 del self._candidates[name]
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        # The last bucket, which is that of the ballot, starts when backward has ended.
+        # The last bucket, which has the ballot, starts when backward has ended.
         if self.chosen is None and bucket.plan.ballot:
             self._watch.backward_ended()
         return super().start(bucket, communicator, divisor)
@@ -137,7 +137,7 @@ class Auto(Changing):
         if trials < 0 or rest:
             return False
         if trials == 0:
-            # What was seen while sizes were tried says nothing.
+            # Measurements from while sizes were tried mean nothing.
             self._watch.forget()
             return False
         step, wait = self._watch.read(communicator)
@@ -184,7 +184,7 @@ class Auto(Changing):
         words = "exactly" if name == "mean" else f"by {name}"
         self.report = f"gradients are averaged {words} from now on: {reason}"
         if communicator is not None and communicator.rank == 0:
-            # Nothing is wrong. But whoever leaves the choice to us wants to be told, without setting up logging.
+            # Nothing is wrong. But a user who left the choice to us wants to be told, without setting up logging.
             LOGGER.warning("reduction auto: %s", self.report)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Auto(Changing):
         if self._loaded is not None:
             return self._loaded
         if self.chosen is None:
-            # In the middle of trials: they begin anew.
+            # In the middle of trials: they start again.
             return {}
         return {"chosen": self.chosen, "report": self.report, "state": self.current.state_dict()}
 

@@ -1,4 +1,4 @@
-"""The mean in another dtype: half the bytes with bfloat16 or float16, more precision with float32."""
+"""The mean in a different dtype: half the bytes with bfloat16 or float16, more precision with float32."""
 
 import torch
 
@@ -13,11 +13,11 @@ __all__ = ["Cast"]
 
 
 class Cast(Compressing):
-    """Gradients cross the wire in ``dtype``.
+    """Sends gradients in ``dtype``.
 
-    In a wider one they are summed, too. In a narrower one they are summed in float32, whatever the number of ranks: see
-    :mod:`gradsync.core.reduction.exchanged`. float16, whose numbers end at 65504, gets a scale for every thousand of
-    them, so that neither large nor small gradients are lost.
+    In a wider dtype they are summed in it, too. In a narrower one they are summed in float32, whatever the number of
+    ranks: see :mod:`gradsync.core.reduction.exchanged`. float16, whose numbers end at 65504, gets a scale for every
+    thousand of them, so that neither large nor small gradients are lost.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -31,7 +31,7 @@ class Cast(Compressing):
 
     @property
     def carries_tail(self) -> bool:  # type: ignore[override]
-        # Beside large numbers that share its scale a flag would vanish.
+        # A flag that shared its scale with large numbers would vanish.
         return not self._coding.scales
 
     def unit(self, ranks: int) -> int:
@@ -51,7 +51,7 @@ class Cast(Compressing):
         return exchange(self._coding, values, communicator, gaps=gaps).then(lambda: _put(values, wire))
 
     def _adds_alike(self, communicator: Communicator) -> bool:
-        """Whether numbers can as well be summed where they are: of two, the sum is rounded once either way."""
+        """Whether numbers can be summed in place equally well: with two, the sum is rounded once either way."""
         return communicator.world_size == 2 and not self._coding.scales
 
     def send(

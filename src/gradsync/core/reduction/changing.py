@@ -1,4 +1,4 @@
-"""A reduction that is one of several, and becomes another where ranks meet: the base of those that try and choose."""
+"""Base class of reductions that switch between several others, at points where all ranks negotiate."""
 
 import statistics
 import time
@@ -13,13 +13,13 @@ from gradsync.core.reduction.base import Reduction
 
 __all__ = ["TRIAL", "Changing", "StepWatch", "in_ms"]
 
-# Windows of a trial, without the first, whose buckets are new.
+# Windows per trial, without the first, whose buckets are new.
 TRIAL = 6
 
 
 @dataclass(kw_only=True)
 class StepWatch:
-    """How long windows take, and how much of that passes after backward has nothing left to hide the wire."""
+    """Measures how long windows take, and how much of that comes after backward, when nothing hides communication."""
 
     clock: Callable[[], float] = time.perf_counter
     steps: list[float] = field(default_factory=list)
@@ -43,15 +43,15 @@ class StepWatch:
         self.flushed = None
 
     def forget(self, *, began: bool = False) -> None:
-        """What was seen until now says nothing; nor, if ``began``, does the window that is running."""
+        """Discard all measurements so far; and, if ``began``, that of the running window, too."""
         self.steps, self.waits = [], []
         if began:
             self.began = None
 
     def read(self, communicator: Communicator) -> tuple[float, float]:
-        """The seconds of a window, and those waited in it, over all ranks. Collective.
+        """The seconds per window, and those spent waiting in it, over all ranks. Collective.
 
-        The slowest rank counts: the others wait for it, and not for the wire.
+        The slowest rank counts: the others wait for it, not for communication.
         """
         steps, waits = self.steps[-TRIAL:], self.waits[-TRIAL:]
         numbers = [statistics.median(steps), -statistics.median(waits or [0.0])]
@@ -63,7 +63,7 @@ class StepWatch:
 
 
 class Changing(Reduction):
-    """Is ``current``, whatever that is at the moment."""
+    """Delegates to ``current``, whichever reduction that is at the moment."""
 
     current: Reduction
 

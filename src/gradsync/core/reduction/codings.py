@@ -1,8 +1,8 @@
-"""How numbers look on the wire in fewer bytes: a coding turns rows of float32 into rows of bytes, and back.
+"""Codings: compact formats for sending numbers. A coding turns rows of float32 into rows of bytes, and back.
 
-All but bfloat16 work by *blocks*: so many neighbouring numbers share one scale, which is laid down before them as a
-float32. A block that holds NaN or Inf has a scale that is not finite, so that all of it comes out as not finite: what
-went wrong stays visible. The same bytes decode to the same bits on every rank.
+All but bfloat16 work on *blocks*: a fixed number of neighbours share one scale, which is stored before them as a
+float32. A block that holds NaN or Inf has a scale that is not finite, so that all of it decodes to numbers that are not
+finite: errors stay visible. The same bytes decode to the same bits on every rank.
 """
 
 import zlib
@@ -16,35 +16,35 @@ from gradsync.core.reduction import fused
 __all__ = ["Blocks", "Coding", "Noise", "Rounded", "Signs"]
 
 SCALE_BYTES = torch.float32.itemsize
-# Numbers that share the scale of a float16, which has to keep the largest in range and nothing else.
+# How many float16 numbers share a scale, which only has to keep the largest in range.
 WIDE_BLOCK = 1024
 # How many of them a core works on at a time.
 CACHED = 256 * 1024
 
 
 class Coding(Protocol):
-    """Rows of ``multiple`` numbers, or of several times as many, to bytes and back."""
+    """Converts rows of ``multiple`` numbers, or of several times as many, to bytes and back."""
 
     @property
     def multiple(self) -> int:
-        """What the length of a row is a multiple of."""
+        """The length of a row must be a multiple of this."""
 
     def nbytes(self, numel: int) -> int:
-        """How long a row of ``numel`` numbers becomes."""
+        """The length in bytes of a row of ``numel`` numbers."""
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
-        """Put the rows of ``values``, float32, into those of ``coded``, uint8."""
+        """Encode the rows of ``values``, float32, into those of ``coded``, uint8."""
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
-        """The other way round; or ``add`` so many times what comes out to what is there."""
+        """Decode the rows; or add the result, times ``add``, to what is there."""
 
 
 class Rounded:
-    """Numbers of another floating-point type. float16 gets scales that are powers of two: they only move exponents."""
+    """A different floating-point type. float16 gets scales that are powers of two: they only shift exponents."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # Where exponents are those of float32 nothing needs to be scaled.
+        # A type with the exponents of float32 needs no scaling.
         self.scales = torch.finfo(dtype).max < torch.finfo(torch.float32).max / 2
         self.multiple = WIDE_BLOCK if self.scales else 4
 
@@ -62,7 +62,7 @@ class Rounded:
     def _encode(self, values: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
         blocks = values.unflatten(-1, (-1, self.multiple))
         largest = _largest(blocks)
-        # The largest lands between a half and one, far from where float16 overflows and from where it loses digits.
+        # The largest ends up between a half and one, far from where float16 overflows and from where it loses digits.
         exponents = torch.frexp(largest)[1].clamp_(-125, 126)
         scales.copy_(torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponents), largest))
         numbers.view(self.dtype).unflatten(-1, (-1, self.multiple)).copy_(blocks / scales.unsqueeze(-1))
@@ -82,9 +82,9 @@ class Rounded:
 
 
 class Blocks:
-    """Whole numbers of 8 or 4 bits, times the scale of their block.
+    """Integers of 8 or 4 bits, times the scale of their block.
 
-    Rounding is to the nearest, or with ``noise`` up or down at random, so that the expected value is the number.
+    Rounding is to nearest; with ``noise`` it is up or down at random, so that the expected value is the number.
     """
 
     def __init__(self, bits: int, block: int, noise: "Noise | None" = None) -> None:
@@ -106,7 +106,7 @@ class Blocks:
             return
         blocks = values.unflatten(-1, (-1, self.multiple))
         scales.copy_(_largest(blocks))
-        # A block of zeros has no scale, and needs none. One so small that its scale has no inverse counts as zeros.
+        # A block of zeros has no scale, and needs none. If a scale is too small to have an inverse, it counts as zero.
         factors = (self._levels / scales).unsqueeze(-1)
         numbers = blocks * factors.masked_fill_(factors.isinf(), 0.0)
         if self._noise is None:
@@ -114,7 +114,7 @@ class Blocks:
             numbers.round_()
         else:
             numbers.add_(self._noise.like(numbers)).floor_().clamp_(-self._levels, self._levels)
-        # Not by a number: a GPU would multiply with its inverse, and round otherwise.
+        # Not by a Python number: a GPU would multiply with its inverse, and round differently.
         scales.div_(torch.full_like(scales, self._levels))
         if self.bits == 8:
             packed.view(torch.int8).copy_(numbers.flatten(-2))
@@ -143,22 +143,22 @@ class Blocks:
 
 
 class Noise:
-    """Random numbers of its own, the same for the same ``key``: nobody's dropout changes because gradients are
-    compressed, and a run that goes on elsewhere goes on alike."""
+    """An independent source of random numbers, the same for the same ``key``: compression does not change anyone's
+    dropout, and a run that resumes elsewhere continues alike."""
 
     def __init__(self, *key: int) -> None:
         self._seed = zlib.crc32(repr(key).encode())
         self._generator: torch.Generator | None = None
 
     def like(self, numbers: torch.Tensor) -> torch.Tensor:
-        """As many, from 0 to 1, in the same place."""
+        """Random numbers from 0 to 1, of the same shape and on the same device."""
         if self._generator is None:
             self._generator = torch.Generator(numbers.device).manual_seed(self._seed)
         return torch.rand(numbers.shape, generator=self._generator, device=numbers.device)
 
 
 class Signs:
-    """One bit a number: whether it is negative. All of a block come out as large as they are on average."""
+    """One bit per number: whether it is negative. All of a block decode to their average magnitude."""
 
     def __init__(self, block: int) -> None:
         self.multiple = block
@@ -170,7 +170,7 @@ class Signs:
         scales, packed = _split(coded, values.shape[-1] // self.multiple)
         torch.linalg.vector_norm(values.unflatten(-1, (-1, self.multiple)), 1, dim=-1, out=scales)
         scales.div_(self.multiple)
-        # Eight parts of a row, one a bit: neighbours in a part are neighbours in memory.
+        # A row in eight parts, one per bit: neighbours in a part are neighbours in memory.
         packed.zero_()
         for bit, part in enumerate(torch.signbit(values).chunk(8, dim=-1)):
             packed.add_(part.to(torch.uint8), alpha=1 << bit)
@@ -230,7 +230,7 @@ def _put(numbers: torch.Tensor, values: torch.Tensor, add: float | None) -> None
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each; NaN where there is one. Several times as fast on a CPU as the norm that it is."""
+    """The largest magnitude of each; NaN where there is one. Several times as fast on a CPU as the equivalent norm."""
     return torch.maximum(blocks.amax(-1).abs_(), blocks.amin(-1).abs_())
 
 

@@ -1,16 +1,16 @@
-"""torch's communication hooks, unchanged: ``hook(state, bucket) -> Future[Tensor]``.
+"""Runs torch's communication hooks, unchanged: ``hook(state, bucket) -> Future[Tensor]``.
 
 The hook sees the bucket as torch's ``GradBucket`` shows it and is responsible for the division, as under torch. The
-flags do not pass through it (a low-rank hook would not leave them whole), so they travel in a collective of their own.
+flags do not pass through it (a low-rank hook would not preserve them), so they are sent in a collective of their own.
 
-A hook with a state of its own, as torch's PowerSGD, keeps it by the index of the bucket. As under torch, buckets are
-laid out anew once, after the first window; from then on they stay as they are. A state that was saved belongs to the
-layout of that time: load the engine's with it (``model.synchronizer.load_state_dict``, or ``gradsync.checkpoint``).
+A hook with a state of its own, such as torch's PowerSGD, keeps it by the index of the bucket. As under torch, buckets
+are rebuilt once, after the first window; from then on they stay as they are. A saved state belongs to the layout of
+that time: load the engine's with it (``model.synchronizer.load_state_dict``, or ``gradsync.checkpoint``).
 
 [Note: chained collectives] A hook may start further collectives from the callbacks of its futures, as PowerSGD does. On
-the CPU those run in threads of Gloo, in any order: two buckets at once would pair the collectives of one with those of
-another. There a bucket's hook is called when the one before has finished, unless it is known to send one message only.
-On GPUs futures are done when their work is queued, and callbacks run in order.
+the CPU those run in Gloo's threads, in any order: two buckets at once would pair the collectives of one with those of
+the other. So on the CPU a bucket's hook is called when the previous one has finished, unless it is known to send only
+one message. On GPUs futures are done when their work is queued, and callbacks run in order.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ __all__ = ["CommHook", "GradBucket", "Hook"]
 
 Hook = Callable[[Any, Any], Any]
 
-# One collective a bucket, and nothing after it. See [Note: chained collectives].
+# Hooks with one collective per bucket, and nothing after it. See [Note: chained collectives].
 SINGLE = {
     ("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", name)
     for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -63,7 +63,7 @@ class GradBucket:
 
 
 class _FutureHandle:
-    """Waits for the hook's future and puts its tensor where the gradients belong."""
+    """Waits for the hook's future and copies its tensor to where the gradients belong."""
 
     def __init__(self, future: "torch._C.Future[Any]", bucket: Bucket, hook_name: str) -> None:
         self._future, self._bucket, self._hook_name = future, bucket, hook_name
@@ -113,7 +113,7 @@ class CommHook(Reduction):
         self._name = getattr(hook, "__name__", type(hook).__name__)
         self._started = False
         self._chains = (getattr(hook, "__module__", None), self._name) not in SINGLE
-        # A future of torch's, which has no type that can be named here.
+        # One of torch's futures, whose type cannot be named here.
         self._running: Any = None
 
     def __repr__(self) -> str:
@@ -121,18 +121,18 @@ class CommHook(Reduction):
 
     @property
     def name(self) -> str:
-        """The hook's own name, whole."""
+        """The hook's own full name."""
         return str(getattr(self._hook, "__qualname__", self._name))
 
     @property
     def keeps_layout(self) -> bool:
-        # A hook whose state is a process group, as torch's simple ones take it, has none.
+        # torch's simple hooks take a process group as their state: then there is none to save.
         if self._state is None or isinstance(self._state, dist.ProcessGroup):
             return False
         return self._started or _has_memory(self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the hook's state, if it has one: torch's own states can only be pickled, and are left out."""
+        """The state of the hook's state, if it has one: torch's own states can only be pickled, and are left out."""
         saved: dict[str, Any] = self._state.state_dict() if hasattr(self._state, "state_dict") else {}
         return saved
 
@@ -159,10 +159,10 @@ class CommHook(Reduction):
     def _await_former(self, bucket: Bucket) -> None:
         former, self._running = self._running, None
         if former is not None and self._chains and bucket.buffer.device.type == "cpu":
-            # Only for the hook to have come to its end. What it made is taken when the bucket is finished.
+            # Only wait for the hook to end. Its result is taken when the bucket is finished.
             former.wait()
 
 
 def _has_memory(state: Any) -> bool:
-    """Whether it remembers something by bucket already, as one that was saved and loaded does."""
+    """Whether it already holds data per bucket, as one does that was saved and loaded."""
     return any(isinstance(value, dict) and value for value in getattr(state, "__dict__", {}).values())

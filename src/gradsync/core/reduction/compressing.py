@@ -1,9 +1,9 @@
-"""Reductions that send fewer bytes and lose a little of what they are given: what they have in common.
+"""Base class of lossy reductions: they send fewer bytes, and account exactly for what is lost.
 
-What is lost is not a matter of taste. Every such reduction can say it to the last bit: the sum over the ranks of what
-they were given is the result plus the sum over the ranks of what was ``lost``. That is the law by which
-:class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` gives the lost part another chance, and which the tests
-check for each of them.
+The loss is well defined. Every such reduction can state it to the last bit: the sum over the ranks of its inputs is the
+result plus the sum over the ranks of what was ``lost``. Because of this rule,
+:class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` can add the lost part to the next window; the tests check
+it for each reduction.
 """
 
 from abc import abstractmethod
@@ -21,9 +21,9 @@ __all__ = ["Compressing", "sends_nothing", "wide_values"]
 
 
 class Compressing(Reduction):
-    """Gradients are divided before they are sent, so that what is lost is a part of the mean.
+    """Divides gradients before they are sent, so that what is lost is a part of the mean.
 
-    Derived classes write :meth:`send`. Flags and votes would not survive it, and travel apart.
+    Derived classes implement :meth:`send`. It would not preserve flags and votes, so these are sent separately.
     """
 
     carries_tail = False
@@ -41,7 +41,7 @@ class Compressing(Reduction):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         if sends_nothing(bucket, communicator):
-            # Whoever is alone has its mean already. Without a gradient there is still a turn to take.
+            # A single rank already has its mean. For an empty bucket a collective must still run.
             return communicator.all_reduce(bucket.payload.data if bucket.payload.numel() else bucket.tail.new_zeros(1))
         values, put_back = wide_values(bucket)
         handle = self.send(values, bucket, communicator)
@@ -51,19 +51,20 @@ class Compressing(Reduction):
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        """Sum ``values``, as long as the bucket's payload, over the ranks, in place, with the same bits on all of them.
+        """Sum ``values``, which has the length of the bucket's payload, over the ranks, in place, with the same bits on
+        all of them.
 
-        ``lost`` gets what of this rank's values is not in the result, before the handle is done.
+        ``lost`` gets the part of this rank's values that is not in the result, before the handle is done.
         """
 
 
 def sends_nothing(bucket: Bucket, communicator: Communicator) -> bool:
-    """Whether there is no wire, or nothing for it: of parameters without elements."""
+    """Whether there is no other rank, or nothing to send: only parameters without elements."""
     return communicator.world_size == 1 or not bucket.payload.numel()
 
 
 def wide_values(bucket: Bucket) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """The bucket's payload to compute with, in float32, and what puts it back if it is a copy."""
+    """The bucket's payload in float32 for computing, and a function that copies it back if it is a copy."""
     payload = bucket.payload.data
     if payload.dtype == torch.float32:
         return payload, None

@@ -1,4 +1,4 @@
-"""What lies between two optimizer steps: which backward counts, what micro-batches weigh, what nobody may touch."""
+"""Gradient accumulation windows between two optimizer steps: weights of micro-batches, and checks against tampering."""
 
 from gradsync.core.window.tamper_check import TamperCheck, has_loose_gradients, has_nonzero_gradients
 from gradsync.core.window.weights import Counting, Weights, checked_weight

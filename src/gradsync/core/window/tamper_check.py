@@ -1,9 +1,9 @@
-"""Has anybody touched the gradients since the engine last did?
+"""Tamper check: detects that gradients were changed since the engine last wrote them.
 
-A window accumulates in the buckets. Between its micro-batches nobody else has business there: zeroing loses what was
-accumulated, clipping scales part of a sum. Neither can be seen while it happens, but both leave a trace: a gradient
-that is gone, or the version of a bucket's memory. Looking costs two comparisons a bucket, and as many for each gradient
-that has no place in one.
+A window accumulates in the buckets. Nothing else may write there between its micro-batches: zeroing loses what was
+accumulated, clipping scales part of a sum. Neither can be observed while it happens, but both leave a trace: a gradient
+that is gone, or the version of a bucket's memory. The check costs two comparisons per bucket, and as many for each
+gradient that has no place in one.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ class TamperCheck:
         self._seen: list[_Seen] = []
 
     def note(self, buckets: Iterable[Bucket], outside: Iterable[torch.nn.Parameter] = ()) -> None:
-        """Remember how the buckets are now, and the gradients of the parameters ``outside``."""
+        """Remember the current state of the buckets, and of the gradients of the parameters ``outside``."""
         self._seen = []
         for bucket in buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -45,7 +45,7 @@ class TamperCheck:
                 self._seen.append(_Seen(parameter, gradient, gradient, gradient._version))
 
     def renew(self) -> None:
-        """Take what has been written since for the engine's own doing."""
+        """Accept all writes since as the engine's own."""
         self._seen = [each._replace(version=each.memory._version) for each in self._seen]
 
     def forget(self) -> None:
@@ -53,27 +53,27 @@ class TamperCheck:
 
     @property
     def has_lost(self) -> bool:
-        """Whether a gradient that was there is not any more."""
+        """Whether a gradient that existed is gone."""
         return any(each.parameter.grad is not each.gradient for each in self._seen)
 
     @property
     def has_lost_bucket(self) -> bool:
-        """The same of those that lie in buckets: autograd puts others in the place of sparse ones."""
+        """The same for gradients that lie in buckets: autograd replaces sparse ones."""
         return any(each.parameter.grad is not each.gradient for each in self._seen if each.memory is not each.gradient)
 
     @property
     def has_changed(self) -> bool:
-        """Whether anybody has written."""
+        """Whether a gradient was changed."""
         return any(each.memory._version != each.version for each in self._seen)
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether there were gradients, and they are all as they were."""
+        """Whether there were gradients, and all are unchanged."""
         return bool(self._seen) and not self.has_lost and not self.has_changed
 
 
 def has_nonzero_gradients(parameters: Iterable[torch.Tensor]) -> bool:
-    """Reads values: only for the way to an error."""
+    """Whether any gradient is nonzero. Reads values: only for building an error."""
     gradients = (parameter.grad for parameter in parameters)
     return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 

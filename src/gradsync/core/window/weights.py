@@ -1,4 +1,4 @@
-"""What the mean over a window divides by.
+"""Micro-batch weights, and the divisor of the mean over a window.
 
 Every micro-batch has a weight, the number of items (samples, tokens) its loss is the mean of. The gradient of a window
 is ``Σ w·∇loss / Σ w`` over all micro-batches of all ranks::
@@ -7,22 +7,22 @@ is ``Σ w·∇loss / Σ w`` over all micro-batches of all ranks::
     rank 1   ┃ w·∇ ┃ w·∇ ┃────────┤ one reduction   ▶  Σ w·∇ / Σ w   ▶  optimizer.step()
     rank 2   ┃ (nothing)  ────────┘
 
-[Note: what is not known] No rank knows ``Σ w`` over all ranks when its gradients land in the buckets. Waiting for it
+[Note: what is not known] No rank knows ``Σ w`` over all ranks when its gradients reach the buckets. Waiting for it
 would stop the backward of a fast rank until the slowest has begun its last one. So the buckets are divided by the sum
-of the window before, which is the same number in most trainings, and corrected at the end where it was not. The true
-sum is on its way meanwhile, as a few float64 numbers ahead of the first bucket. Only the first window waits for it.
+of the previous window, which is the same number in most training runs, and corrected at the end where it was not. The
+true sum is sent meanwhile, as a few float64 numbers ahead of the first bucket. Only the first window waits for it.
 
 [Note: who counts] A rank without a backward cannot know whether the others count, and no rank may start a collective
-that another does not. So sums go ahead of the buckets where the ranks counted in the window before, and in the first
-window of all, of which nobody knows anything. Elsewhere nothing is sent, and a rank that counts all the same says so in
-the ballot: its gradients travel in units of one, and the sums follow the buckets.
+that another does not. So sums are sent ahead of the buckets where the ranks counted in the previous window, and in the
+very first window, about which nothing is known. In other windows nothing is sent, and a rank that counts anyway reports
+this in the ballot: its gradients are sent in units of one, and the sums follow the buckets.
 
 Alternative considered: a place for the weight in the tail of a bucket. A tail has the dtype of its bucket, and bfloat16
 cannot tell 4096 tokens from 4100.
 
 [Note: units] Gradients of weighted losses are computed as ``w / unit`` times the gradient of the loss, where the unit
-is about a rank's weight in one window: what lies in ``.grad`` then has the size that gradients have, which float16
-needs. Without weights every micro-batch weighs 1. ``loss.backward()`` is nobody's to change, so its unit is 1; that of
+is about a rank's weight in one window: what is in ``.grad`` then has the usual size of gradients, which float16
+needs. Without weights every micro-batch weighs 1. ``loss.backward()`` cannot be changed, so its unit is 1; that of
 ``accelerator.backward(loss)`` is the length of a full window. Then gradients are divided before they are added, as in
 Accelerate, and have the same bits as there.
 """
@@ -43,7 +43,7 @@ __all__ = ["Counting", "Weights", "checked_weight"]
 
 
 class Counting(enum.Enum):
-    """What is known of a window's weights."""
+    """What is known about a window's weights."""
 
     NOTHING = "nothing is counted"
     COUNTING = "micro-batches are counted"
@@ -52,7 +52,7 @@ class Counting(enum.Enum):
 
 @dataclass(kw_only=True)
 class _Tally:
-    """What this rank has counted in a window. ``framed``: in a block of accumulate()."""
+    """This rank's counts in a window. ``framed``: in a block of accumulate()."""
 
     unit: float | None = None
     sum: float = 0.0
@@ -64,7 +64,7 @@ class _Tally:
 
 @dataclass(kw_only=True)
 class _Block:
-    """The micro-batch of accumulate() that runs. ``deferred``: a synchronization in the middle of a window, of plain
+    """The running micro-batch of accumulate(). ``deferred``: a synchronization in the middle of a window, of plain
     means, which are divided by the weights when the window ends."""
 
     deferred: bool
@@ -76,13 +76,13 @@ class Weights:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        # Σ w over all ranks, as far as it is known before it is known. See [Note: what is not known].
+        # Σ w over all ranks, as expected before it is known. See [Note: what is not known].
         self.expected: float | None = None
         self._block: _Block | None = None
         # The same on all ranks; None before the first window. See [Note: who counts].
         self._last_window_counted: bool | None = None
         self._pending: Handle | None = None
-        # The message of the window before, on an accelerator.
+        # The message of the previous window, on an accelerator.
         self._unread: HostCopy | None = None
         self._forget_sums()
         self.reset()
@@ -90,7 +90,7 @@ class Weights:
     def reset(self) -> None:
         """Begin a new window.
 
-        What has been sent stays so: a rank that gives its part of a window up has still told the others of it.
+        What has been sent stays sent: a rank that gives up its part of a window has still told the others about it.
         """
         self.phase = Counting.NOTHING
         self._tally = _Tally()
@@ -131,7 +131,7 @@ class Weights:
 
     @property
     def backwards(self) -> int:
-        """Backwards of this rank in the window."""
+        """The number of backwards of this rank in the window."""
         return self._tally.backwards
 
     @property
@@ -141,12 +141,12 @@ class Weights:
 
     @property
     def total(self) -> float:
-        """What all ranks have counted in the window that was just synchronized; 0 where nobody did."""
+        """The sum over all ranks in the window that was just synchronized; 0 where none counted."""
         return 0.0 if self._total is None else float(self._total)
 
     @property
     def in_block(self) -> bool:
-        """Inside accumulate(): backwards count, also plain ones, each block once."""
+        """Inside accumulate(): backwards count, even plain ones, each block once."""
         return self._block is not None
 
     @property
@@ -186,21 +186,21 @@ class Weights:
         return tally.unit
 
     def _note_counted(self) -> None:
-        # What was agreed on stays known until the further backward that is about to run has undone the mean.
+        # The agreed sum stays known until the further backward that is about to run has undone the mean.
         if self.phase is not Counting.AGREED:
             self.phase = Counting.COUNTING
 
     def _new_unit(self, weight: float) -> float:
         if self.expected is not None:
             return self.expected / self._communicator.world_size
-        # Means in the middle of a window mix what ranks have, so these must have it in the same unit.
+        # Means in the middle of a window mix gradients of several ranks, so these must be in the same unit.
         return 1.0 if self.deferred else weight
 
     def add_plain(self, *, announced: bool = False, unit: float | None = None) -> float:
-        """A backward without a weight: inside accumulate() the block counts as one micro-batch.
+        """Count a backward without a weight: inside accumulate() the block counts as one micro-batch.
 
-        Returns the unit of its gradient, which an announced backward computes it in: that of the window's earlier ones,
-        or ``unit``.
+        Returns the unit of its gradient, used if the backward was announced: that of the window's earlier ones, or
+        ``unit``.
         """
         tally, block = self._tally, self._block
         if tally.weighted:
@@ -219,7 +219,7 @@ class Weights:
                 "into it. If it is another model's loss, freeze this one meanwhile with requires_grad_(False)"
             )
         if not tally.plain or tally.unit is None:
-            # Means in the middle of a window mix what ranks have, also ranks whose backward knows no unit.
+            # Means in the middle of a window mix gradients of several ranks, even of ranks whose backward has no unit.
             tally.unit = 1.0 if unit is None or self.deferred else unit
         tally.backwards += 1
         self._takes_back = block is None or not block.counted
@@ -233,7 +233,7 @@ class Weights:
         return tally.unit
 
     def take_back_plain(self) -> None:
-        """That backward has reached no parameter, as ``autograd.grad`` does not. The block has still to count."""
+        """That backward has reached no parameter, like ``autograd.grad``. The block is still to be counted."""
         if not self._takes_back:
             return
         self._takes_back = False
@@ -251,10 +251,10 @@ class Weights:
             "mean. Pass weight= to every backward of a window, or to none"
         )
 
-    # -- agreeing ----------------------------------------------------------------------------------------------
+    # -- agreement ---------------------------------------------------------------------------------------------
 
     def start(self, *, uncounted: bool) -> None:
-        """Before the first bucket starts: send this rank's sum on its way, where all ranks do. See [Note: who counts].
+        """Before the first bucket starts: start sending this rank's sum, where all ranks do. See [Note: who counts].
 
         ``uncounted``: this rank has gradients in the window that no backward of it has counted.
         """
@@ -268,22 +268,22 @@ class Weights:
         if self._last_window_counted is None or self.expected is None:
             total = self._read()
             self._last_window_counted = total > 0
-            # Where nobody counted inside accumulate() any number will do; zero would not.
+            # Where no rank counted inside accumulate() any number will do, except zero.
             self.expected = total if total > 0 else self.expected
 
     @property
     def unannounced(self) -> bool:
-        """Whether this rank counts, and no sums have gone ahead: they must follow the buckets."""
+        """Whether this rank counts, but no sums were sent ahead: they must follow the buckets."""
         return self._message is None and not self.deferred and (self.phase is not Counting.NOTHING or self.in_block)
 
     def divisor(self, plain: float) -> float:
-        """What the wire divides by, the same on all ranks; ``plain`` where nobody counts."""
+        """The divisor of the reduction, the same on all ranks; ``plain`` where no rank counts."""
         known_to_be_plain = self._message is None or self._total == 0.0
         return plain if known_to_be_plain else float(self._communicator.world_size)
 
     @property
     def landing_scale(self) -> float:
-        """What turns gradients in units into their share of the expected mean, times the number of ranks."""
+        """The factor that converts gradients in units into their share of the expected mean, times the ranks."""
         unit = self._tally.unit
         if unit is None or self.deferred:
             return 1.0
@@ -293,7 +293,7 @@ class Weights:
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
     def require_told(self) -> None:
-        """Before the ballot goes, which tells the others: raise if they were told another sum than was counted."""
+        """Before the ballot is sent, which confirms the sum: raise if the others were told a different one."""
         if self._message is not None and self._tally.sum != self._sent:
             raise MisuseError(
                 f"this rank has counted {self._tally.sum:g} in the window, but told the others {self._sent:g}: a "
@@ -302,16 +302,16 @@ class Weights:
             )
 
     def finish(self, plain: float) -> float | torch.Tensor | None:
-        """What corrects means that were computed with the expected sum; None where it was right.
+        """The factor that corrects means computed with the expected sum; None where it was right.
 
-        ``plain`` is what they should have been divided by if it turns out that nobody counts.
+        ``plain`` is the correct divisor if it turns out that no rank counts.
         """
         if self._message is None:
             return None
         if reads_at_once(self._message.device):
             self._read()
         elif self._total is None:
-            # Reading it would stop the host. Ranks that mix are found when the next window begins.
+            # Reading it would make the host wait. Ranks that count differently are detected in the next window.
             self._wait()
             self._total = self._message[0]
             self._unread = HostCopy(self._message)
@@ -325,9 +325,9 @@ class Weights:
         return None if self._total == expected else expected / self._total
 
     def follow_up(self, divisor: float, *, uncounted: bool) -> float | None:
-        """The buckets have travelled as if nobody counted, but somebody did: exchange the sums now. Collective.
+        """The buckets were sent as if no rank counted, but one did: exchange the sums now. Collective.
 
-        Returns what corrects the means, which were divided by ``divisor``.
+        Returns the factor that corrects the means, which were divided by ``divisor``.
         """
         self._send(uncounted=uncounted)
         total = self._read()
@@ -339,13 +339,13 @@ class Weights:
             self.phase = Counting.AGREED
 
     def learn(self) -> None:
-        """The window went well on all ranks: its sum, where it is known to all of them, serves the next one."""
+        """The window succeeded on all ranks: use its sum for the next one, where all ranks know it."""
         if isinstance(self._total, float):
             self._last_window_counted = self._total > 0
             self.expected = self._total if self._total > 0 else self.expected
 
     def undo(self) -> float | torch.Tensor | None:
-        """What turns the mean of this window back into a share of the sum, so that a further backward may add to it."""
+        """The factor that converts this window's mean back into a share of the sum, so a backward may add to it."""
         self.phase = Counting.COUNTING
         if self._tally.unit is None:
             self._tally.unit = 1.0
@@ -367,7 +367,7 @@ class Weights:
             self._pending = None
 
     def _read(self) -> float:
-        """What all ranks have counted. Waits for it, and for the device."""
+        """The sum over all ranks. Waits for it, and for the device."""
         assert self._message is not None
         self._wait()
         total, weighted, plain, uncounted = self._message.tolist()
@@ -377,7 +377,7 @@ class Weights:
 
 
 def _refuse_mixed_ranks(weighted: float, plain: float, uncounted: float, *, late: bool = False) -> None:
-    """Raise if ranks count in different ways. ``late``: in the window before, of which only now is known."""
+    """Raise if ranks count in different ways. ``late``: in the previous window, which is only known now."""
     window = "the window before, whose gradients an optimizer may have used since," if late else "this window"
     if weighted and (plain or uncounted):
         raise MisuseError(
@@ -397,7 +397,7 @@ def _on(device: torch.device, numbers: tuple[float, ...]) -> torch.Tensor:
 
 
 def checked_weight(weight: Any) -> float:
-    """The weight as a number, refused unless it can be one."""
+    """The weight as a number; refuse values that cannot be one."""
     try:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError) as error:

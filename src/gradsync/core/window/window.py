@@ -1,4 +1,4 @@
-"""A window: what lies between two optimizer steps. Which of its backwards counts, and what would make its mean wrong.
+"""The window between two optimizer steps: which of its backwards counts, and what would make its mean wrong.
 
 A window is *counted* when its micro-batches are framed by ``accumulate()`` or run through ``backward(loss, weight=…)``:
 its gradient is then the weighted mean over all micro-batches of all ranks, see :mod:`gradsync.core.window.weights`.
@@ -30,7 +30,7 @@ class WindowState(enum.Enum):
 
 
 class Window:
-    """The window of one synchronizer, over and over."""
+    """The current window of one synchronizer, reused for each window."""
 
     def __init__(self, communicator: Communicator, outside: Callable[[], Sequence[torch.nn.Parameter]] = tuple) -> None:
         self._state = WindowState.CLOSED
@@ -39,9 +39,9 @@ class Window:
         self.weights = Weights(communicator)
         self._tamper_check = TamperCheck()
         self._means = TamperCheck()
-        # Ranks have agreed that no step is to use what is there; and the last step has used nothing, for that.
+        # Ranks have agreed that no step may use these gradients; and the last step has used none, because of that.
         self.is_vetoed = self.step_was_skipped = False
-        # Backwards run inside the step of an optimizer.
+        # Whether backwards run inside the step of an optimizer.
         self.is_stepped_by_closure = False
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class Window:
             self.is_vetoed = False
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
-        """A backward begins, and has been counted. ``late``: it has left its first gradient already."""
+        """A backward begins, and has been counted. ``late``: it has already left its first gradient."""
         self._look_whether_zeroed()
         if self.weights.counting:
             self._require_untouched(continues=self.weights.backwards > 1, late=late)
@@ -77,17 +77,17 @@ class Window:
             self._tamper_check.note(buckets, self._outside())
 
     def begin_synchronization(self) -> None:
-        """What has accumulated is to be averaged, without a further backward."""
+        """Average what has accumulated, without a further backward."""
         self._look_whether_zeroed()
         if self._state is WindowState.UNSYNCHRONIZED and self.weights.counting:
             self._require_untouched(continues=True, late=False)
 
     def _look_whether_zeroed(self) -> None:
-        """A veto is one of what is there: where gradients were zeroed, another window begins."""
+        """A veto applies to the existing gradients: where they were zeroed, a new window begins."""
         self.is_vetoed = self.stays_vetoed
 
     def vetoed(self, buckets: Sequence[Bucket]) -> None:
-        """Ranks have agreed to skip the window. Nothing of what was counted in it is for the next one."""
+        """Ranks have agreed to skip the window. None of its counts carry over to the next one."""
         self._state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self._tamper_check.forget()
@@ -102,15 +102,15 @@ class Window:
         if self.weights.counting:
             self._tamper_check.note(buckets, self._outside())
             if not self.weights.in_block:
-                # A window that nobody has framed ends with its synchronization.
+                # A window without accumulate() ends with its synchronization.
                 self.weights.reset()
 
     def means_left_buckets(self) -> None:
-        """The engine has put the means elsewhere, so that their absence from the buckets says nothing."""
+        """The engine has moved the means elsewhere, so their absence from the buckets means nothing."""
         self._means.forget()
 
     def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
-        """Go on in a window that was saved, whose gradients lie in the buckets again."""
+        """Continue in a window that was saved, whose gradients are in the buckets again."""
         if accumulated:
             self._state = WindowState.UNSYNCHRONIZED
             self._tamper_check.note(buckets, self._outside())
@@ -128,7 +128,7 @@ class Window:
         self._means.forget()
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Raise if an optimizer would step on gradients of this rank alone."""
+        """Raise if an optimizer would step on this rank's own gradients."""
         if self._state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
             raise MisuseError(
                 "optimizer.step() was called on gradients that only this rank has: every backward since the last "
@@ -146,17 +146,17 @@ class Window:
 
     @property
     def has_means(self) -> bool:
-        """Whether gradients are those that were synchronized last: not zeroed since, and perhaps computed anew."""
+        """Whether the gradients are the last synchronized ones: not zeroed since, and perhaps recomputed."""
         return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
 
     @property
     def stays_vetoed(self) -> bool:
-        """Whether what ranks have agreed to skip is still there."""
+        """Whether the gradients that ranks have agreed to skip still exist."""
         return self.is_vetoed and self._means.is_unchanged
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing has come since the last step."""
+        """Whether nothing has happened since the last step."""
         return self._state is WindowState.CLOSED
 
     @property
@@ -165,20 +165,20 @@ class Window:
         return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
 
     def changed_by_engine(self) -> None:
-        """The engine itself has scaled the means: that is no trace of anybody else."""
+        """The engine itself has scaled the means: this is not tampering."""
         if self._tamper_check.has_changed:
             self._tamper_check.renew()
 
     def exchange(
         self, exchange: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
     ) -> None:
-        """The engine puts other gradients of ``parameters`` in the place of theirs. Nor is that."""
+        """The engine replaces the gradients of ``parameters``. This is not tampering either."""
         unchanged = self._tamper_check.is_unchanged
         if exchange() and unchanged:
             self._tamper_check.note(buckets, [*self._outside(), *parameters])
 
     def _require_untouched(self, *, continues: bool, late: bool) -> None:
-        """The gradients are as the window's last backward left them; or gone, where the window only begins."""
+        """Require that the gradients are as the window's last backward left them; or gone, if it only begins."""
         check = self._tamper_check
         if continues:
             lost = check.has_lost_bucket if late else check.has_lost
@@ -201,7 +201,7 @@ class Window:
 
     @torch.no_grad()
     def _add_to_mean(self, buckets: Sequence[Bucket], *, late: bool) -> None:
-        """A further backward in the last micro-batch: what was divided is multiplied again."""
+        """A further backward in the last micro-batch: undo the division first."""
         factor = self.weights.undo()
         if factor is not None and late:
             raise MisuseError(
