@@ -188,8 +188,9 @@ class Signs:
 def _pieces(
     values: torch.Tensor, coded: torch.Tensor, multiple: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Values, their scales, and what they are packed in: on a CPU so few at a time that they stay in its cache with
-    all that is computed of them. Memory for more would be new every time, which costs more than what is done in it."""
+    """Values, their scales, and the packed bytes, piece by piece: on a CPU few enough at a time to stay in its cache
+    with all that is computed from them. Memory for more would be new every time, which costs more than the computation
+    itself."""
     if not values.numel():
         return
     scales, packed = _split(coded, values.shape[-1] // multiple)
@@ -235,5 +236,5 @@ def _largest(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _split(coded: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of each row, and what comes after them."""
+    """The scales of each row, and the bytes after them."""
     return coded[..., : blocks * SCALE_BYTES].view(torch.float32), coded[..., blocks * SCALE_BYTES :]

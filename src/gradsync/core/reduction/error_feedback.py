@@ -1,4 +1,4 @@
-"""What a compressed gradient has lost is added to the next one, so that nothing is lost for good."""
+"""Error feedback: what compression loses of a gradient is added to the next one, so that nothing is lost for good."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ __all__ = ["ErrorFeedback"]
 
 @dataclass(kw_only=True)
 class _Sent:
-    """A bucket of the running window: what this rank has lost, the slots for which it has no gradient, and whether
-    the mean is finite, once it is there."""
+    """A bucket of the running window: what this rank has lost, the slots for which it has no gradient, and whether the
+    mean is finite, once it is there."""
 
     bucket: Bucket
     lost: torch.Tensor
@@ -30,9 +30,9 @@ class _Sent:
     def held_back(
         self, before: Mapping[str, torch.Tensor], correction: float | torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """By name, what is to be added next time.
+        """By name, the residuals to add next time.
 
-        The mean was multiplied with ``correction``, and so was what it had of the residuals, which needed none.
+        The mean was multiplied by ``correction``, and so was its part of the residuals, which should not have been.
         """
         is_right = isinstance(correction, float) and correction == 1.0
         if not is_right:
@@ -41,22 +41,22 @@ class _Sent:
         for slot, (spec, part) in enumerate(zip(self.bucket.specs, self.bucket.views_of(self.lost), strict=True)):
             held[spec.name] = part
             if slot in self.bucket.unused:
-                # Nobody has a gradient: what has come out was thrown away.
+                # No rank has a gradient: the result was thrown away.
                 part.zero_()
             if spec.name in before and (slot in self.empty or not is_right):
                 kept = before[spec.name].to(part.device)
-                # What was held back before has not gone, or not all of it.
+                # What was held back before has not been sent, or not all of it.
                 part.add_(kept if slot in self.empty else kept * (1.0 - correction))
         return held
 
 
 class ErrorFeedback(Reduction):
-    """``inner``, with a memory: after any number of windows, what was applied and what ranks still hold back add up to
-    the sum of all means.
+    """Adds a memory to ``inner``: after any number of windows, what was applied and what ranks still hold back add up
+    to the sum of all means.
 
-    What is held back belongs to parameters, so it survives other buckets, and to this rank: a checkpoint holds one for
-    each. On another number of ranks it begins anew. A window that fails, or whose mean is not finite so that nobody
-    takes a step with it, leaves it as it was.
+    Residuals belong to parameters, so they survive a rebuild of the buckets, and to this rank: a checkpoint holds one
+    per rank. On a different number of ranks they start from scratch. A window that fails, or whose mean is not finite
+    so that no rank steps on it, leaves them unchanged.
     """
 
     carries_tail = False
@@ -97,14 +97,14 @@ class ErrorFeedback(Reduction):
             return self.inner.start(bucket, communicator, divisor)
         self._owners.check(bucket)
         values, put_back = wide_values(bucket)
-        # Where nobody has a gradient the mean is thrown away, and whoever has none here cannot know.
+        # Where no rank has a gradient the mean is thrown away, and a rank without one cannot know that.
         empty = frozenset(bucket.empty)
         self._add_residuals(bucket, values, empty)
         sent = _Sent(bucket=bucket, lost=self._memory.take(bucket, values), empty=empty)
         self._sent.append(sent)
 
         def look() -> None:
-            # Now: whoever clips or unscales the mean later may make something else of it.
+            # Now, because clipping or unscaling may change the mean later.
             sent.finite = _all_finite(values)
             if put_back is not None:
                 put_back()
@@ -160,8 +160,8 @@ class ErrorFeedback(Reduction):
 
 
 class _Memory:
-    """What was held back of a bucket goes when what is held back next has come, and its memory is used again by the one
-    after that: on a CPU, to get new memory takes longer than most of what is computed in it."""
+    """Recycles memory: that of a bucket's old residuals is freed when the new ones have come, and is then used for the
+    next bucket. On a CPU, getting new memory takes longer than most of what is computed in it."""
 
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
@@ -169,15 +169,15 @@ class _Memory:
 
     def take(self, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
         spare = self._spare.pop(bucket.index, None)
-        # Between gradients there is nothing, and nobody writes there.
+        # The gaps between gradients are empty, and nothing writes there.
         return torch.zeros_like(like) if spare is None or spare.shape != like.shape else spare
 
     def held(self, bucket: Bucket) -> torch.Tensor | None:
-        """What is held back of this bucket, if it all lies in one piece of memory, as the bucket does."""
+        """The residuals of this bucket, if they all lie in one piece of memory, as the bucket does."""
         return self._held.get(bucket.index)
 
     def give(self, bucket: Bucket, memory: torch.Tensor, *, kept: bool) -> None:
-        """What was held back of this bucket before lay in one piece of memory, which is free if this is ``kept``."""
+        """The old residuals of this bucket lay in one piece of memory, which is free if this is ``kept``."""
         if not memory.is_cpu:
             return
         free: torch.Tensor | None = memory
@@ -188,8 +188,8 @@ class _Memory:
 
 
 class _Owners:
-    """Whose gradients are held back. Another model may take over, but not two by turns: names are all that tells their
-    parameters apart here, and one would get what was held back of the other."""
+    """The models whose gradients are held back. Another model may take over, but two may not alternate: their
+    parameters are told apart by name only, and one would get what was held back from the other."""
 
     def __init__(self) -> None:
         self._now: dict[str, weakref.ref[torch.nn.Parameter]] = {}
@@ -211,7 +211,7 @@ class _Owners:
 
 
 def _all_finite(values: torch.Tensor) -> torch.Tensor:
-    """Many times as fast on a CPU as to look at each: the extremes show it."""
+    """Many times as fast on a CPU as checking each number: the extremes show it."""
     return torch.stack(torch.aminmax(values)).isfinite().all()
 
 

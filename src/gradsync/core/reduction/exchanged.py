@@ -1,4 +1,4 @@
-"""The sum over ranks through any coding, in as many bytes whatever the number of ranks.
+"""The sum over ranks through any coding; the bytes per rank do not depend on the number of ranks.
 
 ::
 
@@ -6,19 +6,19 @@
     rank 1   a1 b1 c1                     b0 b1 b2                                         B                     A B C
     rank 2   a2 b2 c2                     c0 c1 c2                                         C                     A B C
 
-Each rank adds one share up, in float32 and in the order of ranks, and its sum is coded once more: a number is rounded
-twice, never once for every rank, and what a rank adds to its own share is not rounded before. What everybody decodes in
-the end are the same bytes.
+Each rank sums one share, in float32 and in the order of ranks, and its sum is coded once more: a number is rounded
+twice, not once per rank, and what a rank adds to its own share is not rounded first. All ranks decode the same bytes in
+the end.
 
-Two ranks on accelerators take a shorter way: each gathers what the other has coded, and adds both up. That is as many
-bytes in one collective instead of two that wait for each other, and one rounding instead of two.
+Two ranks on accelerators use a shortcut: each gathers what the other has coded, and adds up both. That takes the same
+number of bytes in one collective instead of two that wait for each other, and one rounding instead of two.
 
 ::
 
     rank 0   a0 b0  ── all-gather ──▶  a0 b0 a1 b1  ── decode, sum in float32 ──▶  A B
 
-Where several ranks of a host share memory, they first make one exact sum of theirs, and "ranks" above are hosts: only
-what leaves a host is coded, by one rank for each part of it.
+Where several ranks of a host share memory, they first compute one exact sum of theirs, and "ranks" above are hosts:
+only what leaves a host is coded, by one rank for each part of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ __all__ = ["Exchanged", "exchange", "gaps_of"]
 
 
 class Exchanged(Compressing):
-    """Sends what ``coding`` makes of gradients."""
+    """Sends gradients in the format of ``coding``."""
 
     def __init__(self, coding: Coding) -> None:
         self.coding = coding
@@ -49,7 +49,7 @@ class Exchanged(Compressing):
         return exchange(coding, values, communicator, lost, gaps=gaps_of(bucket))
 
     def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
-        """What this bucket is coded with."""
+        """The coding for this bucket."""
         return self.coding
 
 
@@ -61,10 +61,10 @@ def exchange(
     *,
     gaps: Sequence[slice] = (),
 ) -> Handle:
-    """Sum ``values`` over the ranks, in place; ``lost`` gets what of this rank's is not in the sum.
+    """Sum ``values`` over the ranks, in place; ``lost`` gets the part of this rank's values that is not in the sum.
 
-    In ``gaps`` between gradients there is nothing, whatever the coding makes of it: what a block with NaN left there
-    would break the next window, and a norm of the whole would count it.
+    The ``gaps`` between gradients stay empty, whatever the coding makes of them: what a block with NaN left there would
+    break the next window, and a norm of the whole would include it.
     """
 
     def across(part: torch.Tensor, wire: Communicator) -> Handle:
@@ -75,7 +75,7 @@ def exchange(
 
     if isinstance(communicator, HierarchicalCommunicator):
         if lost is not None:
-            # Inside hosts sums are exact. What is lost between them is lost by whoever takes it there.
+            # Inside hosts sums are exact. What is lost between hosts is lost by the rank that sends it.
             lost.zero_()
         handle = communicator.sum_by(values, across)
     else:
@@ -91,7 +91,7 @@ def exchange(
 
 
 def _gather(coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None) -> Handle:
-    """Everybody gets what everybody has coded."""
+    """All ranks get what every rank has coded."""
     missing = -values.numel() % coding.multiple
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
     coded = values.new_empty(coding.nbytes(padded.numel()), dtype=torch.uint8)
@@ -119,7 +119,7 @@ def _exchange_shares(
 
 
 class _Exchange:
-    """One tensor on its way."""
+    """One tensor in flight."""
 
     def __init__(
         self, coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None = None
@@ -128,7 +128,7 @@ class _Exchange:
         ranks = communicator.world_size
         self._share = -(-values.numel() // (ranks * coding.multiple)) * coding.multiple
         self._row = coding.nbytes(self._share)
-        # Rows are as long as the longest. Those that are full lie in ``values``, the others are filled up with zeros.
+        # Rows are as long as the longest. Full rows lie in ``values``, the others are padded with zeros.
         self._full = values.numel() // self._share
         self._end = self._full * self._share
         self._rows = values[: self._end].view(self._full, self._share)
@@ -152,7 +152,7 @@ class _Exchange:
     def _others(
         self, full: torch.Tensor, rest: torch.Tensor, coded: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows for other ranks, and where they are coded. This rank adds its own as it is: nobody else sees it."""
+        """The rows for other ranks, and the memory to code them in. This rank adds its own uncoded: it is not sent."""
         own, ranks = self._communicator.rank, self._communicator.world_size
         for first, end in ((0, own), (own + 1, ranks)):
             middle = min(max(first, self._full), end)
@@ -164,7 +164,7 @@ class _Exchange:
         return full[own] if own < self._full else rest[own - self._full]
 
     def _sum(self) -> Handle:
-        # In the order of ranks, where it matters: of two numbers the sum is the same either way.
+        # In the order of ranks, where it matters: for two numbers the sum is the same either way.
         mine = self._communicator.rank
         own_first = len(self._arrived) == 2 or mine == 0
         total = self._own(self._rows, self._rest) if own_first else self._values.new_zeros(self._share)
@@ -180,7 +180,7 @@ class _Exchange:
         return self._communicator.all_gather(self._arrived.view(-1), own)
 
     def _lose(self, total: torch.Tensor, own: torch.Tensor) -> None:
-        """What the second coding has lost of the share that this rank added up counts as lost by this rank."""
+        """Count as lost by this rank what the second coding has lost of the share that this rank summed."""
         assert self._lost is not None
         self._coding.decode(own, total, add=-1.0)
         begin = self._communicator.rank * self._share
@@ -194,7 +194,7 @@ class _Exchange:
 
 
 def gaps_of(bucket: Bucket) -> list[slice]:
-    """Where in a bucket's payload no gradient lies."""
+    """The parts of a bucket's payload that hold no gradient."""
     ends = [slot.offset + slot.numel for slot in bucket.plan.slots]
     starts = [*(slot.offset for slot in bucket.plan.slots[1:]), bucket.plan.payload]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

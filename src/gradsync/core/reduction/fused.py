@@ -1,7 +1,7 @@
-"""The codings of blocks as one kernel each, for CUDA, where Triton is installed: as fast as memory is, same bits.
+"""Block codings as one CUDA kernel each, where Triton is installed: as fast as memory, with the same bits.
 
-Written without the help of a compiler that could reorder: divisions are rounded as on the host, numbers are rounded to
-the nearest even one. ``available(tensor)`` says whether they can be used; whoever cannot takes plain torch.
+Written so that no compiler can reorder operations: divisions are rounded as on the host, and numbers are rounded to the
+nearest even one. ``available(tensor)`` says whether the kernels can be used; otherwise plain torch is used.
 """
 
 import functools
@@ -12,13 +12,13 @@ import torch
 
 __all__ = ["available", "decode_blocks", "encode_blocks"]
 
-# A program of one warp and two blocks: on an H200 it is the fastest of those tried, from 256 numbers to 8192.
+# A program of one warp and two blocks is the fastest of those tried on an H200, from 256 numbers to 8192.
 NUMBERS = 512
 WARPS = 1
 
 
 def available(tensor: torch.Tensor, block: int) -> bool:
-    """Whether kernels run where ``tensor`` lies, for blocks of this size (they need a power of two)."""
+    """Whether kernels run on the device of ``tensor``, for blocks of this size (they need a power of two)."""
     return tensor.is_cuda and torch.version.hip is None and block & (block - 1) == 0 and _has_triton()
 
 
@@ -28,7 +28,7 @@ def _has_triton() -> bool:
 
 
 def encode_blocks(values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
-    """Rows of ``values`` as whole numbers in ``packed``, and their scales."""
+    """Encode rows of ``values`` as integers in ``packed``, with their scales."""
     _launch("encode", values, scales, packed, bits)
 
 
@@ -48,7 +48,7 @@ def _launch(kernel: str, values: torch.Tensor, scales: torch.Tensor, packed: tor
 
 @functools.cache
 def _kernels() -> dict[str, Any]:
-    """Compiled when first needed: to import Triton takes a second, and most never need it."""
+    """Compiled when first needed: importing Triton takes a second, and most runs never need it."""
     from gradsync.core.reduction import kernels
 
     return {"encode": kernels.encode, "decode": kernels.decode}

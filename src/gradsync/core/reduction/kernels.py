@@ -1,10 +1,10 @@
-"""Triton's kernels for :mod:`gradsync.core.reduction.fused`, which imports them where they can run.
+"""Triton kernels for :mod:`gradsync.core.reduction.fused`, which imports them where they can run.
 
-A program takes ``GROUP`` blocks. Of a block of 4-bit numbers the first half lies in the lower bits of its bytes and the
+A program handles ``GROUP`` blocks. In a block of 4-bit numbers the first half is in the lower bits of its bytes and the
 second in the upper ones, so both halves are loaded side by side.
 """
 
-# Triton reads the source of these functions: annotations of its own dialect, no types of ours.
+# Triton reads the source of these functions: its own annotations are used here, not our types.
 # mypy: ignore-errors
 
 import triton
@@ -25,7 +25,7 @@ def encode(
     values, scales, packed, total, per_row, values_row, scales_row, packed_row,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of ``BITS`` bits, and the scale of each block."""
+    """Encode into integers of ``BITS`` bits, with a scale per block."""
     LEVELS: tl.constexpr = 127.0 if BITS == 8 else 7.0
     blocks = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     here = blocks < total
@@ -42,7 +42,7 @@ def encode(
         others = tl.load(begin + BLOCK // 2, mask=here[:, None], other=0.0)
         largest = tl.maximum(tl.max(tl.abs(numbers), axis=1), tl.max(tl.abs(others), axis=1))
         broken = tl.max(((numbers != numbers) | (others != others)).to(tl.int32), axis=1)
-    # The maximum of NaN and a number is the number, here.
+    # Here the maximum of NaN and a number is the number.
     largest = tl.where(broken > 0, float("nan"), largest)
     factors = tl.div_rn(tl.full([GROUP], LEVELS, tl.float32), largest)
     factors = tl.where(factors == float("inf"), 0.0, factors)
@@ -63,7 +63,7 @@ def decode(
     values, scales, packed, total, per_row, values_row, scales_row, packed_row,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """What :func:`encode` has packed, as float32."""
+    """Decode what :func:`encode` has packed into float32."""
     blocks = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     here = blocks < total
     row, place = blocks // per_row, blocks % per_row

@@ -1,13 +1,13 @@
-"""Gradients of matrices as products of two thin ones (PowerSGD): as many numbers as rows and columns, times the rank.
+"""PowerSGD: sends matrix gradients as products of two thin matrices, with (rows + columns) times the rank numbers.
 
 ::
 
-    P = Σ M Q          Q is the one of the window before; the sum is over ranks
+    P = Σ M Q          Q is from the previous window; the sum is over ranks
     P = orthonormal columns that span those of P
     Q = Σ Mᵀ P
     the mean is P Qᵀ, and a rank has lost M − P (Mᵀ P)ᵀ
 
-One step of a power iteration a window, from where the last one came to, is enough to follow the directions in which
+One step of a power iteration per window, continuing from the previous one, is enough to follow the directions in which
 gradients are large.
 """
 
@@ -28,10 +28,10 @@ __all__ = ["LowRank"]
 
 
 class LowRank(Compressing):
-    """Matrices are sent with ``rank``; what is small, or no matrix, is sent as it is.
+    """Sends matrices with ``rank``; small parameters, and those that are not matrices, are sent as they are.
 
     The first ``start_after`` windows are exact: while gradients change fast there is nothing to follow. Without
-    :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` what does not fit into the rank is lost for good.
+    :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback`, what does not fit into the rank is lost for good.
     """
 
     def __init__(self, rank: int = 4, *, start_after: int = 0) -> None:
@@ -42,7 +42,7 @@ class LowRank(Compressing):
         self.rank, self.start_after = rank, start_after
         self._windows = 0
         self._rights: dict[str, torch.Tensor] = {}
-        # Those of the running window, until it is known to have ended well.
+        # The factors of the running window, until it is known to have succeeded.
         self._next: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class LowRank(Compressing):
             )
 
     def _is_thin(self, spec: ParameterSpec) -> bool:
-        """Whether two thin matrices have fewer numbers than the whole one."""
+        """Whether the two thin matrices have fewer numbers than the whole one."""
         rows, columns = _extents(spec)
         return not spec.dtype.is_complex and self.rank * (rows + columns) < rows * columns
 
@@ -76,7 +76,7 @@ class LowRank(Compressing):
         return product.start()
 
     def _right(self, spec: ParameterSpec, values: torch.Tensor) -> torch.Tensor:
-        """Where the last window came to; in the first one a random start, the same on all ranks."""
+        """The factor from the last window; in the first one a random start, the same on all ranks."""
         known = self._rights.get(spec.name)
         if known is not None and known.shape == (_extents(spec)[1], self.rank):
             return known.to(values)
@@ -98,7 +98,7 @@ class LowRank(Compressing):
 
 
 class _Product:
-    """The matrices of one bucket on their way. ``rights`` are the factors of the next window, when it has ended."""
+    """The matrices of one bucket in flight. ``rights`` are the factors for the next window, once it has ended."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Product:
         lefts = [self._matrices[slot] @ right for slot, right in rights.items()]
         self._first, parts = _lay_out([*lefts, *self._rest])
         self._lefts, self._sums = parts[: len(lefts)], parts[len(lefts) :]
-        # On their side: a thin matrix times a wide one takes a third of what a tall one times a thin one does.
+        # Transposed: a thin matrix times a wide one takes a third of the time of a tall one times a thin one.
         self._second, seconds = _lay_out([right.new_empty(right.shape[::-1]) for right in rights.values()])
         self.rights = {slot: second.T for slot, second in zip(rights, seconds, strict=True)}
 
@@ -148,7 +148,7 @@ class _Product:
 
 
 def _extents(spec: ParameterSpec) -> tuple[int, int]:
-    """Rows and columns of a gradient as a matrix: further dimensions are columns. One of a vector's is one."""
+    """Rows and columns of a gradient as a matrix: further dimensions become columns. A vector has one column."""
     if len(spec.shape) < 2 or 0 in spec.shape:
         return 1, 1
     return spec.shape[0], spec.wire_numel // spec.shape[0]
@@ -156,7 +156,7 @@ def _extents(spec: ParameterSpec) -> tuple[int, int]:
 
 @contextmanager
 def _as_matrix(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Where to write the rows and columns of a gradient; where it has more dimensions its memory may lie otherwise."""
+    """Matrix views to write a gradient's rows and columns; with more dimensions its memory may be ordered otherwise."""
     matrix = view.flatten(1)
     yield matrix
     if matrix.data_ptr() != view.data_ptr():
@@ -168,7 +168,7 @@ def _real(view: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All of them in one flat tensor, and where each lies in it."""
+    """All of them in one flat tensor, and the place of each in it."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     parts = flat.split([tensor.numel() for tensor in tensors])
     return flat, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

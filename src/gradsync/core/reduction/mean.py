@@ -1,4 +1,4 @@
-"""The plain mean: one all-reduce a bucket. Exact, and the model for every other reduction."""
+"""The plain mean: one all-reduce per bucket. Exact, and the model for every other reduction."""
 
 from gradsync.communicator import Communicator, Handle, ReduceOp, Together
 from gradsync.core.bucket import Bucket
@@ -8,11 +8,10 @@ __all__ = ["Mean", "divides_on_the_wire"]
 
 
 class Mean(Reduction):
-    """The sum over the ranks divided by the divisor, at the gradients' own precision.
+    """The sum over the ranks divided by the divisor, in the gradients' own precision.
 
-    The division costs no pass of its own: the collective does it where the backend can (NCCL), otherwise it is
-    folded into the copy that brings the gradients into the bucket. Dividing before summing also keeps float16 sums in
-    range.
+    The division needs no extra pass: the collective does it where the backend can (NCCL), otherwise it is folded into
+    the copy that gathers the gradients into the bucket. Dividing before summing also keeps float16 sums in range.
     """
 
     carries_tail = True
@@ -32,6 +31,6 @@ class Mean(Reduction):
 
 
 def divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
-    """Whether the collective divides, and gradients land as they are."""
-    # Not in a world of one: NCCL would run over the whole bucket to divide it by one.
+    """Whether the collective divides, so that gradients are gathered unscaled."""
+    # Not with a single rank: NCCL would run over the whole bucket to divide it by one.
     return divisor == communicator.world_size > 1 and communicator.averages(bucket.plan.device)

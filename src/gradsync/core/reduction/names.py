@@ -18,10 +18,10 @@ from gradsync.core.reduction.top_k import TopK
 
 __all__ = ["NAMES", "reduction_by_name"]
 
-# What may be chosen without asking which.
+# The candidates of ``auto``.
 MILDEST_FIRST = ("bf16", "int8", "int4", "low-rank:4")
 
-# What loses so much that it would not learn otherwise comes with error feedback.
+# These lose so much that training would fail without error feedback, so they come with it.
 _PLAIN: dict[str, Callable[[], Reduction]] = {
     "mean": Mean,
     "bf16": lambda: Cast(torch.bfloat16),
@@ -31,7 +31,7 @@ _PLAIN: dict[str, Callable[[], Reduction]] = {
     "sign": lambda: ErrorFeedback(Sign()),
     "auto": lambda: Auto({name: partial(reduction_by_name, name) for name in MILDEST_FIRST}),
 }
-# What the number is called, what reads it, and what is made of it.
+# The name of the number, the function that parses it, and the one that makes the reduction.
 _WITH_A_NUMBER: dict[str, tuple[str, type, Callable[[Any], Reduction]]] = {
     "low-rank": ("RANK", int, lambda rank: ErrorFeedback(LowRank(rank))),
     "top-k": ("FRACTION", float, lambda fraction: ErrorFeedback(TopK(fraction))),
@@ -40,7 +40,7 @@ NAMES = (*_PLAIN, *(f"{name}:{number}" for name, (number, _, _) in _WITH_A_NUMBE
 
 
 def reduction_by_name(name: str) -> Reduction:
-    """A new one. The numbers of ``low-rank:4`` and ``top-k:0.01`` are the rank and the fraction."""
+    """Create a reduction. The numbers of ``low-rank:4`` and ``top-k:0.01`` are the rank and the fraction."""
     if not isinstance(name, str):
         raise ConfigurationError(f"a reduction is one of {', '.join(NAMES)}, got {name!r}")
     kind, colon, number = name.partition(":")

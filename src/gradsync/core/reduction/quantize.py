@@ -1,4 +1,4 @@
-"""Gradients in 8 bits, in 4, or in one: a quarter of the bytes and less."""
+"""Quantized gradients: 8 bits, 4 bits or one bit per number, a quarter of the bytes and less."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ BITS = (8, 4)
 
 
 class Quantize(Exchanged):
-    """Whole numbers of ``bits`` bits; ``block`` neighbours share a scale, and their largest is exact.
+    """Integers of ``bits`` bits; ``block`` neighbours share a scale, and their largest is exact.
 
-    ``stochastic`` rounds up or down at random, so that the mean over many windows is right; by default the error of one
-    window is smaller, and :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` makes up for it.
+    ``stochastic`` rounds up or down at random, so that the mean over many windows is right. By default the error of a
+    single window is smaller, and :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` makes up for it.
     """
 
     def __init__(self, bits: int = 8, *, block: int = BLOCK, stochastic: bool = False, seed: int = 0) -> None:
@@ -38,7 +38,7 @@ class Quantize(Exchanged):
     def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
         if not self.stochastic:
             return self.coding
-        # Ranks that erred alike would not err on average; and buckets come in no order that could be repeated.
+        # If all ranks erred alike, errors would not average out; and buckets come in no reproducible order.
         return Blocks(self.bits, self.block, Noise(self.seed, communicator.rank, self._windows, bucket.index))
 
     def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
@@ -52,7 +52,7 @@ class Quantize(Exchanged):
 
 
 class Sign(Exchanged):
-    """One bit a number; ``block`` neighbours all come out as large as they are on average.
+    """One bit per number; ``block`` neighbours all decode to their average magnitude.
 
     By itself it does not converge: wrap it in :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback`.
     """

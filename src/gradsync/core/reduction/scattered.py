@@ -1,6 +1,6 @@
-"""The mean, each rank's share of it: one reduce-scatter a bucket, which is half of an all-reduce.
+"""``ScatteredMean``: each rank gets its share of the mean, by one reduce-scatter per bucket (half of an all-reduce).
 
-The other half is an all-gather. It carries gradients in an all-reduce; where an optimizer updates every rank's share,
+The other half is an all-gather. In an all-reduce it carries gradients; where an optimizer updates every rank's share,
 it carries new parameters, later.
 """
 
@@ -19,23 +19,23 @@ __all__ = ["Follower", "ScatteredMean"]
 
 
 class Follower(Protocol):
-    """Who makes something of shares as soon as they have their means."""
+    """Interface of a component that processes shares as soon as their means are there."""
 
     def window_began(self) -> None:
-        """Ranks have met before the first bucket, and may meet further."""
+        """The ranks are negotiating before the first bucket, and may add to it."""
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        """The reduce-scatter of the bucket was started: stages of its may follow, the same on all ranks."""
+        """The bucket's reduce-scatter was started: own stages may follow, the same on all ranks."""
 
     def window_ended(self, *, well: bool) -> None:
-        """Unless ``well``, means are not, or not quite, what came off the wire."""
+        """Unless ``well``, the means are not, or not exactly, what was received."""
 
 
 class ScatteredMean(Reduction):
     """The sum over the ranks divided by the divisor, in this rank's share of the bucket.
 
-    Gradients cross the wire, and are summed, in ``dtype``; by default in their own. They take ``wire``, over the same
-    ranks, if there is one for this. A ``follower`` is told of what happens.
+    Gradients are sent and summed in ``dtype``; by default in their own. They use the communicator ``wire``, over the
+    same ranks, if it is given. A ``follower`` is notified of what happens.
     """
 
     carries_tail = False
@@ -52,7 +52,7 @@ class ScatteredMean(Reduction):
 
     @property
     def whole(self) -> Reduction:
-        """The same, but of everything on every rank: what a wrapper without this optimizer takes."""
+        """The same reduction, but of everything on every rank: what a wrapper without this optimizer uses."""
         return Mean() if self.dtype is None else Cast(self.dtype)
 
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:

@@ -1,4 +1,4 @@
-"""How long reductions take with this model on this wire, by trying each on one bucket."""
+"""Measures how fast reductions are with this model on this transport, by trying each on one bucket."""
 
 import dataclasses
 import time
@@ -13,13 +13,13 @@ from gradsync.core.reduction.base import Reduction
 
 __all__ = ["Speed", "measure_speed"]
 
-# The first one of a reduction allocates, compiles and warms up.
+# The first run of a reduction allocates, compiles and warms up.
 REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of all gradients of the model: ``seconds`` on an otherwise idle wire, compression included, and how long
+    """For all gradients of the model: ``seconds`` on an otherwise idle link, compression included, and how long
     processors of this host are ``busy`` with it."""
 
     seconds: float
@@ -32,7 +32,7 @@ def measure_speed(
     communicator: Communicator,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Speed]:
-    """Time every one of ``reductions`` on a bucket like the largest one. Collective; the slowest rank counts."""
+    """Time each of ``reductions`` on a bucket like the largest one. Collective; the slowest rank counts."""
     largest = max(buckets, key=lambda bucket: bucket.payload.numel())
     bucket = _twin(largest, communicator)
     parts = sum(each.payload.numel() for each in buckets) / max(largest.payload.numel(), 1)
@@ -49,7 +49,7 @@ def measure_speed(
 
 
 def _twin(bucket: Bucket, communicator: Communicator) -> Bucket:
-    """A bucket like this one, to play with: in those of the model lie gradients of the running window."""
+    """A bucket like this one, for experiments: the model's buckets hold gradients of the running window."""
     slots = tuple(dataclasses.replace(slot, parameter=number) for number, slot in enumerate(bucket.plan.slots))
     return Bucket(dataclasses.replace(bucket.plan, slots=slots), bucket.parameters, bucket.specs, communicator)
 
@@ -58,11 +58,11 @@ def _twin(bucket: Bucket, communicator: Communicator) -> Bucket:
 def _time(
     reduction: Reduction, bucket: Bucket, communicator: Communicator, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds on the clock, and of processor time of this process; the least of a few tries."""
+    """Seconds on the clock, and of processor time of this process; the minimum of a few tries."""
     seconds, busy = [], []
     for _ in range(REPEATS):
         bucket.payload.normal_(std=1e-3)
-        # Together: whoever comes early would count waiting for the others.
+        # Ranks start together: one that came early would include waiting for the others.
         communicator.all_reduce(torch.zeros(1, device=communicator.device)).wait()
         _wait_for(bucket.plan.device)
         began, began_busy = clock(), time.process_time()

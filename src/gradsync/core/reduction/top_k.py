@@ -1,4 +1,4 @@
-"""The largest gradients, by magnitude, and nothing of the others."""
+"""Top-k sparsification: sends the gradients of largest magnitude, and none of the others."""
 
 import math
 
@@ -11,15 +11,16 @@ from gradsync.core.reduction.compressing import Compressing
 
 __all__ = ["TopK"]
 
-# A place is told as a byte, counted from the beginning of its block; how many there are in a block is a byte, too.
+# A position is sent as a byte, relative to the start of its block; the count per block is a byte, too.
 BLOCK = 255
 VALUE_BYTES = torch.float32.itemsize
 
 
 class TopK(Compressing):
-    """Sends ``fraction`` of a bucket's gradients, the largest, as float32, with their places.
+    """Sends ``fraction`` of a bucket's gradients, the largest, as float32, with their positions.
 
-    Bytes grow with the number of ranks, whose largest lie in other places. By itself it does not converge: wrap it in
+    Bytes grow with the number of ranks, because their largest are at different positions. By itself it does not
+    converge: wrap it in
     :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback`.
     """
 
@@ -52,11 +53,11 @@ class TopK(Compressing):
 
 
 class _Message:
-    """``count`` of ``numel`` numbers as bytes: values, how many lie in each block, where in their blocks they lie."""
+    """``count`` of ``numel`` numbers as bytes: values, how many lie in each block, and their positions there."""
 
     def __init__(self, numel: int, count: int) -> None:
         self._count, self._blocks = count, -(-numel // BLOCK)
-        # A multiple of four, so that those of all ranks can lie one behind the other.
+        # A multiple of four, so that the messages of all ranks can be concatenated.
         self._sizes = (count * VALUE_BYTES, self._blocks, count, -(self._blocks + count) % VALUE_BYTES)
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,7 @@ class _Message:
         return packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places, and the numbers there."""
+        """The positions, and the numbers there."""
         chosen, counts, offsets = self._parts(packed)
         starts = torch.arange(0, self._blocks * BLOCK, BLOCK, device=packed.device)
         places = starts.repeat_interleave(counts.long())
