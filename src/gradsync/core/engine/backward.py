@@ -2,10 +2,10 @@
 
 The path of a gradient::
 
-    ready_hooks          a parameter's gradient is ready             stop 1
-    chunk.land           it lands in its slot of a bucket            stop 2
-    pipeline             full buckets are settled and started        stops 3 and 4
-    backward_ended       the rest is started, all are finished       stop 5
+    ready_hooks          a parameter's gradient is ready             stage 1
+    chunk.land           it lands in its slot of a bucket            stage 2
+    pipeline             full buckets are settled and started        stages 3 and 4
+    backward_ended       the rest is started, all are finished       stage 5
 
 The engine detects a backward, decides what kind it is, and delegates the rest::
 
@@ -171,7 +171,7 @@ class BackwardEngine:
     # -- it ends -------------------------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
-        """Stop 5: autograd has finished; so do the buckets."""
+        """Stage 5: autograd has finished; so do the buckets."""
         if self.phase is Phase.DETACHED:
             return
         if self.observer is not None:

@@ -102,7 +102,7 @@ class GradientStore:
         if self._precise is not None:
             self._precise.restore()
 
-    # -- who has them, and how wide they are -----------------------------------------------------------------------
+    # -- ownership and width -----------------------------------------------------------------------------------------
 
     def take_back(self, *, worthless: bool = False) -> None:
         """Gradients are about to arrive: nothing else may hold the buckets. See :meth:`Sharing.take_back`."""

@@ -7,7 +7,7 @@
     IDLE ── a backward begins ──▶ LOCAL ── its forward synchronizes ──▶ SYNCHRONIZING ── all buckets finished ──▶ IDLE
       │                             │                                      │
       ├── synchronize(), fail() ────┼──────────────────────────────────────┤
-      └── its start fails ──────────┴──── backward fails ────▶ BROKEN ◀────┘  a rank or the wire failed
+      └── its start fails ──────────┴──── backward fails ────▶ BROKEN ◀────┘  a rank or the link failed
                                                                  ├── gradients zeroed ──▶ IDLE
                                                                  └── the others must be told ──▶ SYNCHRONIZING
 

@@ -166,7 +166,7 @@ class Pipeline:
     def _ballot(self) -> torch.Tensor:
         return self.buckets[-1].ballot if self.buckets else self._lone_ballot
 
-    # -- stop 3: during backward ---------------------------------------------------------------------------------
+    # -- stage 3: during backward --------------------------------------------------------------------------------
 
     def divide(self, division: Division) -> None:
         """Set what the mean of this synchronization divides by; ranks have agreed on it, or will have."""
@@ -255,7 +255,7 @@ class Pipeline:
             f"to the other ranks. {LATE_REMEDY}"
         )
 
-    # -- stop 5: after backward ----------------------------------------------------------------------------------
+    # -- stage 5: after backward ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.

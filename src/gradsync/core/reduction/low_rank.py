@@ -156,7 +156,7 @@ def _extents(spec: ParameterSpec) -> tuple[int, int]:
 
 @contextmanager
 def _as_matrix(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Matrix views to write a gradient's rows and columns; with more dimensions its memory may be ordered otherwise."""
+    """A matrix to write a gradient's rows and columns; it is a copy, written back, if memory is ordered otherwise."""
     matrix = view.flatten(1)
     yield matrix
     if matrix.data_ptr() != view.data_ptr():

@@ -57,7 +57,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     _is_ready = False
     _is_closed = False
-    # The dtypes that reduce-scatters support.
+    # The communicator for reduce-scatters.
     _wire: Communicator
 
     def __init__(self, model: Synchronized, groups: Options, defaults: dict[str, Any], mode: Mode) -> None:
@@ -243,7 +243,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def told_to_others(self) -> Iterator[None]:
-        """What raises inside raises on this rank alone, and the others go on: they are told, so that none waits."""
+        """An error inside is raised on this rank alone: abort the communicators, so that the others do not wait."""
         try:
             yield
         except BaseException as error:
