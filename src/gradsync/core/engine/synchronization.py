@@ -1,4 +1,4 @@
-"""The synchronization of a window: this rank takes the lock, negotiates, exchanges buckets and leaves.
+"""The synchronization of a window: this rank takes the collective lock, negotiates, exchanges buckets and leaves.
 
 All ranks run through this, even those whose backward has failed. Errors are raised to the caller;
 :mod:`gradsync.core.engine.failed_backwards` makes sure that the others are not left waiting.

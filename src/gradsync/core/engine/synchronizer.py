@@ -155,7 +155,7 @@ class Synchronizer:
         return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
 
     def reduce_with(self, reduction: Reduction) -> None:
-        """Replace the reduction, between two windows. All ranks must do so alike."""
+        """Replace the reduction, between two windows. All ranks must do the same."""
         self.engine.store.reduce_with(reduction)
 
     def rescaled(self, factor: float | torch.Tensor) -> None:

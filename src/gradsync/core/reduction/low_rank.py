@@ -1,4 +1,4 @@
-"""PowerSGD: sends matrix gradients as products of two thin matrices, with (rows + columns) times the rank numbers.
+"""PowerSGD: sends a gradient matrix as the product of two thin ones, (rows + columns) · rank numbers in all.
 
 ::
 

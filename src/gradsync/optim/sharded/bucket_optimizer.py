@@ -276,7 +276,7 @@ class BucketOptimizer(torch.optim.Optimizer):
             raise MisuseError("this optimizer was closed: its model's gradients are another's. Make an optimizer anew")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add further parameters of the model. All ranks must do so alike."""
+        """Add further parameters of the model. All ranks must do the same."""
         if not self._is_ready:
             super().add_param_group(param_group)
             return
@@ -299,7 +299,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         )
 
     def close(self) -> None:
-        """Give the buckets back: gradients are whole means again, for any kind of optimizer. On all ranks alike.
+        """Give the buckets back: gradients are whole means again, for any kind of optimizer. Call it on all ranks.
 
         Save the state first, if another optimizer is to continue with it.
         """

@@ -1,5 +1,4 @@
-"""Checks which optimizers can be sharded (those that update each element independently) and which can be deferred
-(those that update each parameter independently)."""
+"""Checks which optimizers can be sharded (they update each element independently) or deferred (each parameter)."""
 
 import inspect
 from typing import Any

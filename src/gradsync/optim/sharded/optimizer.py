@@ -1,5 +1,4 @@
-"""``ShardedOptimizer``: each rank updates its share of every bucket; new parameters are gathered behind the next
-forward.
+"""``ShardedOptimizer``: each rank updates its share of a bucket; parameters are gathered behind the next forward.
 
 ::
 
@@ -237,7 +236,7 @@ class ShardedOptimizer(BucketOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a plain optimizer, or of a sharded one on any number of ranks. On all ranks alike."""
+        """Load the state of a plain optimizer, or of a sharded one on any number of ranks. Call it on all ranks."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}

@@ -195,7 +195,7 @@ class OverlappedOptimizer(BucketOptimizer):
     # -- groups and state ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the buckets back, and the state to the optimizers that it came from. On all ranks alike."""
+        """Give the buckets back, and the state to the optimizers that it came from. Call it on all ranks."""
         super().close()
         # An interrupt may have come between the two: then they do not have their state yet.
         if not self._refusals:
@@ -241,7 +241,7 @@ class OverlappedOptimizer(BucketOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of such an optimizer, or of a plain one with the same groups. On all ranks alike."""
+        """Load the state of such an optimizer, or of a plain one with the same groups. Call it on all ranks."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
         self._settle()

@@ -71,7 +71,7 @@ class Pace:
         self._stepped_at = None
 
     def window_began(self) -> bool:
-        """Ranks are negotiating before the first bucket: True if it is time to :meth:`agree`. On all ranks alike."""
+        """Ranks are negotiating before the first bucket: True if it is time to :meth:`agree`. The same on all ranks."""
         if self._starts:
             self._backwards.append(self._starts[-1] - self._starts[0])
         if self._gathered.seconds is not None:

@@ -23,7 +23,7 @@ def to_parameter(state: ParameterState, spec: ParameterSpec, device: torch.devic
 
 
 def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: ParameterSpec) -> ParameterState:
-    """The inverse of :func:`to_parameter`."""
+    """The inverse of ``to_parameter``."""
     state = ParameterState()
     for key, value in saved.items():
         is_tensor = isinstance(value, torch.Tensor)
