@@ -25,7 +25,7 @@ class Follower(Protocol):
         """The ranks are negotiating before the first bucket, and may add to it."""
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        """The bucket's reduce-scatter was started: own stages may follow, the same on all ranks."""
+        """The bucket's reduce-scatter was started: the follower may add collectives, the same on all ranks."""
 
     def window_ended(self, *, well: bool) -> None:
         """Unless ``well``, the means are not, or not exactly, what was received."""

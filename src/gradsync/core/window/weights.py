@@ -293,7 +293,7 @@ class Weights:
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
     def require_told(self) -> None:
-        """Before the ballot is sent, which confirms the sum: raise if the others were told a different one."""
+        """Before the ballot, which reports failures, is sent: raise if the others were told a different sum."""
         if self._message is not None and self._tally.sum != self._sent:
             raise MisuseError(
                 f"this rank has counted {self._tally.sum:g} in the window, but told the others {self._sent:g}: a "
