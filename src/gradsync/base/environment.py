@@ -1,4 +1,4 @@
-"""How this process was started: what torchrun, mpirun and srun say in their variables. Nothing is opened here."""
+"""How this process was launched: reads the environment variables of torchrun, mpirun and srun. Opens no connection."""
 
 import os
 import re
@@ -24,7 +24,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnvironment:
-    """This process's place among all, and where they meet."""
+    """This process's rank and world size, and the rendezvous address of the job."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,7 +36,7 @@ class ProcessEnvironment:
 
 
 class _Names(NamedTuple):
-    """The variables in which a launcher says who is who."""
+    """The environment variables in which a launcher passes rank, world size and address."""
 
     rank: str
     world_size: str

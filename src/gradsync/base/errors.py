@@ -5,17 +5,17 @@
     GradsyncError (RuntimeError)
     ├── ConfigurationError (ValueError)   an argument that cannot be honoured, before anything was changed
     │   ├── NoProcessGroupError           nothing to synchronize over
-    │   └── NotCallableError (TypeError)  what was to be a hook cannot be called
+    │   └── NotCallableError (TypeError)  an object registered as a hook is not callable
     ├── MismatchError                     ranks hold different models, settings or collectives
     ├── MisuseError                       a call at a time when its result would be wrong
     │   └── LateGradientError             a gradient arrived after its bucket had started
     └── PeerFailedError                   another rank failed; the message names it
-        ├── VetoError                     a rank does not want the window; raised there, too
-        └── WireLostError                 and with it the wire: nothing can go on over it
+        ├── VetoError                     a rank rejected the window; raised on that rank, too
+        └── WireLostError                 the communicator is lost with it and cannot be used again
 
-A message says what was expected, what came (rank, parameter) and what to do. The classes also derive from the
-built-in class that ``torch.nn.parallel.DistributedDataParallel`` raises in the same situation, so that code which
-catches that goes on working.
+Every message says what was expected, what was found (rank, parameter) and what to do. The classes also derive from the
+built-in class that ``torch.nn.parallel.DistributedDataParallel`` raises in the same situation, so code that catches
+the built-in class keeps working.
 """
 
 __all__ = [
@@ -33,11 +33,11 @@ __all__ = [
 
 
 class GradsyncError(RuntimeError):
-    """The root of the tree: catches everything gradsync raises on purpose."""
+    """Base class of all gradsync errors: catches everything that gradsync raises on purpose."""
 
 
 class ConfigurationError(GradsyncError, ValueError):
-    """An argument cannot be honoured. Raised before anything is changed."""
+    """An argument cannot be honoured. Raised before anything changes."""
 
 
 class NoProcessGroupError(ConfigurationError):
@@ -45,19 +45,19 @@ class NoProcessGroupError(ConfigurationError):
 
 
 class NotCallableError(ConfigurationError, TypeError):
-    """What was registered as a hook cannot be called."""
+    """The object registered as a hook is not callable."""
 
 
 class MismatchError(GradsyncError):
-    """Ranks that must agree do not: the message names the first difference and both ranks."""
+    """Ranks disagree on something that must be equal. The message names the first difference and both ranks."""
 
 
 class MisuseError(GradsyncError):
-    """A call came at a time when its result would be wrong. The message holds the remedy."""
+    """A call at a time when its result would be wrong. The message says how to fix it."""
 
 
 class LateGradientError(MisuseError):
-    """A parameter received a further gradient after its bucket had started."""
+    """A parameter received another gradient after its bucket had started."""
 
 
 class PeerFailedError(GradsyncError):
@@ -67,13 +67,13 @@ class PeerFailedError(GradsyncError):
 class VetoError(PeerFailedError):
     """A rank has vetoed the window, and ``on_veto="raise"`` was asked for: raised on all ranks, also on that one.
 
-    The message names the rank, and the parameter whose gradient is not finite. After ``zero_grad()`` training goes on.
+    The message names the rank, and the parameter whose gradient is not finite. Training goes on after ``zero_grad()``.
     """
 
 
 class WireLostError(PeerFailedError):
-    """A rank has ended, hangs or gave up, so the wire is out of step for good: every later use of it raises this.
+    """A rank has exited, hung or given up, so the communicator is permanently out of step: every later use raises this.
 
-    After its base class alone ``zero_grad()`` goes on. After this one ranks must begin anew: make the process group and
-    the communicator again on all of them, or start all of them again.
+    After a plain :class:`PeerFailedError`, ``zero_grad()`` is enough to continue. After this one, start over: either
+    create the process group and the communicator again on all ranks, or restart all ranks.
     """

@@ -1,4 +1,4 @@
-"""How a file is written that must survive: it gets its name when it is complete and on the disk, or never."""
+"""Atomic file write: temporary file, fsync, rename. A file gets its name only once it is complete and on disk."""
 
 import os
 import secrets

@@ -1,8 +1,8 @@
-"""Dataclasses from JSON: what a file or another process says is held against the types that the class has.
+"""Dataclasses from JSON: checks what a file or another process wrote against the field types of the class.
 
-Files are copied, cut off and edited, and other versions write them. So no value gets further than here that is not of
-the kind its class expects, and what is wrong is said with its place: ``profile.buckets[3].nbytes: …``. Numbers are
-finite. Names that the class does not have are passed over, those it has a default for may be missing.
+Files get copied, truncated and edited, and other versions write them. So a value of the wrong type goes no further than
+this module, and the error says where it is: ``profile.buckets[3].nbytes: …``. Numbers must be finite. Keys that the
+class does not have are ignored; fields with a default may be missing.
 """
 
 import sys
@@ -32,7 +32,7 @@ def from_json(kind: type[T], told: object) -> T:
 
 
 class _ValueError(ValueError):
-    """What is wrong, and where."""
+    """What is wrong with a value, and where it is."""
 
     def __init__(self, words: str, path: str = "") -> None:
         super().__init__(f"{path.removeprefix('.')}: {words}" if path else words)

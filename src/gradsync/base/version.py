@@ -1,4 +1,4 @@
-"""The version, where everything can read it."""
+"""The version, in a module that everything can import."""
 
 __all__ = ["__version__"]
 

@@ -1,4 +1,4 @@
-"""The wire: one small class per way of moving bytes, all behind :class:`Communicator`."""
+"""Communicators: one small class per transport, all behind the interface :class:`Communicator`."""
 
 from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.choose import ambient_communicator, choose_communicator

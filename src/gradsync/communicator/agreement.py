@@ -1,6 +1,6 @@
-"""Ranks compare what must be equal, and the error names the first difference and both ranks; or how something went.
+"""Checks that ranks agree: compares what must be equal, or the outcome of a step, and names the first difference.
 
-Only fixed-size digests cross the wire while everything agrees. Texts are gathered once digests differ; they are JSON,
+While everything agrees, only fixed-size digests are sent. Texts are gathered only when digests differ; they are JSON,
 never pickle.
 """
 

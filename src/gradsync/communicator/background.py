@@ -1,10 +1,10 @@
-"""Collectives that gradsync runs itself, one after the other, in the order they were started.
+"""A queue and a thread for the collectives that gradsync runs itself, one after another, in the order of their start.
 
-A thread runs them while backward goes on. Whoever waits for one does not wait for that thread to wake up: it runs what
-is left of the queue itself, so that a collective that is waited for at once costs no change of threads.
+The thread runs them while backward continues. A thread that waits for a collective does not wait for the queue's thread
+to wake up: it runs the rest of the queue itself. So a collective that is waited for at once costs no thread switch.
 
-Stages of :meth:`Handle.then` are run here, too. What a running stage starts does not get in line, where it would come
-after what was started meanwhile: it is run on the spot.
+Stages of :meth:`Handle.then` run here, too. A collective that a running stage starts is not appended to the queue,
+which would put it behind everything started in the meantime: it runs immediately.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.5
 
 
 class GivenUpError(Exception):
-    """The queue was given up while somebody waited for a collective that another thread is stuck in."""
+    """The queue was given up while a thread waited for a collective that another thread is stuck in."""
 
 
 def call_back(callback: Callable[[], None]) -> None:
@@ -41,7 +41,7 @@ def call_back(callback: Callable[[], None]) -> None:
 
 
 class Numbering:
-    """A place in the order of collectives, where they are counted: a communicator, or one of its stages."""
+    """A counter that gives each collective its place in the order: one per communicator, and one per stage."""
 
     __slots__ = ("count", "name")
 
@@ -55,7 +55,7 @@ class Numbering:
 
 
 class Task:
-    """Something to run, and how it went."""
+    """A piece of work and its outcome."""
 
     __slots__ = ("_callbacks", "_error", "_hurries", "_queue", "ended", "place", "run")
 
@@ -122,7 +122,7 @@ class Task:
 
 
 class _Queue:
-    """What the thread knows: it holds no communicator, so that one nobody uses any more goes away."""
+    """The thread's view of the queue. It holds no reference to the communicator, so that an unused one can be freed."""
 
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
@@ -229,7 +229,7 @@ class _Queue:
 
 
 class Background:
-    """A queue of collectives and the thread that works on it, which starts with the first of them."""
+    """A queue of collectives and its worker thread, which starts with the first collective."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -282,7 +282,7 @@ class Background:
 
 
 class AtWait(Background):
-    """Without a thread: each collective runs when it, or a later one, is waited for."""
+    """A queue without a thread: a collective runs when it, or a later one, is waited for."""
 
     def begin(self) -> None:
         pass

@@ -1,44 +1,46 @@
-"""The wire, as the engine sees it: start a collective, get a handle, wait for it.
+"""The communicator interface that the engine uses: start a collective, get a handle, wait for it.
 
-Whoever writes a communicator keeps what stands here. The simplest way is to derive from
+Every communicator must follow the rules below. The simplest way to write one is to derive from
 :class:`~gradsync.communicator.wire.Wire`, which checks arguments, numbers collectives, keeps the first failure, logs,
-and runs stages; what is left to write are five methods that move bytes. ``in_process.py`` is the shortest example, and
+and runs stages; that leaves five methods that move bytes. ``in_process.py`` is the shortest example, and
 ``tests/communicator/test_communicators.py`` holds every communicator to the contract.
 
 **Order.** Every rank starts the same collectives in the same order on a communicator, with the same sizes and dtypes.
-That is the caller's duty, not the communicator's. A collective may be started while earlier ones are under way, and
+That is the caller's duty, not the communicator's. A collective may be started while earlier ones are in flight, and
 handles may be waited for in any order, on any thread.
 
-**Memory.** From start to end a collective owns its tensors: nobody else writes to them, or reads an output. An output
-may be the part of the input that it takes the place of (the share of a reduce-scatter, of an all-gather), not another.
+**Memory.** A collective owns its tensors from start to completion: nothing else may write to them, or read an output.
+An output may alias the part of the input that it replaces (the share of a reduce-scatter, of an all-gather), and no
+other part.
 
-**The end.** ``wait()`` orders what follows after the collective. On the CPU it blocks the calling thread until the
-result is there; on CUDA it makes the current stream wait and returns at once. It raises what went wrong, each time.
+**Completion.** ``wait()`` orders what follows after the collective. On the CPU it blocks the calling thread until the
+result is available; on CUDA it makes the current stream wait and returns at once. If the collective failed, every call
+raises its error.
 
-**Stages.** Work that needs several collectives, of which the later ones depend on the result of the earlier ones, is
-chained with :meth:`Handle.then` instead of waiting in between, so that all of it overlaps what the caller does::
+**Stages.** When later collectives depend on the results of earlier ones, chain them with :meth:`Handle.then` instead of
+waiting in between, so that all of the work overlaps with the caller's::
 
     first = wire.reduce_scatter(share, gradients)
     whole = first.then(lambda: (shrink(share, small), wire.all_gather(everybodys, small))[-1])
     other = wire.all_reduce(loss)             # in the order of all ranks after what the stage starts
     whole.wait()
 
-A stage has a place in the order, which is where ``then`` was called, and what it starts is in that place. Ranks reach
-the end of ``first`` at different times, but the order of collectives is the same on all of them. Therefore ``then``,
-too, must be called in the same order on all ranks. Inside a stage a collective may be waited for at once. A stage
-must not wait for a collective that was started after its own ``then``: that one comes later in the order.
+A stage's place in the order is where ``then`` was called, and what it starts has that place, too. Ranks reach the end
+of ``first`` at different times, but the order of collectives is the same on all of them. Therefore ``then``, too, must
+be called in the same order on all ranks. Inside a stage, a collective may be waited for at once. A stage must not wait
+for a collective that was started after its own ``then``: that one comes later in the order.
 
-On the CPU a stage runs on a thread of the communicator, or on that of whoever waits, without recording gradients. On
-CUDA it is called at once, on a stream of its own that is ordered after the collective and after the caller's stream, so
-that the host never waits; tensors that it uses must be kept until the returned handle was waited for. An exception in
-a stage breaks the communicator: the other ranks may have gone on to what the stage would have started.
+On the CPU a stage runs on a thread of the communicator, or on the thread that waits for it, without recording
+gradients. On CUDA it is called at once, on its own stream, which is ordered after the collective and after the caller's
+stream, so that the host never waits; tensors that it uses must be kept until the returned handle has been waited for.
+An exception in a stage breaks the communicator: the other ranks may already run what the stage would have started.
 
-**Failure sticks.** A collective that failed, timed out or was interrupted leaves the ranks out of step, and the next
-one could deliver bytes of another. So after the first failure, which :attr:`Communicator.failure` keeps, whatever is
-started raises at once an error of the same class with the same text, and what is under way raises or ends as it would
-have. Arguments that cannot be honoured are refused with ConfigurationError before anything is sent or counted; they
-break nothing. Errors name this rank, the number of the collective on this communicator (from 1; ``7.2`` is the second
-in stage 7) and what it was.
+**Failures are permanent.** A collective that failed, timed out or was interrupted leaves the ranks out of step, and the
+next one could deliver the bytes of a different one. So after the first failure, which :attr:`Communicator.failure`
+keeps, every new collective immediately raises an error of the same class with the same text, and collectives in flight
+either raise it or complete normally. Arguments that cannot be honoured are refused with ConfigurationError before
+anything is sent or counted; they break nothing. Errors name this rank, the number of the collective on this
+communicator (from 1; ``7.2`` is the second in stage 7) and which collective it was.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +61,7 @@ Counts = Sequence[int] | None
 
 @runtime_checkable
 class Handle(Protocol):
-    """A collective under way, or a stage."""
+    """A collective in flight, or a stage."""
 
     def wait(self) -> None:
         """Return when the result may be used, or raise why there is none. Any number of times, on any thread."""

@@ -1,4 +1,4 @@
-"""What is refused before anything is sent or counted, in the same words on every wire and on all ranks."""
+"""Argument checks before anything is sent or counted: the same error messages on every communicator and rank."""
 
 import re
 from collections.abc import Mapping, Sequence

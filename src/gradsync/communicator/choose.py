@@ -1,4 +1,4 @@
-"""Which communicator a call means when it is given a process group, a communicator, a mesh or nothing."""
+"""Resolves an argument to a communicator: a process group, a communicator, a device mesh or nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
-"""The handle that every communicator returns: a collective with a number and a description, and the work that does it.
+"""The handle that every communicator returns: a collective with a number, a description, and the work that performs it.
 
-What does the work differs: a task on a queue of ours, a ``Work`` of torch, a handle of another communicator. All a
-collective needs of it is :class:`Work`. What goes wrong in it is explained by the communicator, which also keeps it as
-its failure.
+The work may be a task on one of our queues, a ``Work`` of torch, or a handle of another communicator. A collective only
+needs the interface :class:`Work`. When the work fails, the communicator explains the error and keeps it as its failure.
 """
 
 import contextlib
@@ -41,9 +40,10 @@ T = TypeVar("T")
 
 
 class _ThreadWaits(threading.local):
-    """How many seconds the calling thread has waited for collectives, and whether it is in one now.
+    """How many seconds the calling thread has waited for collectives, and whether it is waiting now.
 
-    It ends with the thread. A table by thread number would grow with every thread, and numbers are given out again.
+    Thread-local, so it ends with the thread. A table keyed by thread id would grow with every thread, and ids are
+    reused.
     """
 
     seconds = 0.0
@@ -69,7 +69,7 @@ def is_waiting_here() -> bool:
 
 
 class Work(Protocol):
-    """What does a collective."""
+    """What performs a collective."""
 
     def wait(self) -> None:
         """Return when it is done, or raise."""
@@ -82,9 +82,9 @@ class Work(Protocol):
 
 
 class Fate:
-    """The first failure of a wire, and what goes on there. Communicators over one and the same wire share it.
+    """The first failure of a transport, and what is in flight on it. Communicators over the same transport share one.
 
-    Others read it while collectives run, and never wait for anybody to do so.
+    Other threads read it while collectives run, without ever waiting for a lock.
     """
 
     __slots__ = (
@@ -159,7 +159,7 @@ class Owner(Protocol):
 
 
 class _Done:
-    """Was done when it was started."""
+    """Work that was already complete when it was started."""
 
     def wait(self) -> None:
         pass
@@ -200,7 +200,7 @@ class Later:
 
 
 class Collective:
-    """A collective of ``wire``. ``detail`` is its operation, or where it comes from."""
+    """A collective on the communicator ``wire``. ``detail`` is its operation, or the rank it comes from."""
 
     __slots__ = ("_error", "detail", "dtype", "kind", "number", "numel", "place", "wire", "work")
 
@@ -273,7 +273,7 @@ class Collective:
 
 
 class OnTheSpot(Generic[T]):
-    """Work that whoever waits for it does itself."""
+    """Work that the waiting thread does itself."""
 
     __slots__ = ("_run", "result")
 
@@ -293,7 +293,7 @@ class OnTheSpot(Generic[T]):
 
 
 class Allocation(Collective):
-    """Memory that all ranks make and share. It has no number: nobody waits for it but who asks."""
+    """Memory that all ranks allocate and share. It has no number: only the caller that asked for it waits for it."""
 
     __slots__ = ()
 
@@ -305,7 +305,7 @@ class Allocation(Collective):
 
 
 class StageHandle(Collective):
-    """A stage of ``wire``, which comes after ``first``. It raises what the stage raised, in its own words."""
+    """A stage on the communicator ``wire``, which runs after ``first``. It raises the stage's own exception."""
 
     __slots__ = ("_after",)
 
@@ -345,7 +345,7 @@ class StageHandle(Collective):
 
 
 class Together:
-    """Several collectives of one communicator, in the order they were started, that are waited for as one."""
+    """Several collectives of one communicator, in the order they were started, waited for as one."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = list(handles)
@@ -383,7 +383,7 @@ class Together:
 
 
 class Finishing:
-    """A collective, and what is still to be done here, once, by whoever waits for it first."""
+    """A collective plus local work that the first thread to wait for it does, once."""
 
     def __init__(self, handle: Handle, finish: Callable[[], object]) -> None:
         self._handle = handle

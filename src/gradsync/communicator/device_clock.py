@@ -1,4 +1,4 @@
-"""Moments on a CUDA device: events, which the device passes by when it has done what was queued before them."""
+"""Timestamps on a CUDA device: events, which the device reaches once it has finished all work queued before them."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ __all__ = ["DeviceClock"]
 
 
 class DeviceClock:
-    """Called, it is an event on the stream that is current on ``device``.
+    """Calling it returns an event on the stream that is current on ``device``.
 
-    To ask torch for that stream takes longer than to record an event; its number is at hand, and there are few.
+    Asking torch for that stream takes longer than recording an event. Its id is at hand, and there are few streams.
     """
 
     def __init__(self, device: torch.device) -> None:

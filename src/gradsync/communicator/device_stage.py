@@ -1,26 +1,26 @@
-"""Collectives and stages on tensors of an accelerator: ordered by streams, so that the host never waits.
+"""Collectives and stages on accelerator tensors: ordered by streams, so that the host never waits.
 
-A stage is called at once. Its kernels are put on a stream of their own, which waits for the collective and for what the
-caller had put on its stream; waiting for the stage makes the current stream wait for that one.
+A stage is called at once. Its kernels are queued on a separate stream, which waits for the collective and for what the
+caller had queued on its stream; waiting for the stage makes the current stream wait for the separate one.
 
-[Note: memory over streams] torch's allocator gives memory that the host has let go of to the next allocation on the
-stream where it was allocated, its *home*. It knows nothing of other streams that may still use it. torch.distributed
-holds the tensors of a collective only until it is waited for, on whichever stream that is. So where a stage's stream
-waits and the home stream does not, memory would be handed out while the collective is still reading it.
+[Note: memory over streams] torch's allocator gives memory that the host has released to the next allocation on the
+stream where it was allocated, its *home*. It does not know about other streams that may still use it. torch.distributed
+holds the tensors of a collective only until it is waited for, on whichever stream that happens. So where a stage's
+stream waits and the home stream does not, memory would be reused while the collective is still reading it.
 
-The rule, and this file is the only place that knows it: **a handle keeps whatever its work uses until the stream on
-which the work was started has waited for it.** That is the tensors of a collective; the stage with all that it refers
-to, and the handles before it. A stage may therefore use what its caller allocated, and start collectives on what it has
-allocated itself, without a thought of streams. Three things make the rule complete:
+The rule, which only this file needs to know: **a handle keeps whatever its work uses until the stream on which the work
+was started has waited for it.** That covers the tensors of a collective; the stage with everything it refers to; and
+the handles before it. So a stage may use what its caller allocated, and start collectives on what it allocated itself,
+without considering streams. Three things make the rule complete:
 
-- A stage's stream serves one caller's stream only, and waits for it before each stage. What a stage has allocated and
-  the caller has read since is not handed out again before the caller's stream is done with it.
-- A handle that is let go before its home stream has waited for it (of a window that failed) leaves what it keeps
+- A stage's stream serves only one caller's stream, and waits for it before each stage. Memory that a stage allocated
+  and the caller has read since is not reused before the caller's stream is done with it.
+- A handle that is released before its home stream has waited for it (because its window failed) leaves what it keeps
   here, until the device is done with it.
-- Nothing else is allocated for the work of another stream.
+- Nothing else is allocated for work on a different stream.
 
-``GRADSYNC_POISON=1`` makes violations visible: whenever a collective is waited for, memory as large as its tensors is
-taken from their home stream and filled with NaN. What was given back too early is overwritten by that. It is slow.
+``GRADSYNC_POISON=1`` makes violations visible: whenever a collective is waited for, as much memory as its tensors use
+is allocated on their home stream and filled with NaN, which overwrites memory that was released too early. It is slow.
 """
 
 import os
@@ -66,7 +66,7 @@ def _stage_stream(device: torch.device) -> Any:
 
 
 class _Kept:
-    """What work on a device uses. See [Note: memory over streams]."""
+    """References to what the work on a device uses. See [Note: memory over streams]."""
 
     __slots__ = ("_device", "_home", "_is_done", "_things")
 
@@ -196,7 +196,7 @@ def _call_stage(first: Collective, stage: Stage, device: torch.device) -> Handle
 
 
 class _OnStream:
-    """What ends when ``event`` does, and uses ``things`` until then."""
+    """Work that completes when ``event`` does, and uses ``things`` until then."""
 
     __slots__ = ("_device", "_event", "_kept")
 

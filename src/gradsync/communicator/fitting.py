@@ -1,15 +1,15 @@
-"""The fastest wire for a process group: chosen from backend, device, where the ranks are, and measured speed.
+"""Chooses the fastest transport for a process group, from backend, device, placement of the ranks, and measured speed.
 
 =====================================================  ============================================================
 CPU tensors, all ranks on one host                     shared memory
 CPU tensors, several ranks on some host                shared memory inside, peer exchange or the group between
-CPU tensors, one rank a host, Gloo                     the group itself, or peer exchange where that is much faster
+CPU tensors, one rank per host, Gloo                   the group itself, or peer exchange where that is much faster
 anything else (GPUs, MPI, a single rank)               the group itself
 =====================================================  ============================================================
 
-All ranks come to the same choice: what they know of themselves is compared, what they measure is the slowest rank's.
-The environment variable ``GRADSYNC_WIRE`` names one (``group``, ``shared-memory``, ``peer-exchange``,
-``hierarchical``) instead of ``auto``.
+All ranks make the same choice: they exchange what they know about themselves, and a measurement counts as the slowest
+rank's. To override ``auto``, set the environment variable ``GRADSYNC_WIRE`` to ``group``, ``shared-memory``,
+``peer-exchange`` or ``hierarchical``.
 """
 
 import logging
@@ -47,7 +47,7 @@ WORTH_EXCHANGING = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A communicator, and why it was chosen, in words for a log or a summary."""
+    """A communicator, and the reason for choosing it, as text for a log or a summary."""
 
     communicator: Communicator
     reason: str

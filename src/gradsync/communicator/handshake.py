@@ -1,7 +1,7 @@
-"""Where the other ranks of a host come in while they meet: who connects is looked at when it comes, on a thread.
+"""Authenticates the other ranks of a host as they connect: a thread checks each connection as soon as it arrives.
 
-See [Note: strangers] in host_peers.py. Nobody is left standing: what waits in the kernel's queue keeps others out of
-it, and anybody can fill that.
+See [Note: strangers] in host_peers.py. No connection is left pending: what waits in the kernel's queue keeps others out
+of it, and anybody can fill that queue.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ LOOK_MILLISECONDS = 20
 
 
 class Credentials(NamedTuple):
-    """The process at the other end of a socket, as the kernel knows it."""
+    """The process at the other end of a socket, as the kernel reports it."""
 
     process: int
     user: int
@@ -42,7 +42,7 @@ class Credentials(NamedTuple):
 
 
 class HandshakeServer:
-    """Lets the ``missing`` ranks in that know ``secret``, from ``with`` to its end. ``peers`` are those who came."""
+    """A context manager that admits the ``missing`` ranks that know ``secret``. ``peers`` are the admitted ones."""
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int]) -> None:
         self.missing = missing

@@ -1,16 +1,16 @@
-"""One communicator inside each host, another one between the hosts.
+"""Hierarchical collectives: one communicator inside each host, another between the hosts.
 
-Ranks of a host share memory, hosts share a link. So a host's ranks first make one sum of theirs, and only that crosses
-the link. On every host the first ``leaders`` ranks are *leaders*: each takes one part of the tensor across, so that
-several connections and threads are at work. ``between`` is a leader's communicator with the leaders of the same number
-on the other hosts::
+Ranks of a host share memory, hosts share a link. So each host first sums over its own ranks, and only one sum per host
+crosses the link. On every host the first ``leaders`` ranks are *leaders*: each sends one part of the tensor across, so
+that several connections and threads are at work. ``between`` is a leader's communicator with the leaders of the same
+number on the other hosts::
 
     host 0   rank 0   rank 1        1  inside: sum, part 0 for the first leader, part 1 for the second
                │        │           2  between: leaders with the same number sum their part
     host 1   rank 2   rank 3        3  inside: everybody gets all parts
 
-All ranks hold the same bits, whatever the timing. For values whose sums are exact the result is that of every other
-communicator. For others it is rounded differently, since hosts are summed first: (a + b) + (c + d).
+All ranks hold the same bits, whatever the timing. Where sums are exact, the result equals that of every other
+communicator. Otherwise the rounding differs, because each host sums first: (a + b) + (c + d).
 """
 
 from collections.abc import Callable, Iterator
@@ -45,13 +45,13 @@ SLICE_BYTES = 8 << 20
 
 
 class HierarchicalCommunicator(Wire):
-    """Collectives in steps: inside the hosts, between them, inside again.
+    """Collectives in three steps: inside the hosts, between them, inside again.
 
-    ``inside`` is over the ranks of this host, numbered as in ``topology``. ``between`` is over one leader of every
-    host, numbered by rank, and None on ranks that are no leaders and where there is but one host. ``leaders`` is their
-    number on every host: all of its ranks, or one where hosts have different numbers of ranks.
+    ``inside`` spans the ranks of this host, numbered as in ``topology``. ``between`` spans one leader of every host,
+    numbered by rank; it is None on ranks that are not leaders and where there is only one host. ``leaders`` is the
+    number of leaders per host: all of its ranks, or one where hosts have different numbers of ranks.
 
-    Tensors of an accelerator take the steps on the stream that is current when the collective is started.
+    Tensors on an accelerator run the steps on the stream that is current when the collective is started.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class HierarchicalCommunicator(Wire):
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """What goes through the steps together: ``parts`` leaders of a host take an equal part each, this rank ``mine``."""
+    """What goes through the steps together: ``parts`` leaders per host take equal parts; this rank takes ``mine``."""
 
     whole: torch.Tensor
     parts: int

@@ -1,11 +1,11 @@
-"""Sockets between the ranks of one host: they carry descriptors of memory, and they close when a process ends.
+"""Unix sockets between the ranks of one host: they carry memory descriptors, and they close when a process exits.
 
-Every pair of ranks has a Unix socket of its own. It has no name in the file system, so nothing is left of it; the
-kernel closes it when a process ends, however that happens, and the other end learns of it at once.
+Every pair of ranks has a Unix socket. It has no name in the file system, so nothing remains of it; the kernel closes it
+when a process exits, however that happens, and the other end learns of it at once.
 
-[Note: strangers] While ranks meet, anybody on the host can connect to them: the name of a socket is open to all. A rank
-is known by the user it runs as, which the kernel vouches for, by a secret that only the ranks have, who told each other
-over their group, and by a number that is still missing. Whoever lacks one of them is let go, at once.
+[Note: strangers] During the rendezvous, any process on the host can connect: the name of a socket is public. A rank
+proves itself with three things: the user it runs as, which the kernel vouches for; a secret that only the ranks have,
+exchanged over their group; and a rank number that is still missing. A peer that lacks any of them is dropped at once.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _OFFER = struct.Struct("<q")
 
 
 class Invitation(NamedTuple):
-    """What a rank tells the others, and only them: the name of its socket, and what to say there."""
+    """What a rank sends to the other ranks only: the name of its socket, and the secret to present there."""
 
     name: bytes
     secret: bytes
@@ -68,10 +68,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class HostPeers:
-    """This rank's sockets to the other ranks of ``communicator``, all of which are on this host. Collective.
+    """This rank's sockets to the other ranks of ``communicator``, all of which must be on this host. Creation is
+    collective.
 
-    ``timeout`` is how many seconds a rank waits for another one that lives but does not come. Where the sockets cannot
-    be made on some rank, all of them raise ConfigurationError.
+    ``timeout``: how many seconds a rank waits for one that is alive but does not connect. If the sockets cannot be
+    created on some rank, all ranks raise ConfigurationError.
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:

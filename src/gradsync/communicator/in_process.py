@@ -1,8 +1,8 @@
-"""Ranks that are threads of one process: for tests, the user's and ours.
+"""Ranks as threads of one process: for tests, the user's and ours.
 
-A collective is a *round*: every rank lays its tensor down, and the last one to come computes the result, in rank order,
-and puts it where each of them wants it. A rank that never comes is named when the others have waited long enough; a
-rank that fails is named at once.
+A collective is a *round*: every rank contributes its tensor, and the last one to arrive computes the result in rank
+order and writes it where each rank wants it. A rank that never arrives is named when the others have waited long
+enough; a rank that fails is named at once.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ PATIENCE = 0.02
 
 
 class _Turns:
-    """Which thread runs.
+    """Decides which rank's thread runs.
 
-    Nearly every operation of torch lets go of the interpreter's lock. Threads that all could run hand it on each time,
-    and three of them take twice the time of one after the other.
+    Nearly every operation of torch releases the interpreter's lock. Threads that can all run hand it on each time, and
+    three of them take twice as long as they would one after another.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Turns:
 
 @dataclass(kw_only=True)
 class _Round:
-    """One collective: who has come, with what, and the outcome."""
+    """One collective: which ranks have arrived, with what, and the outcome."""
 
     inputs: dict[int, Any] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Round:
 
 
 class InProcessWorld:
-    """The meeting place of ``world_size`` threads."""
+    """The rendezvous of ``world_size`` threads."""
 
     def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
         if world_size < 1:

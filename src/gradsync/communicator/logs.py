@@ -1,7 +1,7 @@
-"""``GRADSYNC_LOG=debug`` (or ``info``, ``warning``, ``error``): what gradsync logs goes to stderr, from that level on.
+"""Logging to stderr by ``GRADSYNC_LOG=debug`` (or ``info``, ``warning``, ``error``), from that level up.
 
-The logger is ``gradsync``, as a program of its own can configure it. At ``debug`` every collective says when it starts
-and when it ends; whether it does is read when a communicator is made.
+The logger is ``gradsync``; a program may also configure it itself. At ``debug``, every collective logs when it starts
+and when it ends; the level is read when a communicator is created.
 """
 
 import logging
@@ -43,7 +43,7 @@ def log_errors(doing: str) -> Iterator[None]:
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Ours, so that it is known again and not added twice."""
+    """Our own handler class, so that it is recognised and not added twice."""
 
 
 def configure_logging() -> None:

@@ -1,12 +1,12 @@
 """Ends the wait for a send that Gloo has lost.
 
-[Note: lost sends] A send waits until its receiver says that it is ready. When that word is the last that came before
-the connection was reset, Gloo takes the send from its list, fails to write it, and tells all operations in its lists of
-the error: this one is in none any more. Whoever waits for it waits until the timeout of the group, whatever is closed
-or timed out meanwhile. Python cannot end the wait of another thread in C++; torch could (``SendWork::abort``), but has
-no name for it in Python, so it is called by the one in its library. Only what is a ``SendWork`` beyond doubt is
-touched: its first word leads to that class's table of methods. Where any of it is not found, the wait ends at the
-timeout.
+[Note: lost sends] A send waits until its receiver says that it is ready. If that message is the last one that arrived
+before the connection was reset, Gloo takes the send off its list, fails to write it, and reports the error to all
+operations on its lists; this one is no longer on any. Waiting for it then takes until the timeout of the group,
+whatever is closed or times out meanwhile. Python cannot end another thread's wait in C++. torch could
+(``SendWork::abort``), but does not expose that to Python, so it is called through its symbol in torch's library. Only
+objects that are ``SendWork`` beyond doubt are touched: their first word points to that class's vtable. If any of this
+is not found, the wait ends at the timeout.
 """
 
 import ctypes

@@ -1,21 +1,23 @@
-"""The ranks that ``mpirun`` started, over mpi4py, without a torch process group.
+"""MPI communicator for the ranks that ``mpirun`` started, through mpi4py, without a torch process group.
 
-MPI moves bytes and torch adds them. MPI's own reductions promise neither an order of summation nor the same bits on
-all ranks, and know no bfloat16. So every rank receives the others' values of one share, adds them up in rank order,
-and hands the sum to the others::
+MPI moves bytes and torch adds them. MPI's own reductions guarantee neither the order of summation nor the same bits on
+all ranks, and do not support bfloat16. So every rank receives the others' values of one share, adds them up in rank
+order, and sends the sum to the others::
 
     tensor   | share of rank 0 | share of rank 1 | share of rank 2 |
     piece 0  | ###             | ###             | ###             |   Ialltoallv, add up, Iallgatherv
     piece 1  |    ###          |    ###          |    ###          |   on its way while piece 0 is added up
 
-That is as many bytes as any all-reduce can do with, and the bits of :class:`InProcessCommunicator`.
+No all-reduce needs fewer bytes, and the bits are those of :class:`InProcessCommunicator`.
 
-[Note: progress] MPI moves data only while somebody calls it. The thread of :class:`Background` does, in tests of the
-pending request with pauses between them: MPI's own blocking calls would keep a core busy that backward needs.
+[Note: progress] MPI moves data only while the program is inside an MPI call. The thread of :class:`Background` makes
+those calls: it tests the pending request, with pauses in between. MPI's own blocking calls would occupy a core that
+backward needs.
 
-[Note: the end] ``MPI_Finalize`` waits for all ranks, so a rank that ends early with an error would hang with those that
-wait for its gradients. Therefore :meth:`MPICommunicator.close` runs at exit. After an unhandled error it aborts the
-job. Else it tells the others after how many collectives this rank leaves; whoever waits for it in a later one raises.
+[Note: the end] ``MPI_Finalize`` waits for all ranks, so a rank that exits early with an error would hang, together with
+the ranks that wait for its gradients. Therefore :meth:`MPICommunicator.close` runs at exit. After an unhandled error it
+aborts the job. Otherwise it tells the others after how many collectives this rank leaves; waiting for it in a later one
+raises an error.
 """
 
 import atexit
@@ -54,9 +56,9 @@ DEFAULT_TIMEOUT = 1800.0
 
 
 class MPICommunicator(Wire):
-    """The collectives of an MPI communicator, by default of all ranks, on CPU tensors.
+    """The collectives of an MPI communicator, by default the one of all ranks, on CPU tensors.
 
-    It works on duplicates of ``comm``, so that its messages never meet the user's. Making one is collective. A
+    It works on duplicates of ``comm``, so its messages never mix with the user's. Creating one is collective. A
     collective that takes longer than ``timeout`` seconds raises on the ranks that wait for it.
     """
 
@@ -325,12 +327,12 @@ class MPICommunicator(Wire):
 
 
 class _NoAnswerError(Exception):
-    """A request that will not complete."""
+    """A request that will never complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """The same stretch of every rank's share: where it begins in a share, and where the parts lie in the tensor."""
+    """The same range of every rank's share: its offset in a share, and where the parts are in the tensor."""
 
     start: int
     counts: list[int]

@@ -1,4 +1,4 @@
-"""Coming into MPI, with errors that say what to do, and going from it, so that nobody waits for a rank that is gone."""
+"""Joining and leaving MPI: errors that say what to do, and an exit that leaves no rank waiting for one that is gone."""
 
 import os
 import time
@@ -68,7 +68,7 @@ def _usable(mpi: Any, comm: Any) -> Any:
 
 
 class Farewells:
-    """When a rank leaves, it sends every other rank the number of collectives it has started."""
+    """Goodbye messages: when a rank leaves, it sends every other rank the number of collectives it has started."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi

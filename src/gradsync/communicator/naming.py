@@ -1,4 +1,4 @@
-"""What a rank is called in messages: by its number in the world, which is the one that its user and launcher know."""
+"""How messages name a rank: by its number in the world, which is the number that the user and the launcher know."""
 
 import itertools
 from collections.abc import Collection

@@ -1,15 +1,15 @@
-"""Collectives that a device has yet to finish, while the host that started them has gone on.
+"""Tracks collectives that a device has not finished yet, although the host that started them has moved on.
 
-On an accelerator nobody waits in a handle: the stream does, and the host meets the wait much later, in
-``torch.cuda.synchronize()`` or ``.item()``. To know which collective a rank is stuck in, the ones that were started are
-kept here until they have ended. The training's thread only appends. Another thread, the watch, asks for the oldest.
+On an accelerator nobody waits in a handle: the stream does, and the host only blocks much later, in
+``torch.cuda.synchronize()`` or ``.item()``. To tell which collective a rank is stuck in, started collectives are
+listed here until they complete. The training thread only appends. Another thread, the watch, asks for the oldest.
 
-Whether one has ended is told by the future that torch's own NCCL watchdog completes (``Work.get_future_result``):
+Completion is read from the future that torch's own NCCL watchdog completes (``Work.get_future_result``):
 
-- it holds no tensors, so that nothing is kept in memory by being listed here;
-- reading it is no call of CUDA, which would break a graph that another thread captures.
+- it holds no tensors, so listing it here keeps nothing in memory;
+- reading it is not a CUDA call, which would break a graph that another thread is capturing.
 
-A work that failed has a result as well. It counts as outstanding: its kernels hang until somebody aborts them.
+Work that failed has a result as well. It counts as outstanding: its kernels hang until something aborts them.
 """
 
 import threading
@@ -25,7 +25,7 @@ MOST_LISTED = 4096
 
 
 class Outcome(Protocol):
-    """A future, as it is seen here: its value is :data:`SUCCESS` where the work went well."""
+    """The part of a future that is used here: its value is :data:`SUCCESS` if the work succeeded."""
 
     def done(self) -> bool: ...
 
@@ -33,8 +33,10 @@ class Outcome(Protocol):
 
 
 class StartedCollective(NamedTuple):
-    """The ``place``-th collective of a wire, started at that time of the monotonic clock. It is made on the path of
-    backward, so it is described only when somebody asks."""
+    """The ``place``-th collective of a communicator, with its start time on the monotonic clock.
+
+    It is created on the path of backward, so it is only described when somebody asks.
+    """
 
     outcome: Outcome
     place: int
@@ -62,10 +64,10 @@ class StartedCollective(NamedTuple):
 
 
 class Outstanding:
-    """Those of one wire, in the order in which they were started.
+    """The outstanding collectives of one communicator, in the order they were started.
 
-    Nobody is said to wait before the first of them was seen to end. Where nothing completes the futures, all of them
-    would seem to hang.
+    Nothing is reported as waiting until one collective has been seen to complete. If nothing completes the futures, all
+    of them would seem to hang.
     """
 
     __slots__ = ("_has_ended_one", "_listed", "_lock", "_since")

@@ -1,4 +1,4 @@
-"""Collectives out of point-to-point messages: every rank exchanges pieces with every other one, directly.
+"""Collectives built from point-to-point messages: every rank exchanges pieces directly with every other rank.
 
 A tensor is cut into a *share* for every rank, and a share into *parts*::
 
@@ -8,21 +8,22 @@ A tensor is cut into a *share* for every rank, and a share into *parts*::
     rank 2      [ . . . . . | c . . . . | . . . . . ]    3  sends the sum to ranks 0 and 2, receives theirs
 
 The owner of a share sums it for all, so all ranks hold the same bits, and the order of summation depends neither on
-timing nor on the sizes: the result is that of ranks as threads of one process. Several parts are under way at a time,
-so that sums are computed while bytes cross the wire.
+timing nor on the sizes: the result equals that of ranks that are threads of one process. Several parts are in flight at
+a time, so that sums are computed while bytes cross the link.
 
-Gloo's reduce-scatter is a whole all-reduce and a slice, twice the bytes of this one; its all-gather goes through a
-temporary. A small all-reduce goes in one step instead of two: all pieces to everybody, who then all sum everything.
+Gloo's reduce-scatter is a whole all-reduce and a slice, which moves twice the bytes of this one; its all-gather goes
+through a temporary. A small all-reduce takes one step instead of two: every rank sends all pieces to every other rank,
+and all ranks sum everything.
 
-Parts were measured with 2 ranks. The size makes no difference over a link: from 256 KiB to 8 MiB at 400 Mbit/s and
-from 1 to 8 MiB at 1 Gbit/s, all reach 94 % of the rate or more. On loopback every message costs changes of threads:
+Part sizes were measured with 2 ranks. Over a link the size makes no difference: from 256 KiB to 8 MiB at 400 Mbit/s and
+from 1 to 8 MiB at 1 Gbit/s, all reach 94 % of the rate or more. On loopback every message costs thread switches:
 100 MB take 63 ms in parts of 8 MiB, 67 in parts of 4 and 76 in parts of 2, where Gloo's all-reduce takes 74.
 
-Two collectives, a reduce-scatter and then an all-gather, meet twice, each time with a message back and forth before a
-byte of data goes. Against Gloo's all-reduce, bare sends and receives without any of this take 0.9 to 1.0 times as long
-at 4 and 8 MiB, 0.95 at 25 and 0.83 at 100; these take 1.1 to 1.2, 1.1, 0.97 and 0.89 (``benchmarks/peer_exchange.py``).
-The difference is what Python does before the first message of each of the two: a tenth of a millisecond with cold
-caches, which all ranks wait for.
+A reduce-scatter followed by an all-gather synchronizes twice, each time with a round trip of messages before any data
+moves. Relative to Gloo's all-reduce, bare sends and receives without any of this take 0.9 to 1.0 times as long at 4 and
+8 MiB, 0.95 at 25 and 0.83 at 100; these take 1.1 to 1.2, 1.1, 0.97 and 0.89 (``benchmarks/peer_exchange.py``). The
+difference is what Python does before the first message of each of the two: a tenth of a millisecond with cold caches,
+which all ranks wait for.
 """
 
 import functools
@@ -60,7 +61,7 @@ MOST_KNOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """How a flat tensor is cut: into shares, some of them smaller or empty, and each of them into parts."""
+    """How a flat tensor is divided: into shares, some of them smaller or empty, and each share into parts."""
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -93,11 +94,11 @@ def _cut_evenly(numel: int, ranks: int, most: int) -> _Cut:
 
 
 class PeerExchangeCommunicator(Wire):
-    """Reduce-scatter, all-gather and what they make, over the point-to-point messages of a Gloo group.
+    """Reduce-scatter, all-gather and collectives composed of them, over the point-to-point messages of a Gloo group.
 
-    ``part_bytes`` is the size of a message, ``in_flight`` how many are received into memory of their own at a time. By
+    ``part_bytes`` is the size of a message; ``in_flight`` is how many are received into their own memory at a time. By
     default all of these take 16 MiB together.
-    Tensors that are not on the CPU take Gloo's own collectives.
+    Tensors that are not on the CPU use Gloo's own collectives.
     """
 
     tells_failures = True
@@ -346,7 +347,7 @@ class PeerExchangeCommunicator(Wire):
 
 
 class _Fold:
-    """Combines what came from the peers with this rank's own piece, in the order of the ranks."""
+    """Combines what the peers sent with this rank's own piece, in rank order."""
 
     def __init__(self, op: ReduceOp, world_size: int, rank: int) -> None:
         self._op, self._world_size, self._rank = op, world_size, rank

@@ -1,9 +1,9 @@
-"""Messages between two ranks of a Gloo group, and the name of the rank when one does not arrive.
+"""Messages between two ranks of a Gloo group, with errors that name the rank when a message does not arrive.
 
-A collective of our own is an :class:`Exchange`: receives and sends with tags of their own, so that several of them,
-also of several communicators over one group, never mix. Tags are taken when a collective is *started*, which every
-rank does in the same order, and not when it runs. A stage, whose collectives are started when it runs, takes tags for
-all of them when it is chained.
+A collective of ours is an :class:`Exchange`: receives and sends with separate tags, so that several collectives, also
+of several communicators over one group, never mix. Tags are taken when a collective is *started*, which every rank does
+in the same order, and not when it runs. The collectives of a stage are started when the stage runs, so the stage takes
+tags for all of them when it is chained.
 """
 
 import re
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 class _Tags:
-    """The tags of one group. They come round again after a milliard messages, long after the first were used."""
+    """The tags of one group. They wrap around after a billion messages, long after the first were used."""
 
     def __init__(self) -> None:
         self._taken = 0
@@ -53,7 +53,7 @@ class _Tags:
 
 
 class TaggedNumbering(Numbering):
-    """Where the collectives of a stage are counted, and the tags that they share."""
+    """Counts the collectives of a stage and holds the tags that they share."""
 
     __slots__ = ("_first", "_taken")
 
@@ -109,7 +109,7 @@ class PeerLink:
 
 
 class Message:
-    """A send or a receive under way."""
+    """A send or a receive in flight."""
 
     __slots__ = ("exchange", "peer", "work")
 
@@ -144,7 +144,7 @@ class Message:
 
 
 class Exchange:
-    """The messages of one collective. ``number`` tells those with one peer apart, and agrees on both sides."""
+    """The messages of one collective. ``number`` distinguishes messages with one peer; both sides use the same."""
 
     def __init__(self, link: PeerLink, collective: Collective, first_tag: int) -> None:
         self.link = link

@@ -1,4 +1,4 @@
-"""Any ``torch.distributed`` process group: NCCL, Gloo, MPI, UCC. The default."""
+"""Communicator over any ``torch.distributed`` process group: NCCL, Gloo, MPI, UCC. The default."""
 
 import functools
 import os
@@ -83,7 +83,7 @@ class _TorchWork:
 
 
 class _GlooWork(_TorchWork):
-    """One of Gloo's collectives, which may never come to its end. See [Note: lost sends] in lost_sends.py."""
+    """A collective of Gloo's, which may never complete. See [Note: lost sends] in lost_sends.py."""
 
     __slots__ = ("_wire",)
 
@@ -113,8 +113,8 @@ class _GlooWork(_TorchWork):
 class ProcessGroupCommunicator(Wire):
     """The collectives of one process group.
 
-    They are called on the group itself and not through ``torch.distributed``'s functions: those cost tens of
-    microseconds of checks a call, and a bucket's start lies on the path of backward.
+    They are called on the group itself and not through ``torch.distributed``'s functions, whose checks cost tens of
+    microseconds per call: a bucket is started on the path of backward.
     """
 
     summed = SUMMED

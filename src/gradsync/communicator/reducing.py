@@ -1,4 +1,4 @@
-"""How values of all ranks are combined: in rank order, with a rounding for each. So all wires give the same bits."""
+"""How values of all ranks are combined: in rank order, rounding each time, so all communicators give the same bits."""
 
 from collections.abc import Sequence
 

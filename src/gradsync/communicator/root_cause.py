@@ -1,9 +1,9 @@
-"""What failed first, told from rank to rank beside the wire: over the store that the ranks met at.
+"""Finds out which rank failed first: ranks pass that on outside the communicator, through the rendezvous store.
 
-A rank that fails lets go of its peers, who see it go, fail and let go of theirs: whoever sees a connection close does
-not know where that began. So the first rank that fails leaves a word in the store before it closes anything, and the
-others find it there. A store that does not answer is not waited for. It may outlive its groups: what was left there by
-those before is taken away when a group is made anew.
+A rank that fails disconnects its peers, which fail and disconnect theirs in turn: a rank that sees a connection close
+does not know where the failure began. So the first rank that fails leaves a message in the store before it closes
+anything, and the others find it there. Nobody waits for a store that does not answer. The store may outlive its groups:
+when a group is created again, messages of earlier ones are deleted.
 """
 
 import threading
@@ -23,7 +23,7 @@ BEFORE = ". Before that, "
 
 
 class Circle:
-    """The groups of one communicator, which was made over ``group``: what fails in one of them fails in all."""
+    """The groups of one communicator, which was created over ``group``: if one of them fails, all do."""
 
     def __init__(self, group: Any) -> None:
         self.group = group

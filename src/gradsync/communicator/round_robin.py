@@ -1,7 +1,7 @@
-"""Several communicators in turn: the first collective on the first one, the next on the next.
+"""Round-robin over several communicators: the first collective runs on the first one, the next on the next.
 
-A process group works on its collectives one after the other, with a thread or a stream of its own. Where one of them
-does not fill the link, several do.
+A process group runs its collectives one after another, with a thread or a stream of its own. Where one group does not
+saturate the link, several do.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ __all__ = ["RoundRobinCommunicator"]
 
 
 class RoundRobinCommunicator(Wire):
-    """Gives each collective to the next of ``communicators``, which are over the same ranks.
+    """Gives each collective to the next of ``communicators``, which all span the same ranks.
 
-    Every rank starts the same collectives in the same order, so that all of them take the same turn. A collective may
-    be done before one that was started earlier. When one of the communicators has failed, all of them are given up.
+    Every rank starts the same collectives in the same order, so all ranks pick the same communicator. A collective may
+    finish before one that was started earlier. When one of the communicators fails, all of them are given up.
     """
 
     tells_failures = True

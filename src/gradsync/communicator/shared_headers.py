@@ -1,6 +1,6 @@
-"""What ranks that share memory tell each other when they meet for a collective: what it is, and where its tensor lies.
+"""Headers of collectives in shared memory: what each rank is about to run, and where its tensor is.
 
-A header is a few numbers, since all ranks compare them in every collective; words are made of them only when they
+A header is a few numbers, because all ranks compare them in every collective; they are turned into text only when they
 differ.
 """
 
@@ -33,7 +33,7 @@ _DTYPE_NAMES = {number: str(dtype) for dtype, number in _DTYPE_NUMBERS.items()}
 
 
 class Call(NamedTuple):
-    """What a rank wants. ``numel`` counts what all ranks have the same number of; ``describe`` is for errors."""
+    """The collective a rank wants. ``numel`` counts what must be equal on all ranks; ``describe`` is for errors."""
 
     kind: str
     detail: int

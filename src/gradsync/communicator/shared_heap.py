@@ -1,8 +1,8 @@
-"""Memory that all ranks of a host see: each rank makes a piece, and maps the pieces of all others.
+"""Memory shared by all ranks of a host: each rank creates a segment, and maps the segments of all others.
 
 The memory has no name (``memfd_create``): descriptors travel over the sockets of :class:`HostPeers` and are closed
-once mapped. So there is nothing to unlink, nothing stays behind after any crash, and the size of ``/dev/shm``, which
-containers keep small, does not matter. The kernel frees it with the last process that maps it.
+once mapped. So nothing needs unlinking, nothing remains after any crash, and the size of ``/dev/shm``, which containers
+keep small, does not matter. The kernel frees the memory with the last process that maps it.
 """
 
 import bisect
@@ -34,7 +34,7 @@ _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Segment:
-    """A piece of memory of every rank, all of one size."""
+    """One block of memory per rank, all of the same size."""
 
     def __init__(self, number: int, maps: Sequence[Any], rank: int) -> None:
         self.number = number

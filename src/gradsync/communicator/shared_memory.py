@@ -1,16 +1,16 @@
-"""CPU ranks of one host: buckets lie in shared memory, and each rank reduces its share of them where they lie.
+"""Communicator for CPU ranks of one host: buckets are in shared memory, and each rank reduces its share in place.
 
 ::
 
     rank 0's bucket  ┃ share 0 ┃ share 1 ┃        rank 0 adds up share 0 of all buckets, in rank order,
     rank 1's bucket  ┃ share 0 ┃ share 1 ┃        and writes the sum into all of them; rank 1 does share 1.
 
-All ranks meet before (every bucket is full) and after (every share is written). Nothing is copied but sums. A share is
-summed by one rank and written to all, so all hold the same bits.
+All ranks synchronize before (every bucket is full) and after (every share is written). Only sums are copied. A share is
+summed by one rank and written to all buckets, so all ranks hold the same bits.
 
-Tensors that lie elsewhere are *staged*: copied through a stage, a small area of shared memory that every rank has
-twice. Collectives use the two in turn, so that a rank may fill one while slower ranks still read the other: nobody can
-be more than one collective behind, because all meet in each.
+Other tensors are *staged*: copied through a stage, a small area of shared memory of which every rank has two.
+Collectives alternate between the two, so that a rank may fill one while slower ranks still read the other: no rank can
+be more than one collective behind, because all ranks synchronize in each.
 """
 
 import itertools
@@ -48,9 +48,9 @@ TIMEOUT_SECONDS = 1800.0
 
 
 class SharedMemoryCommunicator(Wire):
-    """The collectives of ranks that are all on one host. ``over`` reaches them until their memory is shared.
+    """The collectives of ranks that are all on one host. ``over`` connects them until their memory is shared.
 
-    Tensors on other devices than the CPU go over ``over``.
+    Tensors on devices other than the CPU go over ``over``.
     """
 
     survives_mismatch = True

@@ -1,4 +1,4 @@
-"""How tensors in shared memory are cut: a share for every rank, in blocks. And flat tensors out of others, and back."""
+"""Splits tensors in shared memory into one share per rank, in blocks; builds flat tensors from others, and back."""
 
 from collections.abc import Iterator
 

@@ -1,14 +1,14 @@
-"""How ranks of one host tell each other that they have come: semaphores in shared memory.
+"""Signals between the ranks of one host: semaphores in shared memory, by which ranks announce that they have arrived.
 
-Each rank has a semaphore for every other one, which that one posts. POSIX semaphores order memory, cost no system call
-when nobody sleeps, and sleep in the kernel when somebody must. Beside them every rank counts its posts, so that those
-of a rank that has ended since are told from those it never made.
+Each rank has one semaphore for every other rank, which that rank posts. POSIX semaphores order memory, cost no system
+call when no thread sleeps, and sleep in the kernel when one must. In addition, every rank counts its posts, so that
+posts by a rank that has exited since can be told from posts that it never made.
 
-What lies in a rank's control memory, a cache line each, and at the end some more::
+A rank's control memory, one cache line per item, with more at the end::
 
     semaphore posted by rank 0 ┃ … by rank N-1 ┃ posts of this rank ┃ header of even collectives ┃ of odd ones ┃ reason
 
-A rank that gives up writes down why before it lets go of the others.
+A rank that gives up writes down the reason before it releases the others.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ class _Timespec(ctypes.Structure):
 
 
 class _Semaphore:
-    """A POSIX semaphore at an address that several processes see."""
+    """A POSIX semaphore at an address that several processes map."""
 
     # The quick calls keep the interpreter's lock, which would cost more than they do.
     _quick = ctypes.PyDLL(None, use_errno=True)
@@ -71,7 +71,7 @@ class _Semaphore:
 
 
 class Signals:
-    """One rank's end: it posts to all others and waits for all others. ``controls`` is everybody's control memory."""
+    """One rank's end: it posts to all others and waits for all others. ``controls``: all ranks' control memory."""
 
     def __init__(self, peers: HostPeers, controls: Sequence[torch.Tensor], timeout: float) -> None:
         self._peers, self._timeout = peers, timeout

@@ -1,16 +1,16 @@
-"""The end of a process, and its doubling: what becomes of its wires when the interpreter ends, or a child is forked.
+"""Shutdown and fork handling for communicators: what happens when the interpreter exits, or a child is forked.
 
-[Note: the end] A thread that wants the interpreter's lock while the interpreter ends is ended on the spot. In the
-middle of C++ that is an abort of the process, ``terminate called without an active exception``, with exit code -6. It
-happens to threads of ours that come back from a message, and to threads of Gloo that let go of the last reference to a
-tensor. So before the interpreter ends
+[Note: the end] A thread that wants the interpreter's lock while the interpreter shuts down is terminated on the spot.
+In C++ code that aborts the process, ``terminate called without an active exception``, with exit code -6. It happens to
+our threads when they return from a message, and to Gloo's threads when they release the last reference to a tensor. So
+before the interpreter shuts down
 
-- wires with collectives under way are given up, which wakes their threads, and the threads are waited for;
-- so are threads that abort NCCL's communicators, which come back from C++, too;
-- tensors of collectives that Gloo still works on are kept for good: letting go of them then needs no lock;
-- threads of Gloo that have finished one get a moment to let go of it, also of those that a user has started.
+- communicators with collectives in flight are given up, which wakes their threads, and the threads are joined;
+- threads that abort NCCL's communicators, and also return from C++, are joined, too;
+- tensors of collectives that Gloo still works on are kept forever, so that releasing them needs no lock;
+- Gloo's threads that have finished a collective get a moment to release it, also for collectives that a user started.
 
-Each of it has a limit: a process that is to end ends.
+Each of these has a time limit: a process that should exit does exit.
 """
 
 import atexit
@@ -42,7 +42,7 @@ MOST_KEPT = 64
 
 
 class Leaver(Protocol):
-    """A wire, as it is seen here."""
+    """The part of a communicator that shutdown uses."""
 
     def after_fork(self) -> None:
         """Called in a forked child."""
@@ -61,7 +61,7 @@ def keep_track(wire: Leaver) -> None:
 
 
 class UnderWay:
-    """Collectives that a thread outside of Python works on, each with its tensors."""
+    """Collectives that a thread outside Python works on, each with its tensors."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Callable[[], bool], tuple[torch.Tensor, ...]]] = {}

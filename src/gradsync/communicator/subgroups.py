@@ -1,4 +1,4 @@
-"""New process groups out of an old one, with its backend and its timeout."""
+"""New process groups from an existing one, with its backend and its timeout."""
 
 import contextlib
 import os

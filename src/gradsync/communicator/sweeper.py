@@ -1,12 +1,12 @@
-"""Sees to it that what was started at leisure comes to its end, also when nobody waits for it.
+"""A thread that completes lazy collectives, even if nobody waits for them.
 
-A small collective costs less than to wake a thread for it, so it is left to whoever waits for it, nearly always a
-moment later. But it may be a while: the caller may meet the others somewhere else first (a barrier, another
-communicator), and they may be waiting in this one. So a thread of this process looks after all queues with such
-collectives, now and then, and has those moved on whose first one it has seen before. Who is about to sleep in one
-collective hands the others over at once (:func:`flush_lazy`), since they may be what its peers are in.
+A small collective costs less than waking a thread for it, so it is left to the thread that waits for it, nearly always
+a moment later. But that may take a while: the caller may first synchronize with the others elsewhere (a barrier,
+another communicator), while they are waiting in this one. So a thread of this process checks all queues with such
+collectives now and then, and runs those whose first collective it has seen before. A thread about to sleep in one
+collective hands the others over at once (:func:`flush_lazy`), since its peers may be waiting for those.
 
-To set an alarm for each of them, and call it off again, would cost a tenth of the time that the smallest ones take.
+Setting and cancelling a timer for each of them would cost a tenth of the time that the smallest ones take.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ LOOK_SECONDS = 2e-3
 
 
 class Queue(Protocol):
-    """What is looked after."""
+    """A queue that the sweeper checks."""
 
     # Whether it is; kept by the sweeper.
     is_looked_after: bool

@@ -1,9 +1,9 @@
-"""Wakes a thread a moment from now, unless it is called off before.
+"""A timer that wakes a thread a moment from now, unless it is cancelled first.
 
-To wake a thread takes it a core and, in Python, the interpreter's lock: on a machine whose cores all compute that is
-dearer than a collective of a few hundred kilobytes. Most collectives that need no thread are waited for at once. On
-Linux the alarm is a timer of the kernel, which costs nothing but two system calls when it is called off. Elsewhere the
-thread is woken right away, and sleeps for the moment itself.
+Waking a thread takes a core and, in Python, the interpreter's lock: on a machine whose cores are all computing, that is
+more expensive than a collective of a few hundred kilobytes. Most collectives that need no thread are waited for at
+once. On Linux the timer is a kernel timer, which costs only two system calls when it is cancelled. Elsewhere the thread
+is woken immediately, and sleeps for that moment itself.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ __all__ = ["Timer", "make_timer"]
 
 
 class Timer(Protocol):
-    """Set by anybody, any number of times; one thread waits for it."""
+    """A timer that any thread may set, any number of times; one thread waits for it."""
 
     def set(self, seconds: float) -> None:
         """Go off in ``seconds``."""
@@ -35,7 +35,7 @@ def make_timer() -> Timer:
 
 
 class _Times(ctypes.Structure):
-    """The kernel's ``itimerspec``: an interval, of which we have none, and how long from now."""
+    """The kernel's ``itimerspec``: an interval, which is unused here, and the time from now."""
 
     _fields_ = (
         ("interval_seconds", ctypes.c_long),
@@ -53,7 +53,7 @@ def _times(seconds: float) -> Any:
 
 
 class KernelAlarm:
-    """A timer behind a file descriptor, which the thread reads from."""
+    """A kernel timer behind a file descriptor, which the thread reads from."""
 
     # Quick calls, which keep the interpreter's lock: to give it back would cost more.
     _libc = ctypes.PyDLL(None, use_errno=True)
@@ -84,7 +84,7 @@ class KernelAlarm:
 
 
 class SleepingAlarm:
-    """Without such a timer: a call that the thread hears at once."""
+    """A substitute where no kernel timer exists: a call that wakes the thread at once."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[float] = SimpleQueue()

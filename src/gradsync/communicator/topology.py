@@ -1,6 +1,6 @@
-"""Which ranks share a host.
+"""The topology of the ranks: which of them share a host.
 
-A host is known by its boot id, its network namespace and its name, so that containers and the hosts of a lab count as
+A host is identified by its boot id, its network namespace and its name. So containers and the hosts of a lab count as
 what they are to a communicator: places with a link between them. ``GRADSYNC_HOST`` overrides it, for clusters where
 that is wrong, and for tests.
 """

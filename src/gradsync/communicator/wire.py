@@ -1,12 +1,12 @@
-"""What all communicators have in common, so that each of them only moves bytes.
+"""The base class of all communicators: everything they have in common, so that each of them only moves bytes.
 
-A communicator derives from :class:`Wire` and writes ``_all_reduce``, ``_broadcast``, ``_all_gather``,
-``_reduce_scatter`` and ``_all_to_all``. Each gets a :class:`Collective` and checked arguments, and hands the collective
-back through one of two methods:
+A communicator derives from :class:`Wire` and implements ``_all_reduce``, ``_broadcast``, ``_all_gather``,
+``_reduce_scatter`` and ``_all_to_all``. Each receives a :class:`Collective` and checked arguments, and returns the
+collective through one of two methods:
 
-- :meth:`Wire._queue_up` for what runs in Python, from beginning to end: on the wire's queue, in order;
-- :meth:`Wire._issue` for what goes on by itself once it was started: at once, or, if stages are still to be run that
-  come before it, after them.
+- :meth:`Wire._queue_up` for work that runs in Python from beginning to end: on the communicator's queue, in order;
+- :meth:`Wire._issue` for work that proceeds by itself once started: at once or, if stages that come before it have not
+  run yet, after them.
 """
 
 import logging
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Wire:
-    """Checks, numbers, failure, stages and logs of a communicator."""
+    """Base class that provides argument checks, numbering, failure handling, stages and logging."""
 
     # Whether ranks that raise MismatchError, all of them, are still in step.
     survives_mismatch = False
