@@ -1,4 +1,4 @@
-"""``Accelerator``: a training loop for one process becomes one for many, with Accelerate's names and defaults."""
+"""The ``Accelerator``: turns a single-process training loop into one for many, with Accelerate's names and defaults."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,14 +65,16 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
                 scheduler.step()
                 optimizer.zero_grad()
 
-    Started by torchrun, mpirun or srun it finds the other processes; otherwise it is a world of one, without a process
+    Started by torchrun, mpirun or srun, it finds the other processes; otherwise it is a world of one, without a process
     group. ``communicator`` replaces all that. With ``shard_optimizer=True`` every process updates its share of the
-    parameters, as :class:`~gradsync.ShardedOptimizer` does; with ``overlap="next-forward"`` each updates all of them
-    when their means come, as :class:`~gradsync.OverlappedOptimizer` does. ``overlap="auto"`` takes what is faster.
-    With ``elastic=Elastic(…)`` ranks may be lost and others may come, between two attempts: see :attr:`elastic`.
+    parameters, as :class:`~gradsync.ShardedOptimizer` does; with ``overlap="next-forward"`` every process updates all
+    of them as soon as their means arrive, as :class:`~gradsync.OverlappedOptimizer` does. ``overlap="auto"`` picks the
+    faster one. With ``elastic=Elastic(…)`` ranks may be lost and new ones may join between two attempts: see
+    :attr:`elastic`.
 
-    Different from Accelerate: a short last window is divided by its real length, several models have a window each,
-    ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md has all of it, with the switches.
+    Differences from Accelerate: a short last window is divided by its real length, each of several models has its own
+    window, ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md lists all of them, with the
+    switches.
     """
 
     def __init__(

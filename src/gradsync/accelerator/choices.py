@@ -1,4 +1,4 @@
-"""What the constructor of an Accelerator makes of arguments that say the same thing in several ways."""
+"""Resolves constructor arguments of an Accelerator that say the same thing in several ways."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""torch's communication hooks by the names that Accelerate gives them."""
+"""torch's communication hooks, by the names that Accelerate gives them."""
 
 from collections.abc import Mapping
 from typing import Any

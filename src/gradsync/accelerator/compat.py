@@ -1,4 +1,4 @@
-"""Names of Accelerate's that scripts and other libraries ask for: what has an answer here, and what has none."""
+"""Compatibility: Accelerate's names that scripts and libraries look up, those supported here and those that are not."""
 
 import os
 from collections.abc import Mapping
@@ -43,11 +43,11 @@ ABSENT = {
 
 
 class AbsentError(ConfigurationError, AttributeError):
-    """Something of Accelerate's that is not here on purpose; the message names the alternative."""
+    """A feature of Accelerate that is absent here on purpose; the message names the alternative."""
 
 
 class Launched(NamedTuple):
-    """What ``accelerate launch`` says to the processes that it starts."""
+    """The settings that ``accelerate launch`` passes to the processes it starts."""
 
     mixed_precision: str | None
     steps: int | None
@@ -93,7 +93,7 @@ def refuse_absent(arguments: Mapping[str, Any]) -> None:
 
 
 class Compatibility(ProcessControl):
-    """What an Accelerator answers so that scripts written for Accelerate's go on."""
+    """The attributes that let scripts written for Accelerate's Accelerator run unchanged."""
 
     dataloader_config: DataLoaderConfiguration
 

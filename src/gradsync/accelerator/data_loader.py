@@ -1,4 +1,4 @@
-"""Loaders for all ranks: preparing one, and beginning behind its first batches."""
+"""Data loaders for all ranks: prepares a loader, and skips its first batches."""
 
 from typing import Any
 

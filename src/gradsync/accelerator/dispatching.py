@@ -1,9 +1,9 @@
-"""``dispatch_batches``: rank 0 reads the batches of all ranks, cuts them into parts and sends these.
+"""``dispatch_batches``: rank 0 reads the batches of all ranks, splits them into parts and sends the parts.
 
-A message (see :mod:`gradsync.accelerator.messages`) holds the parts of all, and each rank takes its own. Rank 0 too
-uses what comes out of it, so that all see the same types.
+A message (see :mod:`gradsync.accelerator.messages`) holds the parts of all ranks, and each rank takes its own. Rank 0,
+too, uses what comes out of the message, so that all ranks see the same types.
 
-Tensors are cut along their first dimension, and so are lists and tuples without a tensor inside that have an entry a
+Tensors are split along their first dimension. So are lists and tuples that contain no tensor and have one entry per
 sample (texts, say): a *column*. Anything else is passed on whole.
 """
 
@@ -71,7 +71,7 @@ def _rounds(
 
 @dataclass(frozen=True)
 class _Batch:
-    """The leaves of a batch, among them its columns, and how it is built of them."""
+    """The leaves of a batch, which of them are columns, and how to rebuild the batch from them."""
 
     leaves: Sequence[Any]
     make: TreeSpec

@@ -1,4 +1,4 @@
-"""Trainings that lose ranks and gain others: a window that was lost is done again by those who are left.
+"""Elastic training, in which ranks are lost and others join: the remaining ranks repeat a window that was lost.
 
 ::
 
@@ -6,10 +6,10 @@
         with attempt as step:
             …                                # window number `step`: forwards, backwards, one optimizer step
 
-An attempt that loses its wire ends there, without an error; nothing of it is kept, unless the optimizer has stepped:
-then the window was complete, and who has not got as far takes the state of who has. Before the next attempt the ranks
-meet anew: they ask who takes part, form a process group, and give newcomers the state of number 0. Newcomers are looked
-for every few seconds. All that a rank does there depends on what all were told alike.
+An attempt that loses its communicator ends there, without an error. Nothing of it is kept, unless the optimizer has
+stepped: then the window was complete, and a rank that did not get as far takes its state from one that did. Before the
+next attempt the ranks regroup: they ask who takes part, form a process group, and give new ranks the state of number 0.
+They check for new ranks every few seconds. Everything that a rank does there depends only on what all ranks were told.
 """
 
 import logging
@@ -70,8 +70,10 @@ def refuse_beside_elastic(**options: Any) -> None:
 
 
 class Elasticity:
-    """Of one accelerator. ``step`` counts the windows that its state has behind it; set it after a checkpoint was
-    loaded, before the first attempt."""
+    """The elasticity of one accelerator. ``step`` counts the windows that its state has completed.
+
+    After loading a checkpoint, set ``step`` before the first attempt.
+    """
 
     def __init__(self, settings: Elastic, prepared: Prepared, ranks: Sequence[ProcessControl]) -> None:
         self.step = 0

@@ -1,10 +1,10 @@
-"""Keeps what ranks say to each other at their meeting place apart from what earlier lives of theirs have left there.
+"""Separates what ranks exchange at their rendezvous store from what earlier runs of theirs have left there.
 
-A launcher that starts ranks again after a failure may keep its store, with all keys in it: a rank that comes first
-would take the address of a peer that is long gone for the peer's own. Nothing in the environment has the same value on
-all ranks of a life and another one in the next: of several nodes each counts its own restarts. So the ranks find a word
-for it. Each lays down a number of its own; rank 0 answers to that very number, and goes on looking, since what it sees
-first may be of an earlier life. ::
+A launcher that restarts ranks after a failure may keep its store, with all keys in it: a rank that arrives first could
+take the stale address of a dead peer for the peer's current one. Nothing in the environment is equal on all ranks of
+one run and different in the next: each of several nodes counts its own restarts. So the ranks agree on a word that
+identifies the run. Each publishes a number of its own; rank 0 replies to exactly that number, and keeps looking,
+because the first number it sees may be from an earlier run. ::
 
     rank 2   joins/2 = n          wait for offers/2/n        came/WORD/2
     rank 0            look … offers/2/n = WORD         look … until all have come

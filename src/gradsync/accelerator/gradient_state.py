@@ -1,4 +1,4 @@
-"""What the parts of an Accelerator must know of each other: does the window end here, which loader is running."""
+"""State shared between the parts of an Accelerator: whether the window ends here, and which loader is running."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ __all__ = ["GradientState"]
 class GradientState:
     """Shared by an accelerator and everything it has prepared.
 
-    Loaders announce themselves while they are iterated; the innermost one is the *active* one. ``end_of_dataloader``
-    says that its current batch is its last, on all ranks; ``remainder`` how many samples of that last global batch are
-    real, or -1 when all are.
+    Loaders register themselves while they are iterated; the innermost one is the *active* one. ``end_of_dataloader``
+    says that its current batch is its last, on all ranks; ``remainder`` is how many samples of that last global batch
+    are real, or -1 when all are.
     """
 
     def __init__(self) -> None:

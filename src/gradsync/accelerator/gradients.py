@@ -1,4 +1,4 @@
-"""What an Accelerator does with gradients between backward and step: unscale and clip them."""
+"""Gradient operations of an Accelerator between backward and step: unscaling and clipping."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """The gradients of an Accelerator's models, when a window has ended; in local SGD, those of this process."""
+    """The gradients of an Accelerator's models when a window has ended; in local SGD, the gradients of this process."""
 
     precision: Precision
     prepared: Prepared

@@ -1,7 +1,7 @@
-"""``kwargs_handlers``: settings for the objects that an Accelerator makes, under Accelerate's names.
+"""``kwargs_handlers``: settings for the objects that an Accelerator creates, under Accelerate's names.
 
-Accelerate's own handler objects are understood as well, by the names of their classes, so that code which imports them
-from there needs no change.
+Accelerate's own handler objects are accepted as well, recognised by their class names, so code that imports them from
+there needs no change.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ __all__ = [
 class DistributedDataParallelKwargs:
     """For the wrapper of prepared models; see :class:`gradsync.DistributedDataParallel`.
 
-    ``policy`` is what it has beyond torch's: a :class:`gradsync.SyncPolicy`. ``comm_hook`` names one of torch's
-    communication hooks ("fp16", "bf16", "power_sgd", "batched_power_sgd"), ``comm_wrapper`` ("fp16", "bf16") what to
-    send its data as, and ``comm_state_option`` has arguments for the state of PowerSGD.
+    ``policy`` goes beyond torch's arguments: a :class:`gradsync.SyncPolicy`. ``comm_hook`` names one of torch's
+    communication hooks ("fp16", "bf16", "power_sgd", "batched_power_sgd"), ``comm_wrapper`` ("fp16", "bf16") the type
+    in which its data is sent, and ``comm_state_option`` holds arguments for PowerSGD's state.
     """
 
     dim: int = 0
@@ -69,7 +69,7 @@ class AutocastKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """For the process group, where the accelerator makes it."""
+    """For the process group, if the accelerator creates it."""
 
     timeout: timedelta | None = None
 

@@ -1,7 +1,7 @@
-"""Gives ranks that lag behind the state of one that does not: what is prepared, over the wire, never pickled.
+"""Heals ranks that lag behind: sends them all prepared state from an up-to-date rank, over the communicator, unpickled.
 
-All ranks take part, since a broadcast reaches all of them. Those that need nothing keep nothing: at no time is there
-more than one piece of the state in their memory.
+All ranks take part, because a broadcast reaches all of them. Those that need nothing keep nothing: they never hold more
+than one piece of the state in memory.
 """
 
 import json

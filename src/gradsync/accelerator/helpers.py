@@ -1,7 +1,7 @@
-"""What Accelerate has in ``accelerate.utils``: collectives and helpers that ask for no accelerator.
+"""The counterpart of ``accelerate.utils``: collectives and helpers that need no accelerator object.
 
-They run over the ranks of the default process group, which an Accelerator makes; over those of
-:func:`gradsync.testing.run_ranks` in its threads; or in a world of one. An accelerator on a communicator of its own has
+They run over the ranks of the default process group, which an Accelerator creates; over those of
+:func:`gradsync.testing.run_ranks` in its threads; or in a world of one. An accelerator with its own communicator offers
 them as methods.
 """
 

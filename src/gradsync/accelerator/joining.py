@@ -1,4 +1,4 @@
-"""Processes with different numbers of batches in one loop, without windows: ``join_uneven_inputs``."""
+"""``join_uneven_inputs``: processes with different numbers of batches in one loop, without windows."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ __all__ = ["Joining"]
 
 
 class Joining(ProcessControl):
-    """What an Accelerator does where processes run out of batches at different times."""
+    """How an Accelerator behaves when processes run out of batches at different times."""
 
     even_batches: bool
     prepared: Prepared

@@ -1,11 +1,11 @@
 """Local SGD: a model trains on each rank by itself for some steps, then the ranks average its parameters.
 
 Accelerate's ``LocalSGD`` enters ``no_sync()`` of the prepared model for the whole training, lets optimizers step on
-what each rank has alone, and averages by ``accelerator.reduce(parameter.data, "mean")``, at last before it leaves. The
-same steps without the averaging are a mistake, and a common one: replicas drift apart. Both look alike while they
-happen, so the steps are allowed and remembered, and leaving ``no_sync()`` raises unless the parameters were averaged.
+each rank's local gradients, and averages by ``accelerator.reduce(parameter.data, "mean")``, the last time before it
+leaves. The same steps without the averaging are a common mistake: replicas drift apart. While they happen, the two look
+alike. So the steps are allowed and remembered, and leaving ``no_sync()`` raises unless the parameters were averaged.
 
-Only the model's own ``no_sync()`` allows them; in ``accelerator.no_sync(model)``, the one for accumulating, a step is
+Only the model's own ``no_sync()`` allows them. In ``accelerator.no_sync(model)``, which is for accumulating, a step is
 refused at once.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["DistributedDataParallel", "LocalTraining"]
 
 
 class LocalTraining:
-    """Which models train by themselves, and which of their parameters were not averaged since the last step."""
+    """Tracks which models train locally, and which of their parameters have not been averaged since the last step."""
 
     def __init__(self) -> None:
         self._drifted: dict[int, dict[int, torch.Tensor]] = {}
@@ -78,7 +78,7 @@ class LocalTraining:
 
 
 class DistributedDataParallel(Wrapper):
-    """The wrapper that an accelerator prepares: its ``no_sync()`` may hold local SGD."""
+    """The wrapper that an accelerator prepares: its ``no_sync()`` may contain local SGD."""
 
     local_training: LocalTraining
 

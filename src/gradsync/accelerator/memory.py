@@ -1,4 +1,4 @@
-"""Memory that runs out: try again with a smaller batch; and let go of what is not needed."""
+"""Out-of-memory handling: retry with a smaller batch, and release memory that is not needed."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ SIGNS = (
 
 
 class BatchSizeGivenError(ConfigurationError, TypeError):
-    """A call with the argument that the decorator has to give. Accelerate raises a TypeError there."""
+    """The caller passed the argument that the decorator supplies. Accelerate raises a TypeError there."""
 
 
 def find_executable_batch_size(

@@ -1,7 +1,7 @@
-"""Values as bytes, and back: a JSON text that says how a value is built, with the bytes of its tensors behind.
+"""Serialises values to bytes and back: a JSON text with the structure, followed by the bytes of the tensors.
 
-Nothing else can be sent: tensors, numbers, texts, None, and dicts, lists, tuples and named tuples of such things. What
-arrives can name no function, and no class but a named tuple that is there already: nothing is pickled.
+Only these can be sent: tensors, numbers, texts, None, and dicts, lists, tuples and named tuples of such values. A
+message can name no function, and no class except a named tuple that already exists in the receiver: nothing is pickled.
 """
 
 import json
@@ -27,7 +27,7 @@ Placed = list[tuple[int, torch.Tensor]]
 
 
 class NotPlainError(ConfigurationError, TypeError):
-    """A value that cannot be sent; says where it stands and what it is. Accelerate raises a TypeError there."""
+    """A value that cannot be sent; the message says where it is and what it is. Accelerate raises a TypeError there."""
 
 
 def pack(value: Any, name: str = "value") -> bytes:

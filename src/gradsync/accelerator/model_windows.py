@@ -1,7 +1,8 @@
-"""Which micro-batch ends a window: counted for every set of models by itself, unless one count is to be shared.
+"""Decides which micro-batch ends a window: counted separately for every set of models, unless one count is to be
+shared.
 
-A generator and a discriminator that accumulate in the same loop have a window each; neither shortens the other's. The
-last batch of the loader that is being iterated ends all of them, whatever their count.
+A generator and a discriminator that accumulate in the same loop have one window each; neither shortens the other's. The
+last batch of the loader being iterated ends all windows, whatever their count.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""Windows of samples that are asked for by number: the same samples whenever, wherever and by however many ranks.
+"""Windows of samples by number: a number always gives the same samples, at any time, place and number of ranks.
 
-A prepared loader of an accelerator whose ranks come and go is one of these. There is no position in it that could be
-lost with a rank: window 7 is window 7, and whoever takes part takes a share of it. ::
+This is what an elastic accelerator makes of a prepared loader. It has no position that could be lost with a rank:
+window 7 is window 7, and every rank that takes part takes a share of it. ::
 
     loader = accelerator.prepare(DataLoader(dataset, batch_size=8, shuffle=True))
     for attempt in accelerator.elastic.attempts(1000):
@@ -31,9 +31,10 @@ LOGGER = logging.getLogger("gradsync")
 
 
 class NumberedWindows:
-    """The windows of ``loader``, each of ``size`` samples over all ranks there are. Batches of it are micro-batches.
+    """The windows of ``loader``, each with ``size`` samples over all current ranks. Batches of it are micro-batches.
 
-    ``seed`` is that of the order, in a loader that shuffles: every epoch has another one, and all ranks the same.
+    ``seed`` determines the order in a loader that shuffles: it differs from epoch to epoch and is the same on all
+    ranks.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Collectives over nested structures of tensors, and the local functions that go with them.
 
 A structure is a tensor, or a dict, list, tuple, named tuple or other mapping of structures; results have the type of
-what they are made from. Before data moves, the ranks compare what they are about to do: where they differ, every rank
-raises, none waits. Tensors travel as bytes, so every dtype can; results never share memory with arguments or carry a
-graph, in a world of one neither.
+their inputs. Before data moves, the ranks compare what they are about to do: if they differ, every rank raises, and
+none waits. Tensors travel as bytes, so every dtype works; results never share memory with arguments or carry a graph,
+not even in a world of one.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""A prepared optimizer: ``step`` and ``zero_grad`` may be written in every micro-batch, and act at the window's end."""
+"""A prepared optimizer: call ``step`` and ``zero_grad`` in every micro-batch; they take effect at the window's end."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,10 +22,10 @@ def _inner(name: str, *default: Any) -> Any:
 
 
 class PreparedOptimizer(Optimizer):
-    """Passes everything on to the optimizer it was made from.
+    """Forwards everything to the optimizer it was made from.
 
-    ``step()`` does nothing before the window's last micro-batch. ``zero_grad()`` does nothing as long as a window has
-    gradients that are not averaged yet, so that a loop may zero at its beginning, at its end, or both.
+    ``step()`` does nothing before the window's last micro-batch. ``zero_grad()`` does nothing while a window has
+    gradients that are not averaged yet, so a loop may call it at its beginning, at its end, or both.
     """
 
     def __init__(self, optimizer: Optimizer, windows: ModelWindows, scaler: LossScaler | None = None) -> None:

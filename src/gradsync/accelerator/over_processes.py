@@ -1,4 +1,4 @@
-"""The Accelerator's collectives: tensors over all processes, and a flag that anyone may raise for all."""
+"""The Accelerator's collectives: tensors over all processes, and a flag that any process may raise for all."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ["OverProcesses"]
 
 
 class OverProcesses(ProcessControl):
-    """What an Accelerator does with the tensors of all processes. All of them must call each method."""
+    """An Accelerator's operations on the tensors of all processes. All processes must call each method."""
 
     gradient_state: GradientState
     windows: ModelWindows

@@ -1,4 +1,4 @@
-"""What becomes of a prepared optimizer: plain, shared out, or one whose means travel behind the next forward."""
+"""Chooses the kind of a prepared optimizer: plain, sharded, or one whose means travel behind the next forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -27,22 +27,22 @@ class GradientAccumulationPlugin:
     """How micro-batches become windows.
 
     num_steps
-        micro-batches a window.
+        micro-batches per window.
     adjust_scheduler
-        accepted and without effect, as in Accelerate 1.15, which never looks at a value other than False.
+        accepted but without effect, as in Accelerate 1.15, which never reads a value other than False.
     sync_with_dataloader
         the last batch of a prepared loader ends the window, however short it is.
     sync_each_batch
         synchronize in every micro-batch: more traffic, the same result.
     divide_by
         ``"window"``: the mean over the micro-batches that the window really had. ``"num_steps"``: every loss is divided
-        by ``num_steps``, as Accelerate does, so that a short last window comes out too small.
+        by ``num_steps``, as in Accelerate, so the gradients of a short last window are too small.
     scheduler_steps
-        how far a prepared scheduler moves in a window. ``"per_process"``: as many times as there are processes, unless
-        ``split_batches``, for a schedule that counts the batches of one process. ``"once"``: one step, for a schedule
+        how far a prepared scheduler moves per window. ``"per_process"``: once per process (once in all with
+        ``split_batches``), for a schedule that counts the batches of one process. ``"once"``: one step, for a schedule
         that counts windows.
     windows
-        ``"per_model"``: ``accumulate(a)`` and ``accumulate(b)`` in one loop count a window each. ``"shared"``: one
+        ``"per_model"``: ``accumulate(a)`` and ``accumulate(b)`` in one loop count separate windows. ``"shared"``: one
         count of all micro-batches, as in Accelerate.
     """
 
@@ -74,20 +74,20 @@ class GradientAccumulationPlugin:
 
 @dataclass(frozen=True)
 class DataLoaderConfiguration:
-    """How a prepared loader shares batches out among the ranks.
+    """How a prepared loader distributes batches among the ranks.
 
     split_batches
-        the loader's batch size is that of all ranks together, and each takes its part of every batch.
+        the loader's batch size is that of all ranks together, and each rank takes its part of every batch.
     dispatch_batches
         only rank 0 reads; it sends the others their parts. Default: every rank reads, also from iterable datasets.
     even_batches
-        every rank gets equally many batches of equal size; what is missing is taken from the beginning once more.
+        every rank gets the same number of batches of equal size; missing samples are repeated from the beginning.
     use_seedable_sampler
         shuffle by a seed and the epoch alone, whatever else draws random numbers.
     data_seed
         that seed; by default the initial seed of torch's generator on rank 0.
     non_blocking
-        copy batches to the device without waiting; wants ``pin_memory=True`` in the loader.
+        copy batches to the device without waiting; needs ``pin_memory=True`` in the loader.
     use_stateful_dataloader
         use torchdata's ``StatefulDataLoader`` underneath.
     """
@@ -111,11 +111,11 @@ class ProjectConfiguration:
     """Where a run keeps its files.
 
     project_dir, logging_dir
-        the folder of the run, and that of trackers which write files (``project_dir`` unless given).
+        the folder of the run, and the folder of trackers that write files (default: ``project_dir``).
     automatic_checkpoint_naming, total_limit, iteration
-        ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>``, and keeps at most so many.
+        ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>``, and keeps at most ``total_limit``.
     save_on_each_node
-        ``accelerator.save`` writes once a node, not once in all.
+        ``accelerator.save`` writes once per node, not once in all.
     """
 
     project_dir: str | None = None

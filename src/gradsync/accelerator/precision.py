@@ -1,9 +1,9 @@
 """Mixed precision: autocast around the forward of prepared models, and one gradient scaler for float16.
 
-Several optimizers may step in windows that end at different times, and torch's scaler wants all of them to step before
-the scale changes, once. So the scale changes as late as possible: when a further loss is scaled while no gradients of
-the old scale are around, or when an optimizer wants to step a second time. In the latter case windows that are still
-accumulating are brought to the new scale.
+Several optimizers may step in windows that end at different times, while torch's scaler expects all of them to step
+before the scale changes, once. So the scale changes as late as possible: when another loss is scaled while no gradients
+of the old scale exist, or when an optimizer is about to step a second time. In the latter case, windows that are still
+accumulating are converted to the new scale.
 """
 
 import functools
@@ -27,7 +27,7 @@ DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LossScaler:
-    """Scales losses up and gradients back down, so that small float16 gradients survive."""
+    """Scales losses up and gradients back down, so that small float16 gradients do not underflow."""
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         self.scaler = torch.amp.GradScaler(device.type, **options)

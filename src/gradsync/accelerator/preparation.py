@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` does with a model: move it, wrap it, connect it to the engine."""
+"""How ``Accelerator.prepare`` handles a model: moves it to the device, wraps it, connects it to the engine."""
 
 import copy
 import dataclasses

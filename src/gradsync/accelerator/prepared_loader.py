@@ -1,6 +1,6 @@
-"""A prepared loader: it deals another loader's batches among the ranks, and knows its last one.
+"""A prepared loader: distributes another loader's batches among the ranks, and knows which batch is its last.
 
-The samples a rank gets are those it would get from Hugging Face Accelerate. Different are:
+Each rank gets the samples that it would get from Hugging Face Accelerate. The differences are:
 
 - Iterable datasets are read by every rank unless ``dispatch_batches=True`` is passed (Accelerate dispatches them by
   default): all ranks must see the same stream. If the dataset has a ``generator``, the ranks start an epoch with rank
@@ -8,15 +8,15 @@ The samples a rank gets are those it would get from Hugging Face Accelerate. Dif
 - ``even_batches=False`` holds for iterable and dispatched loaders too.
 - With ``batch_size=None`` every item of the sampler or stream counts as a batch, and goes to one rank whole.
 
-Order. It is Accelerate's, by as many random numbers, drawn at the same times. A sampler that shuffles without a
+Order. It is Accelerate's order, with as many random numbers, drawn at the same times. A sampler that shuffles without a
 ``generator`` gets one when its loader is prepared for several ranks, with a seed drawn then, and keeps it. At the start
-of an epoch all ranks take the state of rank 0's generator. So a ``RandomSampler`` with a generator of its own has the
-order of the plain loader on rank 0, on any number of ranks. Samplers that shuffle by other means than their
-``generator`` must do it alike on all ranks; the first batches are compared. All ranks must start an epoch together:
-these are a few small collectives.
+of an epoch all ranks take the state of rank 0's generator. So a ``RandomSampler`` with its own generator has the same
+order as the plain loader on rank 0, on any number of ranks. Samplers that shuffle by other means than their
+``generator`` must shuffle alike on all ranks; the first batches are compared. All ranks must start an epoch together:
+that involves a few small collectives.
 
-End. The loader reads one batch ahead. Where ranks have different numbers of batches (``even_batches=False``), windows
-of gradient accumulation are still equal in number on all of them: see :meth:`PreparedDataLoader.closes_window`.
+End. The loader reads one batch ahead. Where ranks have different numbers of batches (``even_batches=False``), all of
+them still have the same number of accumulation windows: see :meth:`PreparedDataLoader.closes_window`.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ CARRIED_OVER = "num_workers pin_memory timeout multiprocessing_context prefetch_
 
 @dataclass(frozen=True)
 class Position:
-    """Where an iteration stands. ``ended``: this rank has had its last batch. The rest makes the epoch's order."""
+    """The state of an iteration. ``ended``: this rank has had its last batch. The rest determines the epoch's order."""
 
     epoch: int
     batches: int = 0
@@ -80,9 +80,9 @@ class Position:
 class PreparedDataLoader(DataLoader[Any]):
     """What :func:`~gradsync.accelerator.data_loader.prepare_data_loader` returns.
 
-    It is a ``DataLoader`` for ``isinstance``, but none of torch's code for it runs: whatever it does not define itself
-    is looked up in ``base_dataloader``, the loader that was prepared (``dataset``, ``batch_size``, ``collate_fn``...).
-    Batches come from a loader inside, built like that one over this rank's share.
+    It is a ``DataLoader`` for ``isinstance``, but uses none of torch's code for it: any attribute that it does not
+    define itself is looked up in ``base_dataloader``, the loader that was prepared (``dataset``, ``batch_size``,
+    ``collate_fn``...). Batches come from an inner loader, built like that one over this rank's share.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Who a process is among all, and what only some processes do: the same questions to a world and to an Accelerator."""
+"""Ranks, and code that only some of them run: the same interface for a world and for an Accelerator."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class DistributedType(StrEnum):
-    """Equal to Accelerate's members of the same name, and to their names."""
+    """Compares equal to Accelerate's members of the same name, and to their names."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -28,7 +28,7 @@ class DistributedType(StrEnum):
 
 
 class ProcessControl:
-    """All ranks, seen from one: who it is, where it computes, and what only some of them do."""
+    """All ranks, as seen from one: its rank, its device, and what only some ranks do."""
 
     def __init__(self, communicator: Communicator, device: torch.device, environment: ProcessEnvironment) -> None:
         self.communicator = communicator

@@ -1,4 +1,4 @@
-"""The random numbers that make a loader's order: who draws them, and how all ranks come to draw the same."""
+"""The random numbers behind a loader's order: who draws them, and how all ranks get the same."""
 
 import base64
 import contextlib
@@ -34,8 +34,10 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 class SamplerGenerators:
-    """The samplers of ``loader`` and their generators. ``seedable``: the order is made by a seed and the epoch alone,
-    and no generator of the user's has a part in it."""
+    """The samplers of ``loader`` and their generators.
+
+    ``seedable``: the order is determined by a seed and the epoch alone; the user's generators have no influence.
+    """
 
     def __init__(self, loader: DataLoader[Any], *, seedable: bool) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""What an Accelerator saves: everything prepared, to go on with; a model, for others to load; any object, once."""
+"""What an Accelerator saves: all prepared state, to resume; a model, for others to load; any object, once."""
 
 import json
 import re
@@ -25,7 +25,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB
 
 
 class Saving(ProcessControl):
-    """The saving and loading of an Accelerator."""
+    """Saving and loading in an Accelerator."""
 
     prepared: Prepared
     project_configuration: ProjectConfiguration

@@ -1,4 +1,4 @@
-"""A prepared learning-rate scheduler: it may be stepped in every micro-batch, and moves when the optimizers have."""
+"""A prepared learning-rate scheduler: call it in every micro-batch; it moves when the optimizers have stepped."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ __all__ = ["PreparedScheduler"]
 
 
 class PreparedScheduler:
-    """Passes everything on to the scheduler it was made from; ``step()`` follows the optimizers.
+    """Forwards everything to the scheduler it was made from; ``step()`` follows the optimizers.
 
-    It does nothing before the window's last micro-batch, nor when a scaler or a veto has skipped the optimizer's step.
+    It does nothing before the window's last micro-batch, or when a scaler or a veto has skipped the optimizer's step.
 
-    ``several`` is how far it moves then. A script writes its schedule for one process, which needs as many times more
-    steps as there are processes: so Accelerate moves it ``num_processes`` times a window, and stops at the end of a
-    schedule that knows its length. ``None`` is one step a window, for schedules that count windows.
+    ``several`` is how far it moves then. Scripts write a schedule for one process, and with N processes it has to
+    advance N times as fast. So Accelerate moves it ``num_processes`` times per window, and stops at the end of a
+    schedule that knows its length. ``None`` is one step per window, for schedules that count windows.
     """
 
     def __init__(

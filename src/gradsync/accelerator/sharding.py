@@ -1,11 +1,11 @@
-"""Which rank gets which samples of a loader, and in which order.
+"""Decides which rank gets which samples of a loader, and in which order.
 
-Everything is dealt in *rounds*. A round is one global batch: with ``split_batches`` one batch of the loader, otherwise
-the next ``world_size`` of them. Every rank sees every round and takes its part of it, so that it also knows the other
-ranks' parts. That goes along with the batch as a :class:`Share`, and the ranks need not ask each other how many batches
-they have.
+Samples are distributed in *rounds*. A round is one global batch: with ``split_batches`` one batch of the loader,
+otherwise the next ``world_size`` of them. Every rank sees every round and takes its part of it, so it also knows the
+other ranks' parts. That knowledge accompanies the batch as a :class:`Share`, and the ranks need not ask each other how
+many batches they have.
 
-Batch samplers are dealt by their indices in the main process, iterable datasets by their elements, in the workers if
+Batch samplers are split by their indices in the main process, iterable datasets by their elements, in the workers if
 there are any.
 """
 
@@ -45,8 +45,8 @@ T = TypeVar("T")
 class Share(NamedTuple):
     """What a rank knows about its part of a round.
 
-    ``common``: every rank has a part. ``partial``: this rank has one and some other has none. ``absent``: this rank has
-    none, and the batch repeats the beginning in case that there is nothing else to show.
+    ``common``: every rank has a part. ``partial``: this rank has one, and at least one other has none. ``absent``: this
+    rank has none; the batch repeats the beginning, in case there is nothing else to use.
 
     ``remainder`` is the number of real samples in the round if it was completed with samples from the beginning, or -1.
     """
@@ -57,7 +57,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The rule of one loader. ``batch_size`` is None where batches come as they like."""
+    """The sharding rule of one loader. ``batch_size`` is None if batches have no fixed size."""
 
     rank: int
     world_size: int
@@ -120,10 +120,10 @@ def plan_for(
 
 
 class ShardedBatchSampler(Sampler[Any]):
-    """This rank's batches of another batch sampler, each with its share: what :class:`ShardedDataset` is asked for.
+    """This rank's batches of another batch sampler, each with its share: the keys for :class:`ShardedDataset`.
 
     ``source`` may also yield single indices (a loader with ``batch_size=None``); each then counts as a batch. Batches
-    without a common size are dealt whole. ``check`` is shown the first round.
+    without a common size go to one rank whole. ``check`` is called with the first round.
 
     An iteration yields what is left in ``rest``, :meth:`rounds` of which some may have been taken.
     """
@@ -183,8 +183,8 @@ class ShardedBatchSampler(Sampler[Any]):
 class RankBatchSampler(BatchSampler):
     """This rank's batches of another batch sampler, by their indices, with the names of Accelerate's class for it.
 
-    Whatever is not here is looked up in ``batch_sampler``. Setting ``even_batches`` changes the loader, which
-    ``change`` belongs to, from its next epoch on. All ranks must do that.
+    Other attributes are looked up in ``batch_sampler``. Setting ``even_batches`` changes the loader that ``change``
+    belongs to, from its next epoch on. All ranks must do that.
     """
 
     def __init__(self, batch_sampler: Any, plan: ShardingPlan, change: Callable[[bool], None]) -> None:
@@ -214,7 +214,7 @@ class RankBatchSampler(BatchSampler):
 
 
 class SkipOnce(Sampler[Any]):
-    """A sampler or batch sampler without its first elements, the first time that it is iterated."""
+    """A sampler or batch sampler that skips its first elements, the first time it is iterated."""
 
     def __init__(self, source: Any, count: int) -> None:
         self.source = source
@@ -239,7 +239,7 @@ def _flat(batches: Sequence[Iterable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class ShardedDataset(Dataset[Any]):
-    """The elements of a map-style dataset for what :class:`ShardedBatchSampler` yields; the share passes by."""
+    """The elements of a map-style dataset for a batch of :class:`ShardedBatchSampler`; passes the share through."""
 
     source: Any
     batched: bool
@@ -257,10 +257,10 @@ class ShardedDataset(Dataset[Any]):
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """This rank's part of each round of a stream, one list of elements a round.
+    """This rank's part of each round of a stream, one list of elements per round.
 
-    Every rank reads the whole stream, and keeps a round of it and the first one. A worker deals the stream that it
-    sees: whoever splits a dataset among workers by ``get_worker_info`` has every element once, as without ranks.
+    Every rank reads the whole stream, and keeps one round of it and the first one. A worker splits the stream that it
+    sees: if the dataset is split among workers by ``get_worker_info``, every element appears once, as without ranks.
     """
 
     def __init__(self, source: IterableDataset[Any], plan: ShardingPlan) -> None:
@@ -283,7 +283,7 @@ class ShardedIterable(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class CollateShare:
-    """The user's ``collate_fn`` for the elements of a share, which passes by."""
+    """The user's ``collate_fn`` for the elements of a share; passes the share through."""
 
     collate: Callable[[Any], Any]
     batched: bool
@@ -295,7 +295,7 @@ class CollateShare:
 
 @dataclass(frozen=True)
 class PrepareWorker:
-    """The user's ``worker_init_fn``, which finds the user's dataset in ``get_worker_info()`` and not ours."""
+    """The user's ``worker_init_fn``, which sees the user's dataset in ``get_worker_info()`` and not ours."""
 
     initialize: Callable[[int], None] | None
 
@@ -312,12 +312,12 @@ class PrepareWorker:
 
 
 class Lookahead:
-    """An iterator over this rank's batches behind the first ``start``, which knows what comes after the current one.
+    """An iterator over this rank's batches after the first ``start``, which knows what follows the current one.
 
-    Ranks have different numbers of batches only where rounds have no part for the last ones. The last rank has as many
-    batches as there are ``common`` rounds, and no rank has fewer. So another ``common`` round than those so far means:
-    every rank has a batch after this one. That is the next batch as a rule; :meth:`look` reads on for it otherwise,
-    past one ``partial`` round a worker at most.
+    Ranks have different numbers of batches only where rounds have no part for the last ranks. The last rank has as many
+    batches as there are ``common`` rounds, and no rank has fewer. So another ``common`` round means that every rank has
+    a batch after this one. Usually that is the next batch; otherwise :meth:`look` reads ahead for it, past at most one
+    ``partial`` round per worker.
     """
 
     def __init__(self, rounds: Iterator[tuple[Share, Any]], start: int) -> None:

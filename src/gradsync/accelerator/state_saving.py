@@ -1,7 +1,7 @@
-"""``save_state`` and ``load_state``: everything prepared, as a checkpoint that is verified when it is loaded.
+"""``save_state`` and ``load_state``: all prepared state, as a checkpoint that is verified when it is loaded.
 
-Models, optimizers, schedulers and the scaler are written once; positions in the data, random numbers and what an
-unfinished window has accumulated are written by every rank. Objects are told apart by the order of their preparation.
+Models, optimizers, schedulers and the scaler are written once; every rank writes its positions in the data, its random
+numbers and what an unfinished window has accumulated. Objects are identified by the order in which they were prepared.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class Prepared:
-    """Everything an accelerator has prepared, and what users have registered beside."""
+    """Everything an accelerator has prepared, and the objects that users have registered."""
 
     models: PreparedModels
     precision: Precision

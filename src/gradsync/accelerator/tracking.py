@@ -1,8 +1,8 @@
-"""``log_with``: Accelerate's trackers (TensorBoard, wandb, …), which need the ``accelerate`` package and know us by it.
+"""``log_with``: Accelerate's trackers (TensorBoard, wandb, …), which need the ``accelerate`` package.
 
-Accelerate's objects ask its ``PartialState``, one for the whole process, which process this is. Left to itself it would
-read a launcher's variables and might make a process group; so :func:`register_accelerator` tells it. That also serves
-``accelerate.logging.get_logger`` and whatever else of Accelerate a script goes on using.
+Accelerate's objects ask its ``PartialState``, one per process, which rank this is. By itself it would read a launcher's
+variables and might create a process group; so :func:`register_accelerator` tells it. That also serves
+``accelerate.logging.get_logger`` and any other part of Accelerate that a script keeps using.
 """
 
 import sys
@@ -68,7 +68,7 @@ def _trackers_of_accelerate() -> Any:
 
 
 class _Blank:
-    """A tracker on the processes that have none: whatever is asked of it, it does nothing."""
+    """A tracker for processes that have none: every call does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -77,7 +77,7 @@ class _Blank:
 
 
 class Tracking(ProcessControl):
-    """What an Accelerator does with trackers. They live on the main process; elsewhere all of this does nothing."""
+    """An Accelerator's trackers. They live on the main process; on all others these methods do nothing."""
 
     mixed_precision: Any
     project_configuration: ProjectConfiguration

@@ -1,8 +1,8 @@
-"""Nested structures, walked by torch's pytree, which is shown the containers that it takes for leaves.
+"""Nested structures, traversed by torch's pytree, extended to containers that torch would take for leaves.
 
-torch goes by the exact class of a container. What is a mapping, list or tuple of another class (a tokenizer's batch is
-a ``UserDict``) is opened here and put together again as one of its class. None of these classes is registered with
-torch: the registry is one for the whole process, and who registers a class there is up to those who wrote it.
+torch goes by the exact class of a container. A mapping, list or tuple of another class (a tokenizer's batch is a
+``UserDict``) is opened here and rebuilt as its own class. None of these classes is registered with torch: its registry
+is global to the process, and registering a class is up to its authors.
 """
 
 import copy

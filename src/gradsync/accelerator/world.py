@@ -1,6 +1,6 @@
-"""The ranks that were started together: :func:`connect` meets them, a :class:`World` is the result.
+"""The ranks that were started together: :func:`connect` runs the rendezvous, and a :class:`World` is the result.
 
-A world of one has no process group: nothing is opened and nothing has to be closed.
+A world of one has no process group: nothing is opened, and nothing has to be closed.
 """
 
 import atexit
@@ -169,9 +169,9 @@ def _found_again(key: tuple[Any, ...]) -> "World":
 
 
 class World(ProcessControl):
-    """The ranks that have met. ``given``: by a communicator of the caller's, which an engine then takes as it is.
+    """The connected ranks. ``given``: through a communicator of the caller's, which an engine then uses as it is.
 
-    ``elastic``: they may change, so that also one that is alone now needs what several need.
+    ``elastic``: the ranks may change, so a rank that is alone now needs everything that several ranks need.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checkpoints that survive: written completely or not at all, and verified byte by byte before they are used.
+"""Durable checkpoints: written completely or not at all, and verified byte by byte before they are used.
 
     folder = CheckpointFolder("runs/7", communicator)
     folder.save(step, shared={"model": model.state_dict(), ...}, own={"rng": rng_state()}, facts={"lr": 0.1})

@@ -1,7 +1,7 @@
-"""Files that survive: on the disk before they carry their name, and never believed without size and hash.
+"""Durable files: flushed to disk before they get their name, and only read if size and hash match.
 
-A file is hashed on its way to the disk. What a reader must find there is a :class:`FileRecord`, kept elsewhere. Bytes
-that are not those that were written raise :class:`CorruptFileError`.
+A file is hashed while it is written. The expected content is a :class:`FileRecord`, kept elsewhere. Bytes that differ
+from those written raise :class:`CorruptFileError`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ CHUNK = 1 << 24
 
 
 class CorruptFileError(GradsyncError):
-    """What is on the disk is not what was written. ``path`` is the file, ``reason`` says what is wrong with it."""
+    """The file on disk is not what was written. ``path`` is the file, ``reason`` says what is wrong with it."""
 
     def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(str(path), reason)
@@ -46,7 +46,7 @@ class CorruptFileError(GradsyncError):
 
 
 class FileRecord(TypedDict):
-    """What a file must hold: so many bytes, with this hash."""
+    """The expected content of a file: its number of bytes, and their hash."""
 
     size: int
     sha256: str

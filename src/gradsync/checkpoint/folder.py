@@ -1,16 +1,16 @@
-"""Checkpoints in a folder that all ranks see: complete or not there, and verified before they are used.
+"""Checkpoints in a folder that all ranks see: either complete or absent, and verified before they are used.
 
 ::
 
     root/step-00000100/manifest.json          what it is, with the size and hash of every file below
                        manifest.sha256        the hash of the manifest
-                       shared.json            what is the same on all ranks: written by rank 0
+                       shared.json            state that is the same on all ranks: written by rank 0
                        shared.safetensors
-                       rank-00000.json        what is rank 0's own
+                       rank-00000.json        rank 0's own state
                        rank-00000.safetensors
 
-A save is a sequence of steps that all ranks take :func:`together`, so that a failure on one is a failure on all, and
-earlier checkpoints are touched by none of them until the new one stands.
+A save is a sequence of steps that all ranks take :func:`together`, so that a failure on one rank is a failure on all,
+and earlier checkpoints stay untouched until the new one is complete.
 """
 
 import contextlib
@@ -71,10 +71,10 @@ class Loaded:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. All ranks of ``communicator`` make one, with the same folder on a shared disk.
+    """The checkpoints of one run. All ranks of ``communicator`` create one, with the same folder on a shared disk.
 
-    ``keep``: how many checkpoints stay. The last one written always does, and the others with the highest steps.
-    One run at a time may save into a folder.
+    ``keep``: how many checkpoints to keep. The last one written is always kept, and the others with the highest steps.
+    Only one run at a time may save into a folder.
     """
 
     def __init__(self, root: Path | str, communicator: Communicator, *, keep: int = 2) -> None:

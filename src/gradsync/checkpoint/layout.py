@@ -1,14 +1,14 @@
-"""The names in a folder of checkpoints, and how checkpoints appear there and vanish: by one rename, never in part.
+"""The file names in a checkpoint folder, and the rename by which a checkpoint appears or vanishes as a whole.
 
 ::
 
     step-00000100                                       a checkpoint
     .writing-step-00000110-5f0c…                        one that is being written, or whose writer was killed
-    .replaced-step-00000100-91ab…                       the one before, of a step that is saved again
+    .replaced-step-00000100-91ab…                       the previous one of a step that is saved again
     .removed-step-00000080-c3d7…                        one that is being removed
 
-Hidden folders are swept by the next save. The exception is a replaced one without a successor: its writer was killed
-between two renames, and it is still the checkpoint of its step.
+The next save deletes hidden folders. The exception is a replaced one without a successor: its writer was killed between
+two renames, and it is still the checkpoint of its step.
 """
 
 import contextlib

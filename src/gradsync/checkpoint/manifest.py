@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it is, and the size and hash of each of its files. It is written last.
+"""The manifest of a checkpoint: its contents, with the size and hash of each of its files. It is written last.
 
 ``manifest.sha256`` guards the manifest itself, and is compared byte by byte; ``sha256sum -c manifest.sha256`` reads it
-too. So there is no byte in the folder that can change unnoticed.
+too. So no byte in the folder can change unnoticed.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ SHARED_STEM = "shared"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """The description that a checkpoint holds of itself."""
 
     step: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Where the random number generators of this process stand, as a tree that a checkpoint can hold."""
+"""The state of this process's random number generators, as a tree that a checkpoint can hold."""
 
 import contextlib
 import random

@@ -1,8 +1,8 @@
 """Tensors in a safetensors file: written by hand, read by the ``safetensors`` package.
 
-The package writes a file in one go, from outside Python: it could neither be hashed on its way nor be synced, and a
-full disk would not be an ``OSError``. Writing is a header and bytes; reading, where a wrong offset would be a wrong
-weight, is left to the package.
+The package writes a file in one go, from outside Python: the file could neither be hashed while it is written nor be
+synced, and a full disk would not raise an ``OSError``. Writing takes only a header and bytes; reading, where a wrong
+offset would be a wrong weight, is left to the package.
 """
 
 import ctypes

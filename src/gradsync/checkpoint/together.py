@@ -1,7 +1,7 @@
-"""One step of work that all ranks do, after which all of them know how it went on all of them.
+"""A step of work that all ranks do, after which every rank knows the outcome on all of them.
 
-Ranks that write to a disk fail one by one: it is full for one and not for another. Here nobody goes on, and nobody
-waits, before everybody has said how it went: if one rank fails, all raise.
+Ranks that write to a disk fail individually: it may be full for one and not for another. Here no rank continues, and
+none is left waiting, before all have reported their outcome: if one rank fails, all raise.
 """
 
 import json

@@ -1,12 +1,12 @@
 """State as a tree of plain values, turned into JSON and named tensors, and back, bit by bit and type by type.
 
-``None``, booleans, texts, whole and finite numbers and lists are themselves in JSON; everything else is an object
+``None``, booleans, strings, integers, finite floats and lists are themselves in JSON; everything else is an object
 whose first key is its kind::
 
     {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}], ["exp_avg", {"tensor": "state.0.exp_avg"}]]}
 
-Nothing in such a file can name a class or a function, so that reading one runs no code of its writer. What is not in
-the list is refused by its path in the tree, at saving: that is the time when it can still be saved differently.
+Nothing in such a file can name a class or a function, so reading one runs no code from its writer. An unsupported value
+is refused when it is saved, with its path in the tree: at that time it can still be saved differently.
 """
 
 import math
@@ -73,7 +73,7 @@ def decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Encoder:
-    """One walk through a tree: the tensors found so far, and which memory they name."""
+    """One traversal of a tree: the tensors found so far, and the memory they refer to."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

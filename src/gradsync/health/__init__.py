@@ -1,3 +1,3 @@
-"""Which ranks are alive, slow or lost, and how training goes on with the others."""
+"""Which ranks are alive, slow or lost, and how training continues with the others."""
 
 __all__: list[str] = []

@@ -1,10 +1,10 @@
-"""Ranks that come and go: who takes part is torchft's to say, and each time it changes the ranks meet anew.
+"""Elastic training: ranks come and go. torchft decides who takes part, and the ranks regroup after each change.
 
 ::
 
     settings      Elastic: how many ranks, how long to wait for one
     membership    asks the lighthouse who takes part
-    lighthouse    torchft's server of that, on one of the machines
+    lighthouse    torchft's membership server, on one of the machines
     meeting       a generation: those who take part, with a process group of their own
 """
 

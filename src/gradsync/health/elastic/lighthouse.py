@@ -1,4 +1,4 @@
-"""torchft's lighthouse, which says who takes part, as a server in this process."""
+"""Runs torchft's lighthouse, the server that decides who takes part, in this process."""
 
 import importlib
 import os
@@ -31,9 +31,9 @@ def require_torchft() -> Any:
 
 
 class Lighthouse:
-    """Runs as long as this object is held. ``host`` is the address it listens on, and what others find it by.
+    """Runs for as long as this object is held. ``host`` is the address it listens on, and where other ranks find it.
 
-    A rank that is alive but does not come is waited for ``join_seconds``; then the others go on without it.
+    The others wait ``join_seconds`` for a rank that is alive but does not join; then they continue without it.
     """
 
     def __init__(self, host: str, *, min_ranks: int, join_seconds: float) -> None:

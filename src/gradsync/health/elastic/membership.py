@@ -1,7 +1,7 @@
-"""Who takes part: every rank says where it stands, and all that ask at one time get the same answer.
+"""Membership: every rank reports its status, and all ranks that ask at the same time get the same answer.
 
-The agreement is the lighthouse's alone. What is made of an answer (numbers, who leads, whose state is taken) every rank
-computes from it by itself, so that it must follow from the answer and from nothing else.
+Only the lighthouse decides. Every rank derives the rest (numbers, the leader, whose state is used) by itself, so it
+must follow from the lighthouse's answer and from nothing else.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class MemberStatus:
-    """What a rank says of itself.
+    """What a rank reports about itself.
 
     step
-        windows that its state has behind it.
+        how many windows its state has completed.
     generation
-        the last one it was in, or has tried to form; 0 before the first.
+        the last one it was in, or tried to form; 0 before the first.
     since
         its first one, or 0.
     waited
@@ -41,7 +41,7 @@ class MemberStatus:
     meeting_place
         host and port of its store.
     launched
-        its number as its launcher counts, for the order of those who come together.
+        its rank as the launcher counts, which orders ranks that join together.
     """
 
     step: int
@@ -67,7 +67,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One who takes part."""
+    """A rank that takes part."""
 
     identity: str
     standing: MemberStatus
@@ -77,7 +77,7 @@ class Member:
 
 
 class Membership(Protocol):
-    """This rank's line to whoever agrees on who takes part."""
+    """This rank's connection to the service that decides who takes part."""
 
     identity: str
 
@@ -107,7 +107,7 @@ def _seniority(standing: MemberStatus) -> tuple[bool, int, int]:
 
 
 class LighthouseMembership:
-    """Over a lighthouse of torchft. A thread tells it that this process lives, also while it computes."""
+    """Membership through torchft's lighthouse. A thread reports that this process is alive, also while it computes."""
 
     def __init__(self, address: str) -> None:
         self._coordination = require_torchft()

@@ -1,7 +1,7 @@
-"""A generation: the ranks that take part together, with a process group of their own, until somebody goes or comes.
+"""A generation: the ranks that take part together, with their own process group, until a rank leaves or joins.
 
-They meet at the store of their number 0, under the number of the generation, which nobody has used before: it is one
-more than the highest that any of them has seen.
+They rendezvous at the store of the generation's rank 0, under the number of the generation. That number is always
+unused: it is one more than the highest that any of them has seen.
 """
 
 import socket
@@ -23,7 +23,7 @@ Backend = Callable[[Any, int], str]
 
 
 class MeetingPlace:
-    """This rank's store, for the generations in which it is number 0. Open to the machines that reach ``host``."""
+    """This rank's store, for generations in which it is number 0. Machines that reach ``host`` can connect to it."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -36,7 +36,7 @@ class MeetingPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Who takes part, and this rank's place among them. ``store`` is theirs; alone a rank needs none."""
+    """The ranks that take part, and this rank's place among them. ``store`` is theirs; a rank alone needs none."""
 
     number: int
     members: tuple[Member, ...]

@@ -1,4 +1,4 @@
-"""What a training that may lose and gain ranks is told."""
+"""Settings of elastic training, in which ranks may be lost and new ones may join."""
 
 import os
 from collections.abc import Callable
@@ -15,20 +15,20 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """For ``Accelerator(elastic=…)``: ranks may be lost, and others may come.
+    """Settings for ``Accelerator(elastic=…)``: ranks may be lost, and new ones may join.
 
     ranks
-        how many there are to be at the beginning; by default as many as the launcher says.
+        how many ranks there should be at the beginning; by default the number that the launcher started.
     min_ranks
-        fewer than these do not go on: they wait for others.
+        the fewest ranks that train; fewer wait for new ones.
     timeout
-        seconds. A rank that does not come to a collective for so long is left out; it may come back as a newcomer.
+        seconds. A rank that does not join a collective for that long is dropped; it may come back as a new rank.
     look_every
-        seconds between two looks for newcomers.
+        seconds between two checks for new ranks.
     patience
-        seconds that the first ranks wait for all ``ranks``, before they begin without the rest.
+        seconds that the first ranks wait for all ``ranks`` before they begin without the rest.
     lighthouse
-        where torchft's lighthouse is, as ``http://host:port``; by default what ``TORCHFT_LIGHTHOUSE`` says.
+        the address of torchft's lighthouse, ``http://host:port``; by default the value of ``TORCHFT_LIGHTHOUSE``.
     """
 
     ranks: int | None = None

@@ -1,4 +1,4 @@
-"""Beside the wire: ranks tell each other where they stand, so that one that is lost, stuck or gone has a name."""
+"""The watch: ranks report their status to each other outside the communicator, so that errors can name a lost rank."""
 
 from gradsync.health.watch.device_pace import make_meter
 from gradsync.health.watch.pace import PaceMeter

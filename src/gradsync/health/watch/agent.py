@@ -1,16 +1,16 @@
-r"""A rank's part of the watch: one thread, which says where this rank stands and hears where the others do.
+r"""One rank's part of the watch: a thread that reports this rank's status and receives the status of the others.
 
 ::
 
-            rank 0, the hub                 every second: a beat on each line, both ways
-           /       |       \                a line that closes: that rank is gone, and the hub tells all
-       rank 1   rank 2   rank 3             the hub's line closes: rank 0 is gone, and each sees it for itself
+            rank 0, the hub                 every second: a heartbeat on each line, both ways
+           /       |       \                a line closes: that rank is gone, and the hub tells all
+       rank 1   rank 2   rank 3             the hub's line closes: rank 0 is gone, and each rank sees it
 
-That a rank has ended harms nobody who does not need it: a wire is lost only when somebody has waited there for a while,
-for what cannot come any more. It then raises the story of that rank.
+A rank that exits harms nobody who does not need it: a communicator is lost only when a rank has waited on it for a
+while, for something that cannot arrive any more. Its error then carries the message about the rank that exited.
 
-On a device no handle of ours waits, and what torch does at the timeout of the group names nobody and leaves the host in
-the device. There the watch itself ends the wait, a moment before: the wire is lost, and its kernels are aborted.
+On a device no handle waits on the host. When the group times out, torch's error names no rank and leaves the host
+blocked in the device. So the watch ends that wait a moment earlier: the communicator is lost, and its kernels aborted.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ GONE = "has ended without a word, killed or by os._exit(),"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The ranks of a group, by their numbers in it; which one this is, and which are on this machine."""
+    """The ranks of a group, by group rank: which one this is, and which are on this machine."""
 
     members: tuple[Member, ...]
     me: int
@@ -86,7 +86,7 @@ class Plan:
 
 
 class Agent:
-    """One rank's end of the watch over ``group``. The hub gets a ``rendezvous``, another rank a ``line`` to the hub."""
+    """One rank's end of the watch over ``group``. The hub gets a ``rendezvous``, the others a ``line`` to the hub."""
 
     def __init__(
         self, plan: Plan, group: Any, *, rendezvous: Rendezvous | None = None, line: Line | None = None

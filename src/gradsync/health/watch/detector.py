@@ -1,18 +1,18 @@
-"""From what was heard of ranks, and when, to what is thought of them. Pure logic, with the time as an argument.
+"""Failure detector: turns what was heard from each rank, and when, into a verdict. Pure logic; the time is an argument.
 
 ===========  ========================================================================  ==============================
-gone         its connection closed, and it had not said goodbye: killed, ``os._exit``  an error, for who waits for it
-left         it said goodbye: its script has ended, or raised                          an error, for who waits for it
-silent       nothing was heard of it: stopped, cut off, or it holds the interpreter    a warning
-behind       it lives, and others wait for it in a collective it has not come to       a warning
-at odds      it waits in another collective than the others                            a warning
+gone         its connection closed without a goodbye: killed, ``os._exit``             an error on ranks waiting for it
+left         it said goodbye: its script has ended, or raised                          an error on ranks waiting for it
+silent       nothing heard: stopped, cut off, or it holds the interpreter              a warning
+behind       alive; others wait for it in a collective that it has not reached         a warning
+at odds      it waits in a different collective than the others                        a warning
 ===========  ========================================================================  ==============================
 
-The last three are never errors here: the wire's own timeout ends them, and the watch only says who it was. A rank that
-compiles for three minutes is slow, not dead.
+The last three are never errors here: the communicator's own timeout ends them, and the watch only says which rank it
+was. A rank that compiles for three minutes is slow, not dead.
 
-A rank that has raised, outside of backward, tells so at once. Its script may catch the error and go on, as after an
-out-of-memory error, so that is a warning, too, to those who wait for it. It is forgotten when the rank goes on.
+A rank that raises, outside of backward, reports it at once. Its script may catch the error and continue, as after an
+out-of-memory error, so ranks that wait for it only get a warning. The report is dropped when the rank continues.
 """
 
 from collections.abc import Collection
@@ -34,8 +34,10 @@ Kind = Literal["silent", "behind", "at odds"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRecord:
-    """How a rank ended, in ``words``; ``at`` is the time of day. Its last standing is that of its goodbye, if it said
-    it, and else the last that was heard of it, ``age`` seconds before."""
+    """How a rank exited, in ``words``; ``at`` is the time of day.
+
+    Its last status is the one in its goodbye, if it sent one; otherwise the last one received, ``age`` seconds earlier.
+    """
 
     member: int
     left: bool
@@ -70,8 +72,10 @@ class ExitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RaisedError:
-    """That a rank has raised, in ``words``, and where it stood then; ``at`` is the time of day. ``is_told``: a warning
-    has said so."""
+    """An exception that a rank raised, in ``words``, and its status then; ``at`` is the time of day.
+
+    ``is_told``: a warning has reported it.
+    """
 
     words: str
     at: float
@@ -85,8 +89,10 @@ class RaisedError:
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """That a rank holds ``waiters`` up, for so many ``seconds``, in ``what``. ``raised`` is an error that it has told
-    of since it last went on."""
+    """A rank that has held ``waiters`` up for that many ``seconds``, in ``what``.
+
+    ``raised`` is an error that it has reported since it last continued.
+    """
 
     member: int
     kind: Kind
@@ -119,8 +125,11 @@ class Suspect:
 
 
 class Detector:
-    """What this rank, ``me``, thinks of those it has ``heard``: all others on the hub, which alone ``sees_all`` and can
-    tell who is behind whom; the hub elsewhere."""
+    """This rank's view (it is rank ``me``) of the ranks it has ``heard`` from: on the hub all others, elsewhere only
+    the hub.
+
+    Only the hub ``sees_all``, and can tell which rank is behind which.
+    """
 
     def __init__(self, me: int, heard: Collection[int], now: float, *, sees_all: bool = True) -> None:
         self.me = me

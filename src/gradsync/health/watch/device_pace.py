@@ -1,17 +1,17 @@
-"""The same of a rank whose host only queues work, for a CUDA device: marks on the device's own timeline tell.
+"""Pace measurement for ranks whose host only queues work on a CUDA device: events on the device's own timeline.
 
 ::
 
     began   waiting             work ended      ended
-      │ own ├───────┤ own work      │  waiting    │    what the stream that computes has to do, and has to wait for
+      │ own ├───────┤ own work      │  waiting    │    the compute stream: what it does, and what it waits for
     ──┴─────┴───────┴───────────────┴─────────────┴──▶
 
-What a device waits for its host (slow data, a slow process) lies between the same marks, and is the rank's own. So is
-what a forward waits for parameters of a sharded optimizer: all ranks wait for these alike.
+Time that a device waits for its host (slow data, a slow process) lies between the same events, and counts as the rank's
+own. So does the time that a forward waits for parameters of a sharded optimizer: all ranks wait for these alike.
 
-The training's thread reads, at the end of a window, the marks that the device has passed by then. It never waits for
-one, and nobody else touches them: a thread of its own would have device 0 before it, and make a context there; and
-whatever it asks of CUDA would break a graph that the training captures meanwhile.
+At the end of a window, the training thread reads the events that the device has passed by then. It never waits for one,
+and no other thread touches them: a separate thread would have device 0 as its current device, and create a context
+there; and any CUDA call of its would break a graph that the training captures meanwhile.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ MOST_WAITS = 64
 
 
 class Marks(Protocol):
-    """Called, it gives a mark that is queued now: something that can be asked for the time until another one."""
+    """Calling it queues a mark and returns it. A mark can be asked for the time until another mark."""
 
     def __call__(self) -> Any: ...
 
@@ -53,7 +53,7 @@ class Marks(Protocol):
 
 
 class Marked(NamedTuple):
-    """A window that was not read yet. Where nothing is known of its work, there is no mark of its end."""
+    """A window that has not been read yet. It has no mark for the end of its work where nothing is known of that."""
 
     number: int
     began: Any
@@ -67,8 +67,9 @@ class Marked(NamedTuple):
 
 
 class Neighbours:
-    """The meters of one device that are asked. Where several models are trained, what one of them waits for others is
-    no work of another one, in whose window it lies."""
+    """The meters of one device that are in use. Where several models are trained, waiting in one of them is not work of
+    another one whose window contains the wait.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,7 +85,7 @@ class Neighbours:
 
 
 class DevicePaceMeter(PaceMeter):
-    """With ``marks`` of the device, which other models may use, too: their meters are its ``neighbours``."""
+    """A meter that uses ``marks`` of the device. If other models use them, too, their meters are its ``neighbours``."""
 
     def __init__(self, marks: Marks, neighbours: Neighbours | None = None) -> None:
         super().__init__()
@@ -236,7 +237,7 @@ _neighbours: defaultdict[torch.device, Neighbours] = defaultdict(Neighbours)
 
 
 class UnknownPaceMeter(PaceMeter):
-    """Of a device whose times nobody asks for: the host's would be told in their place."""
+    """For a device whose times cannot be read: reporting the host's times instead would be wrong."""
 
     def since(self, number: int, *, model: int = 0) -> Pace:
         return NO_PACE

@@ -1,8 +1,8 @@
-"""``GRADSYNC_DUMP=FOLDER``: on SIGUSR1 every rank writes where it stands, to a file of its own in that folder.
+"""``GRADSYNC_DUMP=FOLDER``: on SIGUSR1 every rank writes its status to a file of its own in that folder.
 
-One rank is signalled, and tells the others over the watch; without a watch each writes for itself when it is signalled.
-A rank that hangs in a collective runs no Python in its main thread, where handlers of signals are called. So the signal
-is heard by a thread: the interpreter writes its number to a socket at once, whatever the main thread is in.
+Signal one rank, and it tells the others over the watch; without a watch each rank writes only when it is signalled
+itself. A rank that hangs in a collective runs no Python in its main thread, where signal handlers are called. So a
+thread receives the signal: the interpreter writes its number to a socket at once, whatever the main thread is doing.
 """
 
 import contextlib

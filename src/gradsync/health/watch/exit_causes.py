@@ -1,7 +1,7 @@
-"""SystemExit in words: which call of ``sys.exit`` ended a process, with which status, and in which line of the script.
+"""SystemExit in words: which call of ``sys.exit`` ended a process, with which status, and on which line of the script.
 
-Python tells nobody of a SystemExit: no hook is called for it, and nothing of it is left when ``atexit`` handlers run.
-So the calls of ``sys.exit`` are noted as they are made. Whether one was caught again is not known, and not claimed.
+Python does not report a SystemExit: no hook is called for it, and nothing of it remains when ``atexit`` handlers run.
+So calls of ``sys.exit`` are recorded as they are made. Whether one was caught again is unknown, and not claimed.
 """
 
 import functools

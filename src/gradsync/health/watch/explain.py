@@ -1,4 +1,4 @@
-"""Reads what ranks have written on request, and says who waits for whom."""
+"""Reads the dumps that ranks wrote on request, and says which rank waits for which."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ SAME_REQUEST_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """What one rank has written. ``groups`` are the ranks of each of its process groups, and where it stands there."""
+    """One rank's dump. ``groups``: the ranks of each of its process groups, and its status there."""
 
     member: Member
     time: datetime

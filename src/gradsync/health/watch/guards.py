@@ -1,8 +1,9 @@
-"""The wires over one group: who waits on them, for a rank that has ended or for too long, and how that wait is ended.
+"""Guards the communicators over one group: finds waits for a rank that has exited, or that last too long, and ends
+them.
 
-On a device it is the stream that waits. Where the backend tells which collectives the device has finished
-(:mod:`gradsync.communicator.outstanding`), this rank waits for the oldest of the others. Where the backend does not
-tell, it may wait for whatever was started last.
+On a device it is the stream that waits. Where the backend reports which collectives the device has finished
+(:mod:`gradsync.communicator.outstanding`), this rank waits for the oldest outstanding one. Where the backend does not
+report it, the rank may be waiting for the last collective that it started.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ MOST_WIRES = 64
 
 
 class Overdue(NamedTuple):
-    """A collective that the device has been at for too long, on the wire of that number."""
+    """A collective that the device has been running for too long, on the communicator of that number."""
 
     wire: int
     what: str
@@ -36,7 +37,7 @@ class Overdue(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """That somebody waits on a wire: in which place, and since when. On a device, whether its collective has failed."""
+    """A wait on a communicator: at which place, and since when. On a device, also whether its collective has failed."""
 
     place: int
     since: float
@@ -45,7 +46,7 @@ class _Waiting(NamedTuple):
 
 
 class Guards:
-    """Wires by their numbers, which are the same on all ranks: they come in one order, the group itself first."""
+    """Communicators by number. All ranks use the same numbers: they register in one order, the group itself first."""
 
     def __init__(self, group: Any, device_timeout: float = math.inf) -> None:
         self.fates: list[Fate] = []

@@ -1,9 +1,9 @@
-"""How fast the links to other hosts carry what this process sends: from the kernel's own counts of its connections.
+"""Measures how fast the links to other hosts carry this process's data, from the kernel's counters of its connections.
 
-For each connection the kernel counts the bytes that have arrived, and the time in which there was something to send.
-Over a slow link the second grows with the first; over a quick one it does not, however long its sender has to wait for
-what it may send next. So each end knows of its own link, where all ranks of a ring wait alike. Whose sockets they are
-does not matter: Gloo's, or those of whatever else sends gradients.
+For each connection the kernel counts the bytes that have arrived, and the time during which there was data to send. On
+a slow link that time grows with the bytes; on a fast one it does not, however long the sender waits for its next data.
+So each end learns the speed of its own link, although all ranks of a ring wait alike. It does not matter whose sockets
+they are: Gloo's, or those of anything else that sends gradients.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ MOST_LETTERS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """So many bytes, in so many seconds in which there was something to send, from one address to another."""
+    """Bytes sent from one address to another, and the seconds during which there was data to send."""
 
     source: str
     target: str
@@ -80,7 +80,7 @@ def read_links() -> dict[tuple[str, str], tuple[int, float]]:
 
 
 class LinkMeter:
-    """Measures over some windows, when asked."""
+    """Measures links over some windows, on request."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str], tuple[int, float]] | None = None

@@ -1,4 +1,4 @@
-"""What is said of a rank: who it is, since when, where it was, and what to do."""
+"""Messages about a rank: which one it is, since when, where it was, and what to do."""
 
 import sys
 import time
@@ -39,7 +39,7 @@ CONSEQUENCES = ("WireLostError", "PeerFailedError")
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A rank of the group: its number in the world, its host, and its process there."""
+    """A rank of the group: its number in the world, its host, and its process id there."""
 
     rank: int
     host: str

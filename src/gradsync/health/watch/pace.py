@@ -1,9 +1,10 @@
-"""How long a rank works on each window itself, and how long it waits for others.
+"""Measures how long a rank works on each window itself, and how long it waits for others.
 
-From the end of one synchronization to the end of the next a rank does its own work (data, forward, backward, update),
-or waits in a collective. The rank that all others wait for waits the least itself, and what it waits is the wire's.
-The host's clock tells that where the host computes and waits. Where it only queues work for a CUDA device it sees
-neither, and the device is asked: see :mod:`gradsync.health.watch.device_pace`. Of other accelerators nothing is known.
+From the end of one synchronization to the end of the next, a rank either does its own work (data, forward, backward,
+update) or waits in a collective. The rank that all others wait for waits the least itself, and what it does wait is
+communication time. The host's clock can measure this where the host computes and waits. Where the host only queues work
+for a CUDA device it sees neither, and the device is asked: see :mod:`gradsync.health.watch.device_pace`. For other
+accelerators nothing is known.
 """
 
 import contextlib
@@ -26,9 +27,11 @@ MICROSECOND = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Windows in a row of the model of that number, with ``last`` the number of the last one: for each of them the
-    seconds of a rank's ``own`` work, and of its waiting. No own work at all: nothing is known of that window, or the
-    rank only stood by in it."""
+    """Consecutive windows of the model of that number; ``last`` is the number of the last window.
+
+    For each window: the seconds of the rank's ``own`` work, and of its waiting. No own work at all means that nothing
+    is known of the window, or that the rank only stood by in it.
+    """
 
     model: int = 0
     last: int = 0
@@ -69,7 +72,7 @@ def _seconds(microseconds: Sequence[int]) -> tuple[float, ...]:
 
 
 class PaceMeter:
-    """Is told by an engine that a window was synchronized, and asked by the watch, on another thread."""
+    """The engine reports each synchronized window to it; the watch reads it, from a different thread."""
 
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None

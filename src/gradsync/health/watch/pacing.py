@@ -1,12 +1,12 @@
-"""When a rank tells of its windows, and what the hub says of them.
+"""When a rank reports its windows, and what the hub makes of them.
 
-A beat a second would be 50 windows of 20 ms late. Windows are therefore told of as they come, eight at a time, in a
-few bytes, without the rest of a beat. Nobody on the path of backward does anything for that: the thread of the watch
-looks as often as windows are long, within limits, and finds what has come. What waking it costs is most of what all of
-it costs, so it looks when it beats, too.
+With windows of 20 ms, a report once a second would be 50 windows late. So windows are reported as they complete, eight
+at a time, in a few bytes, without the rest of a heartbeat. This costs nothing on the path of backward: the watch's
+thread checks about as often as windows complete, within limits, and collects what is there. Waking that thread is most
+of the total cost, so it also checks whenever it sends a heartbeat.
 
-Of the links to other hosts nobody tells unless the hub asks: when the wire has become slow, and once in the beginning
-where most of a window is spent waiting for it.
+The speed of links to other hosts is reported only when the hub asks: when communication has become slow, and once at
+the beginning if most of a window is spent waiting for it.
 """
 
 import logging
@@ -39,7 +39,7 @@ MOST_TOLD = 500
 
 
 class PaceTeller:
-    """Of one rank of ``members`` many."""
+    """Reports the windows of one rank, out of ``members`` ranks."""
 
     def __init__(self, members: int) -> None:
         self._shortest = max(SHORTEST_SECONDS, members / MOST_TOLD)
@@ -62,7 +62,7 @@ class PaceTeller:
 
 
 class PaceJudge:
-    """What the hub makes of it."""
+    """The hub's evaluation of the reports."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
@@ -120,8 +120,10 @@ class PaceJudge:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """To whom a rank speaks: ``tell`` reaches the hub, or from there all others; ``say`` is for people. And who has
-    measured its windows, and how many models there are."""
+    """How a rank communicates: ``tell`` sends to the hub, or from the hub to all others; ``say`` is for people.
+
+    Also: what measured its windows, and how many models there are.
+    """
 
     tell: Callable[[Message], None]
     say: Callable[[str], None]
@@ -130,9 +132,9 @@ class Ways:
 
 
 class Pacing:
-    """A rank's part of it, on the thread of the watch.
+    """A rank's part in pacing, on the watch's thread.
 
-    Who is slow is good to know, who is lost must be known: an error in here ends this part alone.
+    Knowing who is slow is useful, knowing who is lost is essential: an error in here ends only this part.
     """
 
     def __init__(self, members: Sequence[Member], me: int, ways: Ways) -> None:

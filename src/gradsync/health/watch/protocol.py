@@ -1,12 +1,13 @@
-"""What ranks say to each other beside the wire: short frames of JSON, on lines that begin with a proof.
+"""The watch's protocol, separate from the communicator: short JSON frames on connections that start with
+authentication.
 
 A frame is four bytes of length and a JSON object; nothing is pickled. A line is a connection between the *hub*, which
-is rank 0 of the group, and another rank. Both know a secret, which the ranks have told each other over their group and
-which never crosses the line itself: each end proves that it knows it, by a code over a number that the other drew.
+is rank 0 of the group, and another rank. Both know a secret that the ranks have exchanged over their group and that
+never crosses the line itself: each end proves that it knows the secret, with a code over a nonce that the other drew.
 
 ::
 
-    hub    {"nonce": a}                                  whoever connects gets a number
+    hub    {"nonce": a}                                  every connection gets a nonce
     rank   {"rank": 2, "nonce": b, "proof": code(a, 2)}  and answers with its own, and a code over both
     hub    {"proof": code(b, "hub")}                     now they are connected
 
@@ -42,7 +43,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class ProtocolError(Exception):
-    """What came is no frame, or not from one who knows the secret."""
+    """The data received is not a frame, or its sender does not know the secret."""
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
@@ -54,7 +55,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they come, and gives frames when they are whole."""
+    """Collects bytes as they arrive, and returns frames once they are complete."""
 
     def __init__(self, largest: int = LARGEST) -> None:
         self.largest = largest
@@ -92,8 +93,11 @@ def code(secret: bytes, nonce: str, name: object) -> str:
 
 
 class Line:
-    """A connection that never blocks. ``end`` says how it ended: ``closed`` or ``reset`` by the other end, ``broken``
-    on the way, ``off`` where the other end has no watch any more."""
+    """A connection that never blocks.
+
+    ``end`` says how it ended: ``closed`` or ``reset`` by the other end, ``broken`` on the way, ``off`` where the other
+    end no longer has a watch.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -154,7 +158,7 @@ class Line:
 
 
 class Handshake:
-    """The hub's side of a line that has just been opened: lets in who proves to be one of ``missing``."""
+    """The hub's side of a newly opened line: admits a peer that proves to be one of the ``missing`` ranks."""
 
     def __init__(self, line: Line, secret: bytes, missing: set[int]) -> None:
         self.line, self._secret, self._missing = line, secret, missing

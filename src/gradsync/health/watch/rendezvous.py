@@ -1,8 +1,8 @@
-"""Where the hub lets the other ranks in, while a watch is set up; it is shut when all have come.
+"""The rendezvous at which the hub admits the other ranks while a watch is set up; it closes when all have joined.
 
-Ranks of the hub's own host come by a Unix socket without a name in the file system, and must be of the same user. Only
-where there are other hosts it listens at addresses, too: at those by which the process group may reach this host, never
-at all there are.
+Ranks on the hub's own host connect through a Unix socket without a name in the file system, and must run as the same
+user. Only if there are other hosts does the hub also listen on network addresses: those through which the process group
+may reach this host, never all addresses of the machine.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _DISCARD_PORT = 9
 
 
 class Rendezvous:
-    """The hub's listening sockets, and who stands before them."""
+    """The hub's listening sockets, and the connections that have not been admitted yet."""
 
     def __init__(self, missing: set[int], *, others_elsewhere: bool) -> None:
         self.missing = missing

@@ -1,7 +1,7 @@
-"""Puts together what ranks tell of the same window. Pure logic.
+"""Collects the ranks' reports on the same window. Pure logic.
 
-Ranks tell of their windows when they get round to it; compared is only what belongs together. All of a machine is
-slower for a while, or all data is longer: that shows on all ranks in the same windows, and drops out.
+Ranks report their windows when they get round to it; only reports on the same window are compared. If a whole machine
+is slower for a while, or all data is longer, that shows on all ranks in the same windows, and cancels out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,10 @@ MOST_OPEN = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One window, of the model of that number: seconds of ``own`` work and of waiting, by member. Whoever only stood by
-    is in neither; ``is_whole`` where nobody did."""
+    """One window of the model of that number: seconds of ``own`` work and of waiting, by member.
+
+    A rank that only stood by is in neither; ``is_whole`` if there was none.
+    """
 
     model: int
     window: int
@@ -28,7 +30,7 @@ class Round:
 
 
 class Rounds:
-    """Of ``members`` many ranks."""
+    """Collects the reports of ``members`` ranks."""
 
     def __init__(self, members: int) -> None:
         self.members = set(range(members))

@@ -1,9 +1,14 @@
-"""Whether numbers that come one a window have risen, or only scatter. Pure logic.
+"""Tests whether a series with one number per window has risen, or only scatters. Pure logic.
 
-A run of windows stands out if its middle does, if four of five of its windows do by half as much, and if middles of
-as many windows do not scatter that far anyway. How far they do is taken from the windows before and from how those in
-the run lie around their own middle. Middles of five windows in a row are looked at as well as single ones: on a busy
-machine one process is slowed for a while, then another, and such windows are no independent drawings.
+A run of windows stands out if all of these hold:
+
+- its median does;
+- four of five of its windows do, by half as much;
+- medians of as many windows do not scatter that far anyway.
+
+The scatter is estimated from the windows before, and from how the run's own windows lie around their median. Medians of
+five consecutive windows are used as well as single ones: on a busy machine one process is slowed for a while, then
+another, and such windows are not independent samples.
 """
 
 import math
@@ -31,7 +36,7 @@ def median(values: Sequence[float]) -> float:
 
 
 class Series:
-    """The last of what has come, one number a window."""
+    """The most recent values, one number per window."""
 
     def __init__(self, values: Sequence[float] = ()) -> None:
         self._values = list(values)

@@ -1,9 +1,10 @@
-"""Sets a watch over a process group, once, when the first model is wrapped over it.
+"""Sets up a watch over a process group, once, when the first model is wrapped over it.
 
-Whether there is one follows from what all ranks have told each other: one that wants none, has no sockets left or
-cannot reach the hub says so, and then nobody has one. That is a line in the log and no error: the wire goes without.
+All ranks must agree to have one. If any rank does not want a watch, has no sockets left or cannot reach the hub, it
+says so, and no rank has one. That is a line in the log and not an error: the communicator works without.
 
-``GRADSYNC_WATCH`` is ``on``, ``off``, or ``stacks``: then a rank that is warned about says where its Python code is.
+``GRADSYNC_WATCH`` is ``on``, ``off``, or ``stacks``: with ``stacks``, a rank that is warned about prints where its
+Python code is.
 """
 
 import atexit

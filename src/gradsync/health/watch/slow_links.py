@@ -1,4 +1,4 @@
-"""Which host's link is slow, from what all ranks have measured of theirs. Pure logic."""
+"""Finds the host whose link is slow, from the measurements of all ranks. Pure logic."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ TIMES_SLOWER = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLink:
-    """From one host to another; or all that a host has, then ``target`` is empty. In bytes a second; ``others`` is that
-    of the slowest of the others."""
+    """A slow link from one host to another; ``target`` is empty if all links of a host are slow.
+
+    Speeds are in bytes a second; ``others`` is the speed of the slowest of the other links.
+    """
 
     source: str
     target: str

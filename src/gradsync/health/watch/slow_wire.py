@@ -1,8 +1,9 @@
-"""Whether the wire has become slow. Pure logic, with the time as an argument.
+"""Detects that communication has become slow. Pure logic, with the time as an argument.
 
-In every window somebody comes last, waits for nobody, and still waits for the wire: the least that any rank waits is
-what the wire takes. A slow link slows most collectives for all ranks alike, so that share grows on all of them while
-nobody's own work does. It is held against the run's own past: what is slow for one model is quick for another.
+In every window some rank arrives last, waits for nobody, and still waits for communication: the least that any rank
+waits is the time communication takes. A slow link slows most collectives for all ranks alike, so that share grows on
+all of them while no rank's own work does. It is compared with the run's own past: what is slow for one model is fast
+for another.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ LEAST_HISTORY = 20
 
 @dataclass(frozen=True, kw_only=True)
 class WireVerdict:
-    """The wire takes ``now`` seconds a window where it took ``before``; or, if that ``is_over``, no more."""
+    """Communication takes ``now`` seconds per window where it took ``before``; if that ``is_over``, no longer."""
 
     window: int
     now: float
@@ -33,7 +34,7 @@ class WireVerdict:
 
 
 class SlowWire:
-    """What the hub thinks of the wire, from the windows that all ranks have told of."""
+    """The hub's view of communication time, from the windows that all ranks have reported."""
 
     def __init__(self) -> None:
         self._model, self._window = 0, 0

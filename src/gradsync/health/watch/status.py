@@ -1,7 +1,7 @@
-"""Where a rank stands, as it says of itself once a second: what its engine does, and which collective it waits for.
+"""A rank's status, as it reports it once a second: what its engine does, and which collective it waits for.
 
-Nothing of it is written down on the path of backward: a thread of the watch looks at what engines and wires keep for
-themselves, without a lock. What it sees may be a moment old, or half of one moment and half of the next.
+Nothing is recorded on the path of backward: a thread of the watch reads, without a lock, the state that engines and
+communicators keep anyway. What it sees may be slightly old, or half of one moment and half of the next.
 """
 
 import sys
@@ -27,7 +27,7 @@ MOST_FRAMES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """What an engine does: ``windows`` it has synchronized, the name of its phase, and how far its buckets are."""
+    """What an engine is doing: ``windows`` it has synchronized, the name of its phase, its buckets' progress."""
 
     windows: int
     phase: str
@@ -36,7 +36,7 @@ class Position:
 
 
 class Model(Protocol):
-    """A synchronizer, as it is seen here."""
+    """The part of a synchronizer that is used here."""
 
     def position(self) -> Position:
         """May be called on any thread, at any time."""
@@ -50,7 +50,7 @@ class Model(Protocol):
 
 
 class Wires(Protocol):
-    """The wires of a group, as they are seen here."""
+    """The part of a group's communicators that is used here."""
 
     # By their numbers.
     fates: list[Fate]
@@ -58,7 +58,7 @@ class Wires(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A collective that a rank waits for: the ``place``-th that it has started on the watch's wire of that number."""
+    """A collective that a rank waits for: the ``place``-th that it started on the communicator of that number."""
 
     wire: int
     place: int
@@ -68,7 +68,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """``seconds`` is how long it has been the same; ``started`` is the number of collectives, by wire."""
+    """``seconds``: how long the status has been the same; ``started``: the number of collectives, by communicator."""
 
     windows: int
     phase: str
@@ -106,7 +106,7 @@ class RankStatus:
 
 
 class Sampler:
-    """Looks at the models and ``wires`` of one group on this rank."""
+    """Reads the status of the models and ``wires`` of one group on this rank."""
 
     def __init__(self, wires: Wires, *, shows_stack_after: float | None = None) -> None:
         self._wires = wires

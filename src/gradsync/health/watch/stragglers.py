@@ -1,9 +1,13 @@
-"""Which ranks all others wait for, window by window. Pure logic, with the time as an argument.
+"""Finds stragglers: ranks that all others wait for, window by window. Pure logic, with the time as an argument.
 
-A rank is a straggler if its own work takes longer than the median of the others' in the same windows: in the middle of
-the last ten (or 20, 40, 80) by 7.5 %, in four of five of them by half of that, and by more than such middles scatter in
-this run. It is one no more when that is less than a twentieth. Whoever was one for a moment only was slowed by an
-accident, of which this machine may see more: from then on twice as many windows are wanted.
+A rank is a straggler if its own work takes longer than the median of the others' in the same windows:
+
+- by 7.5 % in the median of the last 10 windows (or 20, 40, 80),
+- by half of that in four of five of these windows, and
+- by more than such medians scatter in this run.
+
+It is no longer one once that is less than a twentieth. A rank that was a straggler only for a moment was
+slowed by an accident, and this machine may see more of them: from then on twice as many windows are required.
 """
 
 from collections import deque
@@ -29,8 +33,10 @@ FIRST_PAUSE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that needs ``own`` seconds for its part of a window, where the others need ``others``. What it waits
-    itself, ``wire``, is what the wire takes: nobody is waited for there."""
+    """A rank that needs ``own`` seconds for its part of a window, where the others need ``others``.
+
+    The time it waits itself, ``wire``, is communication time: it waits for no other rank.
+    """
 
     member: int
     window: int
@@ -46,7 +52,7 @@ class Straggler:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is to be said now: that a rank is a straggler, or ``is_over``: that it was one."""
+    """What to report now: that a rank is a straggler or, if ``is_over``, that it was one."""
 
     straggler: Straggler
     is_over: bool
@@ -54,7 +60,7 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Naming:
-    """That a rank was named, with the window it was; when it is named again, and how long after that."""
+    """A report that named a rank: in which window, when to name it again, and how long after that."""
 
     named: Straggler
     since: int
@@ -63,7 +69,7 @@ class Naming:
 
 
 class Stragglers:
-    """What the hub thinks of the windows that all ranks have told of."""
+    """The hub's view of the windows that all ranks have reported."""
 
     def __init__(self) -> None:
         self._model, self._window = 0, 0

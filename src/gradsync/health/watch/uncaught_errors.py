@@ -1,11 +1,11 @@
-"""Uncaught exceptions are told to the other ranks when they are raised out of the script, not when its process ends.
+"""Reports an uncaught exception to the other ranks as soon as it leaves the script, not when the process exits.
 
-Between the two may lie long: threads that are joined, exit handlers, uploads. ``sys.excepthook`` runs before all of
-these, and whoever was there is called as before. What cannot be heard here:
+A long time may lie between the two: threads that are joined, exit handlers, uploads. ``sys.excepthook`` runs before all
+of these, and a hook installed earlier is still called. This cannot report:
 
-- an exception that is still on its way, through ``finally`` or ``with``: nobody knows yet that it will not be caught;
-- one in a process whose launcher catches it, such as a spawned child of torch.multiprocessing: it is told at the end;
-- SystemExit: no hook is called for it, and what is known of it at the end is the last call of ``sys.exit``.
+- an exception still in flight, through ``finally`` or ``with``: nobody knows yet that it will not be caught;
+- one in a process whose launcher catches it, such as a spawned child of torch.multiprocessing: it is reported at exit;
+- SystemExit: no hook is called for it; all that is known at exit is the last call of ``sys.exit``.
 """
 
 import functools

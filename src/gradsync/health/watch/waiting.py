@@ -1,7 +1,7 @@
-"""Who waits for whom, from what ranks say of themselves. Pure logic: the watch asks it, and so does ``explain``.
+"""Which rank waits for which, from the status of each. Pure logic, used by the watch and by ``explain``.
 
-All ranks start the same collectives in the same order on a wire. So a rank that waits in the 12th waits for every rank
-that has started fewer than 12. A rank that has started it and waits there, too, is not the one.
+All ranks start the same collectives in the same order on a communicator. So a rank that waits in the 12th waits for
+every rank that has started fewer than 12. A rank that has started the 12th and waits there, too, is not the cause.
 """
 
 from collections.abc import Mapping
