@@ -175,14 +175,14 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
 
     @property
     def elastic(self) -> Elasticity:
-        """The windows of a training whose ranks come and go."""
+        """The windows of an elastic training, whose ranks come and go."""
         if self._elastic is None:
             raise MisuseError("this accelerator has the ranks it began with. Pass elastic=gradsync.Elastic() to it")
         return self._elastic
 
     @property
     def state(self) -> World:
-        """Under this name Accelerate keeps what here is the world."""
+        """Accelerate's name for what is called the world here."""
         return self.world
 
     @property
@@ -192,9 +192,10 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
     # -- preparing ---------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Models, optimizers, loaders and schedulers, in any order and number, made ready for all processes.
+        """Prepare models, optimizers, loaders and schedulers, in any order and number, for all processes.
 
-        Returns them in the same order. Other objects pass through. What is prepared already stays as it is.
+        Returns them in the same order. Other objects pass through. Objects that are already prepared are returned
+        unchanged.
         """
         placed = [self.device_placement] * len(objects) if device_placement is None else list(device_placement)
         if len(placed) != len(objects):
@@ -249,7 +250,7 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """One optimizer, which will step at the end of a window. Its state is wherever its parameters are."""
+        """One optimizer, which steps only at the end of a window. Its state is on the device of its parameters."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         _refuse_again(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
@@ -290,7 +291,7 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a window."""
+        """Micro-batches per window."""
         return self.windows.num_steps
 
     @gradient_accumulation_steps.setter
@@ -312,18 +313,18 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
         return self.windows.window([self.models.attachment_of(model) for model in models], batches)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards in here stay in this process. Around the backward is enough. Optimizers may not step."""
+        """Backwards inside stay in this process. It is enough to wrap the backward. Optimizers may not step inside."""
         return self.models.attachment_of(model).synchronizer.switched(enabled=False)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Backwards in here synchronize, also those of forwards that ran under ``no_sync``."""
+        """Backwards inside synchronize, also those of forwards that ran under ``no_sync``."""
         return self.models.attachment_of(model).force_sync()
 
     def backward(self, loss: torch.Tensor, weight: Any = None, **kwargs: Any) -> None:
-        """``loss.backward()``, scaled for float16 where that is on.
+        """``loss.backward()``, scaled if float16 is enabled.
 
-        Inside ``accumulate`` the gradient of the window is the mean over its micro-batches, weighted by ``weight`` (the
-        tokens or samples the loss is the mean of) where given. Outside it, gradients are divided by
+        Inside ``accumulate`` the gradient of the window is the mean over its micro-batches, weighted by ``weight`` if
+        given (the number of tokens or samples that the loss is the mean of). Outside it, gradients are divided by
         ``gradient_accumulation_steps`` and add up, as in Accelerate.
         """
         running = self.windows.running if self.windows.weighs else []
@@ -355,7 +356,7 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
         return None if self.precision.scaler is None else self.precision.scaler.scaler
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
-        """Operations in here run in the precision that ``mixed_precision`` names, or as ``autocast_handler`` says."""
+        """Operations inside run in the precision that ``mixed_precision`` names, or as ``autocast_handler`` says."""
         changed = {} if autocast_handler is None else settings_of([autocast_handler])["AutocastKwargs"]
         return self.precision.autocast(changed if autocast_handler is not None else None)
 
@@ -395,7 +396,7 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
     clear = free_memory
 
     def end_training(self) -> None:
-        """Finish all trackers, wait for everyone and close the process group, if this accelerator has made it."""
+        """Finish all trackers, wait for all processes and close the process group, if this accelerator created it."""
         self._finish_trackers()
         self.wait_for_everyone()
         self.world.close()

@@ -60,7 +60,7 @@ def refuse_nccl(backend: str) -> str:
 
 
 def refuse_beside_elastic(**options: Any) -> None:
-    """Raise ConfigurationError for what cannot lose a rank."""
+    """Raise ConfigurationError for anything that cannot survive the loss of a rank."""
     wrong = sorted(name for name, value in options.items() if value)
     if wrong:
         raise ConfigurationError(
@@ -106,7 +106,7 @@ class Elasticity:
         return self.generation is not None
 
     def on_meeting(self, listener: Callable[[Generation], None]) -> None:
-        """Call ``listener`` whenever the ranks have met anew: numbers, and how many there are, have changed then."""
+        """Call ``listener`` after each regrouping: rank numbers and world size have changed then."""
         self._listeners.append(listener)
 
     def attempts(self, steps: int) -> "Iterator[AbstractContextManager[int]]":
@@ -156,7 +156,7 @@ class Elasticity:
             self._running = False
 
     def redone(self, action: Callable[[], Any]) -> Any:
-        """``action()``, again and again until no rank is lost in it, for what is no window. Collective."""
+        """Run ``action()``, repeatedly until no rank is lost in it; for work outside windows. Collective."""
         while True:
             self._meet_if_due()
             try:
@@ -165,7 +165,7 @@ class Elasticity:
                 self._lose(error, [])
 
     def close(self) -> None:
-        """Take part no longer."""
+        """Stop taking part."""
         self._closed = True
         self._membership.close()
         self._leave()
@@ -181,7 +181,7 @@ class Elasticity:
     # -- windows -------------------------------------------------------------------------------------------------------
 
     def _buffers(self) -> list[torch.Tensor]:
-        """What forwards change: a window that is done again must not count twice in a running mean."""
+        """State that forwards change: a repeated window must not count twice in a running mean."""
         return [buffer for model in self._prepared.models.plain for buffer in model.buffers()]
 
     def _watch_optimizers(self) -> None:
@@ -209,7 +209,7 @@ class Elasticity:
 
     @torch.no_grad()
     def _drop_window(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Nothing of it is kept, unless it was complete; and this rank is in no generation any more."""
+        """Discards the window, unless it was complete; this rank is then in no generation any more."""
         if self._stepped:
             self.step += 1
         elif buffers:
@@ -233,7 +233,7 @@ class Elasticity:
         if self._closed:
             raise MisuseError("this rank takes part no longer: close() was called. Make another accelerator")
         if self._unfinished is not None:
-            # Somebody has caught the error and goes on, while others are in the middle of that window.
+            # The script has caught the error and continues, while others are in the middle of that window.
             buffers, self._unfinished = self._unfinished, None
             self._drop_window(buffers)
         if self.generation is None:
@@ -247,7 +247,7 @@ class Elasticity:
                 self._meet(members)
 
     def _say_farewell(self) -> None:
-        """The wire still works, unless somebody was lost in this very moment."""
+        """Say goodbye over the communicator, which still works unless a rank was lost at this very moment."""
         try:
             for listener in self._before:
                 listener()
@@ -297,7 +297,7 @@ class Elasticity:
         )
 
     def _leave_behind(self) -> None:
-        """Whatever there is of a meeting that failed."""
+        """Clean up after a rendezvous that failed."""
         self._leave()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -307,7 +307,7 @@ class Elasticity:
         return refuse_nccl(agree_on_backend(store, launched, self._ranks[0].device))
 
     def _ask(self) -> Sequence[Member]:
-        """Who takes part, as soon as there are enough."""
+        """Ask who takes part, and return as soon as there are enough ranks."""
         settings, began = self._settings, time.monotonic()
         self._asked = began if self._asked is None else self._asked
         while True:
@@ -326,7 +326,7 @@ class Elasticity:
             time.sleep(AGAIN_SECONDS)
 
     def _are_enough(self, members: Sequence[Member]) -> bool:
-        """Follows from what all were told alike, so that all go on, or all ask again."""
+        """Depends only on what all ranks were told, so that all continue, or all ask again."""
         if any(member.standing.generation for member in members):
             return len(members) >= self._settings.min_ranks
         wanted = self._settings.ranks or self._launched.world_size
@@ -345,7 +345,7 @@ class Elasticity:
         )
 
     def _take_over(self, generation: Generation) -> None:
-        """From here on these are the ranks."""
+        """Switch to these ranks."""
         for each in self._ranks:
             each.go_on_with(generation.communicator)
         if generation.lagging:

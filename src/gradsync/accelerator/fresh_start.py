@@ -25,7 +25,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def run_id(store: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> str:
-    """The same on all ranks that were started together, and on no others. Collective, over ``store`` alone."""
+    """An id that is equal on all ranks started together, and on no others. Collective, over ``store`` alone."""
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
     return _offer(store, world_size, limit) if rank == 0 else _ask(store, rank, limit)
 

@@ -23,7 +23,7 @@ class Gradients:
     windows: ModelWindows
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo the scaling of float16 training, before gradients are looked at."""
+        """Undo the scaling of float16 training, before gradients are read."""
         scaler = self.precision.scaler
         if scaler is None:
             return

@@ -21,7 +21,7 @@ HEALTHY = 0
 
 
 def heal(prepared: Prepared, communicator: Communicator, lagging: Sequence[int]) -> None:
-    """Bring everything that is prepared on the ``lagging`` ranks into the state of rank 0. Collective."""
+    """Copy all prepared state of rank 0 to the ``lagging`` ranks. Collective."""
     is_source, lags = communicator.rank == HEALTHY, communicator.rank in lagging
     structure, tensors = encode(shared_state(prepared)) if is_source else (None, {})
     told = json.dumps([structure, [_described(*item) for item in tensors.items()]]) if is_source else ""

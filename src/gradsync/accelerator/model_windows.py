@@ -1,5 +1,4 @@
-"""Decides which micro-batch ends a window: counted separately for every set of models, unless one count is to be
-shared.
+"""Decides which micro-batch ends a window: counted separately for every set of models, unless they share one count.
 
 A generator and a discriminator that accumulate in the same loop have one window each; neither shortens the other's. The
 last batch of the loader being iterated ends all windows, whatever their count.
@@ -134,7 +133,7 @@ class ModelWindows:
         return all(synchronizer.window.may_zero for synchronizer in synchronizers)
 
     def counts(self, synchronizers: Sequence[Synchronizer]) -> list[tuple[list[int], int]]:
-        """How far each set of models is in its window, by places in ``synchronizers``."""
+        """The position of each set of models in its window, by index in ``synchronizers``."""
         place = {id(synchronizer): number for number, synchronizer in enumerate(synchronizers)}
         return [
             (sorted(place[key] for key in keys), count)
@@ -143,13 +142,13 @@ class ModelWindows:
         ]
 
     def load_counts(self, synchronizers: Sequence[Synchronizer], counts: Sequence[tuple[list[int], int]]) -> None:
-        """Go on where :meth:`counts` was called."""
+        """Continue from the result of :meth:`counts`."""
         self.forget()
         for places, count in counts:
             self._counts[tuple(sorted(id(synchronizers[place]) for place in places))] = count
 
     def forget(self) -> None:
-        """Begin all windows anew."""
+        """Restart all windows."""
         self._counts.clear()
         self._ends.clear()
         self._state.sync_gradients = True

@@ -17,7 +17,7 @@ CHOICES = {
 
 
 def require_steps(name: str, steps: object) -> None:
-    """``name``: by which the caller has given the number."""
+    """``name``: the argument through which the caller passed the number."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"{name} must be a whole number of at least 1, got {steps!r}")
 

@@ -84,7 +84,7 @@ class PreparedModels:
         return {"policy": dataclasses.replace(policy, reduction=copy.deepcopy(policy.reduction))}
 
     def regroup(self) -> None:
-        """Go on with the ranks that the world has now. Collective among them."""
+        """Continue with the world's current ranks. Collective among them."""
         for wrapper in self.attachments:
             if not isinstance(wrapper, DistributedDataParallel):
                 raise ConfigurationError(

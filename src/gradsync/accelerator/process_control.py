@@ -36,7 +36,7 @@ class ProcessControl:
         self.environment = environment
 
     def go_on_with(self, communicator: Communicator) -> None:
-        """Be one of the ranks of ``communicator`` from now on, instead of those of before."""
+        """Become one of the ranks of ``communicator``, instead of the previous ranks."""
         self.communicator = communicator
         self.environment = replace(self.environment, rank=communicator.rank, world_size=communicator.world_size)
 

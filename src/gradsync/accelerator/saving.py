@@ -69,7 +69,7 @@ class Saving(ProcessControl):
         return has_checkpoint(self.communicator, input_dir)
 
     def load_state(self, input_dir: str | Path | None = None, load_kwargs: Any = None, **_: Any) -> None:
-        """Go on where :meth:`save_state` was called, with the same objects prepared in the same order.
+        """Resume from :meth:`save_state`, with the same objects prepared in the same order.
 
         A damaged checkpoint is noticed, and the one before it taken; the main process says so. Without ``input_dir`` it
         is the newest that ``automatic_checkpoint_naming`` has named.

@@ -47,7 +47,7 @@ class PreparedScheduler:
         self.__dict__.update(state)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on, if the optimizers did."""
+        """Advance, if the optimizers stepped."""
         if not self._follows_optimizer or (self._window_ends and self._several is None):
             self.scheduler.step(*args, **kwargs)
         elif self._window_ends:
@@ -63,6 +63,6 @@ class PreparedScheduler:
 
     @property
     def _beyond_the_end(self) -> bool:
-        """Whether a schedule of fixed length is through: several steps a window may overshoot its end."""
+        """Whether a schedule of fixed length is finished: several steps per window may overshoot its end."""
         total = getattr(self.scheduler, "total_steps", None)
         return total is not None and self.scheduler._step_count > total

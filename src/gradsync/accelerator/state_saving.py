@@ -106,7 +106,7 @@ def has_checkpoint(communicator: Communicator, folder: str | Path) -> bool:
 def load_prepared(
     prepared: Prepared, communicator: Communicator, folder: str | Path, *, models: Sequence[Any] | None = None
 ) -> list[str]:
-    """Bring everything into the state of the newest good checkpoint; returns what there is to say. Collective.
+    """Load the newest good checkpoint into all prepared objects; returns the messages to show. Collective.
 
     ``models`` stand for those that were prepared.
     """

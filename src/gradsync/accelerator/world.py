@@ -38,7 +38,7 @@ def connect(
     timeout: timedelta | None = None,
     communicator: Communicator | None = None,
 ) -> "World":
-    """Meet the other ranks. Collective.
+    """Connect to the other ranks. Collective.
 
     The ranks are those of ``communicator``, else of :func:`gradsync.testing.run_ranks` if this is one of its threads,
     else of the default process group if there is one, else those of ``environment``. Only in the last case a process
@@ -55,7 +55,7 @@ def connect(
 
 
 def unmet(environment: ProcessEnvironment, *, cpu: bool = False) -> "World":
-    """A rank that has not met the others yet: a world of one, that is to have more, and may have others later on."""
+    """A rank that has not connected yet: a world of one that will have more ranks, and perhaps different ones later."""
     if dist.is_available() and dist.is_initialized():
         raise ConfigurationError(
             "there is a process group already, whose ranks cannot change. Elastic ranks make a new one whenever they "
@@ -126,7 +126,7 @@ def _choose_device(environment: ProcessEnvironment, cpu: bool) -> torch.device:
 
 
 def agree_on_backend(store: Any, environment: ProcessEnvironment, device: torch.device) -> str:
-    """NCCL needs a GPU of its own for every rank of a host, and all ranks must choose the same backend."""
+    """NCCL needs one GPU per rank of a host, and all ranks must choose the same backend."""
     on_gpu = device.type == "cuda"
     # NCCL's own name for the host: ranks of different hosts may share a GPU, as in the lab.
     host = os.environ.get("NCCL_HOSTID", "")
@@ -227,7 +227,7 @@ class World(ProcessControl):
         return {"communicator": self.communicator}
 
     def destroy_process_group(self) -> None:
-        """Destroy the default process group, whoever has made it."""
+        """Destroy the default process group, no matter who created it."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False

@@ -56,7 +56,7 @@ class FileRecord(TypedDict):
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write ``path``. It is there in full and on the disk when this returns, and not at all when this raises.
+    """Write ``path``. When this returns, the file is complete and on disk; when it raises, it does not exist.
 
     Its entry in the folder is only on the disk after :func:`fsync_directory`, once for many files.
     """
@@ -97,7 +97,7 @@ def verify_file(path: Path, record: FileRecord) -> None:
 
 
 def read_verified(path: Path, record: FileRecord) -> bytes:
-    """The bytes of a small file. Those that were hashed, not those of a second look."""
+    """The bytes of a small file: those that were hashed, not those of a second read."""
     return b"".join(_verified_chunks(path, record))
 
 
@@ -108,7 +108,7 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """What ``data``, read from ``path``, says."""
+    """Parse ``data``, which was read from ``path``."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ def _verified_chunks(path: Path, record: FileRecord) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """A file that the disk does not give is as good as a damaged one: an older checkpoint may be readable."""
+    """Opens a file. One that the disk cannot read is as bad as a damaged one: an older checkpoint may be readable."""
     try:
         with open(path, "rb") as file:
             yield file

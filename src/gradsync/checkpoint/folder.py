@@ -100,7 +100,7 @@ class CheckpointFolder:
     # -- save ---------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, shared: Any, own: Any, facts: dict[str, Any]) -> Path:
-        """Write the checkpoint of ``step``, in the place of one that may be there. Collective; returns its folder.
+        """Write the checkpoint of ``step``, replacing an existing one. Collective; returns its folder.
 
         ``shared`` and ``facts``, which is JSON, are taken from rank 0; ``own`` from every rank. If this raises, it
         raises on all ranks, and all checkpoints are as before.
@@ -171,7 +171,7 @@ class CheckpointFolder:
     # -- load ---------------------------------------------------------------------------------------------------------
 
     def load(self, step: int | None = None) -> Loaded | None:
-        """The newest checkpoint in which all ranks find every file as it was written. Collective.
+        """Load the newest checkpoint in which all ranks find every file as it was written. Collective.
 
         None if there is no checkpoint at all. If the newest is damaged, the one before is taken, and ``notes`` says
         so; if all are, :class:`CorruptFileError` says what is wrong with each. With ``step``, that one or an error.

@@ -46,7 +46,7 @@ def find_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def create_hidden(root: Path, step: int) -> Path:
-    """A new folder for the checkpoint of ``step``. Nobody else knows its name. What is left of others makes room."""
+    """Create a folder for the checkpoint of ``step``, with a unique name. Leftovers of others are deleted."""
     sweep(root)
     folder = _hidden(root, "writing", step)
     folder.mkdir(parents=True)
@@ -80,7 +80,7 @@ def remove_old(root: Path, *, keep: int, newest: int) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove what writers that were killed have left, and bring back what they were about to replace."""
+    """Delete what killed writers have left, and restore what they were about to replace."""
     for path, match in _matching(root, HIDDEN):
         final = root / step_name(int(match[2]))
         with _warning_of(path):

@@ -71,10 +71,10 @@ def agree_on_absent(communicator: Communicator, absent: Iterable[int], count: in
 
 
 def make_together(communicator: Communicator, what: str, make: Callable[[], T]) -> T:
-    """What ``make`` returns, if it can on all ranks; else ConfigurationError on all of them. Collective.
+    """The result of ``make``, if it succeeds on all ranks; otherwise ConfigurationError on all of them. Collective.
 
-    ``make`` may fail on one rank alone, so it must not wait for another one that may have failed in it. ``what`` is
-    what the rank could not do then, in words; a ConfigurationError says so itself.
+    ``make`` may fail on a single rank, so it must not wait for another rank, which may have failed in it. ``what`` says
+    what the rank could not do then; a ConfigurationError says so itself.
     """
     made: list[T] = []
     reason = b""

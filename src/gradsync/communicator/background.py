@@ -24,7 +24,7 @@ __all__ = ["AtWait", "Background", "GivenUpError", "Numbering", "Task", "call_ba
 
 # Seconds before the thread begins: more than it takes to get from the start of a collective to the wait for it.
 HEAD_START = 100e-6
-# How often whoever waits for another thread's collective looks whether it has been given up.
+# How often a thread that waits for another thread's collective checks whether it has been given up.
 LOOK_SECONDS = 0.5
 
 
@@ -76,7 +76,7 @@ class Task:
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when it has ended, on the thread that ran it, or now if it has.
 
-        What is at leisure stays so: who only looks on must not change what is to be seen.
+        A lazy task stays lazy: an observer must not change what it observes.
         """
         self._callbacks.append(callback)
         if self.ended:
@@ -88,7 +88,7 @@ class Task:
         error = self._error
         if error is not None:
             if not isinstance(error, Exception):
-                # An interrupt is raised once. Whoever waits again learns what it has broken.
+                # An interrupt is raised once. The next wait raises what it has broken.
                 self._error = GivenUpError()
             raise error
 
@@ -109,7 +109,7 @@ class Task:
             self._call_back()
 
     def _hurry(self) -> None:
-        """Somebody asks for the end but does not wait: what was at leisure must come to it by itself."""
+        """Somebody asks whether it is done but does not wait: a lazy task must complete without a waiter."""
         if not self._hurries:
             self._hurries = True
             self._queue.wake()
@@ -134,7 +134,7 @@ class _Queue:
         self._stage_thread: int | None = None
         self._stage_numbering: Numbering | None = None
         self.given_up = False
-        # Of what is at leisure in it: see sweeper.py.
+        # For lazy tasks: see sweeper.py.
         self.is_looked_after = False
 
     @property
@@ -181,10 +181,10 @@ class _Queue:
                 "a stage waits for a collective that was started after the stage, and so comes after it: each would "
                 "wait for the other. Start it before, or chain it to the stage with then()"
             )
-        # First, so that the alarm of what is added meanwhile stays.
+        # First, so that the timer of tasks added in the meantime stays set.
         self._alarm.call_off()
         if self._closed:
-            # That alarm was not for this.
+            # That timer was not for this.
             self._alarm.set(0.0)
         try:
             while not task.ended:
@@ -239,11 +239,11 @@ class Background:
         weakref.finalize(self, _Queue.close, self._queue)
 
     def start(self, run: Callable[[], None], *, place: Numbering | None = None, lazy: bool = False) -> Task:
-        """Have ``run`` called after all that was started before it; the task's ``wait`` raises what it raised.
+        """Call ``run`` after everything that was started before it; the task's ``wait`` raises what it raised.
 
-        What is ``lazy`` does not wake the thread: it runs with what is started after it, when it is waited for,
-        or after a while. That is right for a small message, which costs less than the waking. With a ``place`` it is a
-        stage: what it starts here is run at once.
+        A ``lazy`` task does not wake the thread: it runs with what is started after it, when it is waited for, or after
+        a while. That suits a small message, which costs less than the wake-up. With a ``place`` it is a stage: what it
+        starts here runs at once.
         """
         if self._thread is None:
             self.begin()

@@ -64,7 +64,7 @@ class Handle(Protocol):
     """A collective in flight, or a stage."""
 
     def wait(self) -> None:
-        """Return when the result may be used, or raise why there is none. Any number of times, on any thread."""
+        """Return when the result may be used, or raise the error. Any number of times, on any thread."""
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return or raise at once. Never blocks and never raises.
@@ -73,21 +73,23 @@ class Handle(Protocol):
         """
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the collective has ended, well or not, on whatever thread ends it; now if it has.
+        """Call ``callback`` when the collective has completed or failed, on the thread that completes it; at once if it
+        has.
 
-        On CUDA it is called on the host when the collective is ordered, with the current stream ordered after it. It
-        must be quick, and start no collective: only stages have a place in the order.
+        On CUDA it is called on the host when the collective has been ordered, with the current stream ordered after it.
+        It must be quick and start no collective: only stages have a place in the order.
         """
 
     def then(self, stage: "Stage") -> "Handle":
-        """Have ``stage`` called after this collective and before any that is started later on the communicator.
+        """Call ``stage`` after this collective and before any that is started later on the communicator.
 
-        What it starts on the communicator has its place in the order. The handle is done when the stage is and the
-        handle that it returned, if any; it raises the error of this collective, of the stage, or of what it returned.
+        Collectives that the stage starts on the communicator take the stage's place in the order. The handle is done
+        when the stage is done, and the handle that it returned, if any; it raises the error of this collective, of the
+        stage, or of the returned handle.
         """
 
     def describe(self) -> str:
-        """In words, for errors and logs: ``collective 12 (all_reduce sum of 1000 × torch.float32)``."""
+        """Text for errors and logs: ``collective 12 (all_reduce sum of 1000 × torch.float32)``."""
 
 
 Stage = Callable[[], Handle | None]
@@ -112,20 +114,20 @@ class Communicator(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where small messages about the gradients, as opposed to gradients, may lie."""
+        """The device for small messages about the gradients, as opposed to the gradients themselves."""
 
     @property
     def failure(self) -> GradsyncError | None:
-        """The first failure, after which nothing can be started any more."""
+        """The first failure, after which nothing more can be started."""
 
     def averages(self, device: torch.device) -> bool:
-        """Whether ``op="average"`` costs nothing over ``op="sum"`` for tensors there.
+        """Whether ``op="average"`` costs no more than ``op="sum"`` for tensors on that device.
 
-        Where it does not, gradients are divided while they land in the bucket, which is a pass saved.
+        If it does cost more, gradients are divided while they are copied into the bucket, which saves a pass.
         """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of zeros in memory that the wire can read directly."""
+        """A flat tensor of zeros, in memory that the communicator can read directly."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
         """Combine ``tensor`` over all ranks, in place. All ranks end with the same bits."""
@@ -136,7 +138,7 @@ class Communicator(Protocol):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, counts: Counts = None) -> Handle:
         """Put the flat ``tensor`` of every rank, in rank order, into the flat ``output``.
 
-        Rank r brings ``counts[r]`` elements, which may be none; by default all bring the same number.
+        Rank r contributes ``counts[r]`` elements, which may be zero; by default all contribute the same number.
         """
 
     def reduce_scatter(
@@ -144,7 +146,7 @@ class Communicator(Protocol):
     ) -> Handle:
         """Combine the flat ``tensor`` over all ranks and keep this rank's share in ``output``.
 
-        Shares lie in rank order; that of rank r has ``counts[r]`` elements, which may be none; by default all are
+        Shares are in rank order; that of rank r has ``counts[r]`` elements, which may be zero; by default all are
         equal.
         """
 
@@ -155,15 +157,16 @@ class Communicator(Protocol):
         output_counts: Counts = None,
         input_counts: Counts = None,
     ) -> Handle:
-        """Send a part of the flat ``tensor`` to every rank, and put theirs, in rank order, into the flat ``output``.
+        """Send one part of the flat ``tensor`` to every rank, and put the parts received, in rank order, into flat
+        ``output``.
 
         Rank r gets ``input_counts[r]`` elements and sends ``output_counts[r]``; by default parts are equal. What one
         rank expects from another must be what that one sends.
         """
 
     def abort(self, reason: str) -> None:
-        """Give the communicator up: what runs or is started later here raises WireLostError with ``reason``.
+        """Give the communicator up: what runs or is started here later raises WireLostError with ``reason``.
 
-        Where the wire can tell the other ranks, they raise an error that names this one; else they run into their
-        timeout. Never waits for anybody, from any thread, any number of times.
+        If the transport can notify the other ranks, they raise an error that names this one; otherwise they run into
+        their timeout. Never blocks; may be called from any thread, any number of times.
         """

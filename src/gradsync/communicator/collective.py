@@ -113,7 +113,7 @@ class Fate:
         # Those that a device is at, where somebody watches and the backend tells. Else None.
         self.outstanding: Outstanding | None = None
         self.device_timeout = math.inf
-        # Who may know more of the other ranks than the wire does: it gets the story of a failure, and completes it.
+        # May know more about the other ranks than the communicator does: it gets a failure message, and completes it.
         self.witness: Callable[[str], str] | None = None
 
     def next_place(self) -> int:
@@ -131,7 +131,7 @@ class Fate:
     def flag(self) -> torch.Tensor:
         """A number in host memory that devices can read: 1.0 once there is a failure, and before anything is aborted.
 
-        A copy to the device that is queued behind a collective therefore tells whether the collective was aborted.
+        So a copy to the device that is queued behind a collective tells whether the collective was aborted.
         """
         if self._flag is None:
             self._flag = torch.zeros((), pin_memory=torch.cuda.is_available())
@@ -233,7 +233,7 @@ class Collective:
             self.work.wait()
         except BaseException as error:
             explained = self.wire.explain(self, error)
-            # An interruption is raised once: whoever waits again learns what it has broken.
+            # An interruption is raised once: the next wait raises what it has broken.
             self._error = explained if isinstance(explained, Exception) else None
             if explained is error:
                 raise
@@ -321,7 +321,7 @@ class StageHandle(Collective):
             return stage()
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, GivenUpError):
-                # Who waits meanwhile gets this, not what it does to the wire.
+                # A thread that waits meanwhile gets this error, not its effect on the communicator.
                 self._error = error
             # The others may be in what the stage would have started.
             self.wire.abort(f"{self.describe()} raised {type(error).__name__}: {error}")

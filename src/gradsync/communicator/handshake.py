@@ -69,11 +69,11 @@ class HandshakeServer:
             connection.close()
 
     def wait(self, seconds: float) -> bool:
-        """Whether all have come by then."""
+        """Whether all peers have connected by then."""
         return self._all_came.wait(seconds)
 
     def take_peers(self) -> dict[int, tuple[socket.socket, Credentials]]:
-        """By rank. Whoever calls closes them."""
+        """The sockets, by rank. The caller must close them."""
         peers, self.peers = self.peers, {}
         return peers
 

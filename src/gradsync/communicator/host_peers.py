@@ -93,9 +93,10 @@ class HostPeers:
             connection.settimeout(seconds)
 
     def _meet(self, communicator: Communicator) -> None:
-        """Step by step, and no step waits for anybody: ranks agree on how it went before they begin the next.
+        """In steps, none of which waits for a peer: ranks agree on the outcome of one before they begin the next.
 
-        So a rank that cannot go on, because it has no descriptor left or another name space, keeps nobody waiting.
+        So a rank that cannot continue, because it has no descriptor left or a different namespace, leaves nobody
+        waiting.
         """
         with contextlib.ExitStack() as opened:
             door, mine = make_together(communicator, "make a Unix socket", lambda: self._open_door(opened))
@@ -121,7 +122,7 @@ class HostPeers:
             self.process_ids[peer] = caller.process
 
     def _accept(self, door: HandshakeServer) -> None:
-        """All ranks after this one, who have connected and said who they are by now. See [Note: strangers]."""
+        """Accept all ranks after this one, which have connected and authenticated by now. See [Note: strangers]."""
         if not door.wait(PATIENCE_SECONDS) or door.missing:
             names = listed([self.name(peer) for peer in sorted(door.missing)])
             raise ConnectionError(f"{names} did not come, or not as the user of this one")

@@ -110,7 +110,7 @@ class InProcessWorld:
         return self._turns.taken()
 
     def fail(self, rank: int, cause: BaseException) -> None:
-        """Tell everybody who waits, now or later, that ``rank`` is gone."""
+        """Make everyone who waits, now or later, learn that ``rank`` is gone."""
         self.tell(WireLostError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
 
     def tell(self, failure: WireLostError) -> None:
@@ -225,7 +225,7 @@ class InProcessCommunicator(Wire):
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if self.world_size == 1:
-            # Whoever is alone has the result already.
+            # A rank that is alone has the result already.
             over = _Joined(self.world, _Round(is_over=True), self.rank, collective)
             return self._issue(collective, lambda: over)
         return self._join(collective, tensor, tensor, lambda tensors: [_combined(tensors, op)] * len(tensors))

@@ -79,7 +79,7 @@ class _Cut:
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
 def _cut_shares(counts: tuple[int, ...], most: int) -> _Cut:
-    """Shares of these sizes, in parts of at most so many elements."""
+    """Shares of these sizes, in parts of at most that many elements."""
     largest, offsets = max(counts), tuple(offsets_of(counts))
     part = max(1, min(largest, most))
     return _Cut(starts=offsets[:-1], ends=offsets[1:], part=part, parts=-(-largest // part))

@@ -96,7 +96,7 @@ class PeerLink:
             exchange.give_up()
 
     def exchange(self, collective: Collective, messages: int, place: Numbering) -> "Exchange":
-        """The messages of ``collective``, at most so many each way with every peer."""
+        """The messages of ``collective``, at most that many each way with every peer."""
         tags = place if isinstance(place, TaggedNumbering) else self._tags
         return Exchange(self, collective, tags.take(messages))
 
@@ -177,7 +177,7 @@ class Exchange:
             end_wait(message.work)
 
     def finish(self) -> None:
-        """Wait for every message that was not waited for."""
+        """Wait for every message that has not been waited for."""
         for message in self._receives:
             message.wait()
         self.finish_sends()

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 SUMMED = SUMMED_BY_TORCH - {torch.int16}
 # No collective and no exchange of ours has it.
 LAST_TAG = (1 << 31) - 1
-# How often whoever waits for Gloo looks whether the wire was lost meanwhile.
+# How often a thread that waits for Gloo checks whether the communicator has been lost.
 LOOK = timedelta(seconds=LOOK_SECONDS)
 # With it torch has no watchdog, and its host waits in the handle.
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -262,7 +262,7 @@ class ProcessGroupCommunicator(Wire):
         return all(os.environ.get(name, "0") in ("", "0") for name in BLOCKING_WAIT)
 
     def _list(self, collective: Collective) -> None:
-        """Have those who watch know that the device has yet to finish it."""
+        """Add the collective to those that the device has yet to finish, for the watch."""
         assert isinstance(collective.work, DeviceWork)
         try:
             outcome = collective.work.outcome()

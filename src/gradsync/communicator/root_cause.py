@@ -46,7 +46,7 @@ _unanswered: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def find_root_cause(group: Any, story: str) -> str:
-    """``story``, with what the first rank of ``group`` to fail has said, unless this is the first."""
+    """The message ``story``, followed by that of the first rank of ``group`` that failed, unless this is the first."""
     circle = _circles.get(group)
     root, key = (group, KEY) if circle is None else (circle.group, circle.key)
 
@@ -62,7 +62,7 @@ def find_root_cause(group: Any, story: str) -> str:
 
 
 def begin_anew(group: Any) -> None:
-    """The first communicator over ``group`` is made: no word of an earlier group is one of this."""
+    """The first communicator over ``group`` is created: delete messages of earlier groups."""
     if group not in _circles:
         _take_away(group, KEY)
 

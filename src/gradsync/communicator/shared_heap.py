@@ -165,7 +165,7 @@ class Heap:
         self.shortage = f"cannot share {nbytes} bytes of memory with the other ranks of its host ({why})"
 
     def find(self, tensor: torch.Tensor) -> Location | None:
-        """Where ``tensor`` lies in this memory, or None if it lies elsewhere."""
+        """The place of ``tensor`` in this memory, or None if it is elsewhere."""
         address = tensor.data_ptr()
         starts, segments = self._index
         number = bisect.bisect_right(starts, address) - 1

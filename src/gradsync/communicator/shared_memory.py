@@ -126,7 +126,7 @@ class SharedMemoryCommunicator(Wire):
         return torch.zeros(numel, dtype=dtype) if memory is None else memory.view(dtype)
 
     def close(self) -> None:
-        """Let go of the other ranks. They notice if they still need this one."""
+        """Disconnect from the other ranks, which notice if they still need this one."""
         if self._background is not None:
             self._background.close()
         self._peers.close()
@@ -137,7 +137,7 @@ class SharedMemoryCommunicator(Wire):
     def _fail(self, failure: GradsyncError) -> None:
         super()._fail(failure)
         self._signals.give_up(str(failure))
-        # The others learn now that this rank will not come any more, and whoever waits here that it need not.
+        # Tell the others now that this rank will not come any more, and release threads that wait here.
         self._peers.close()
 
     # -- the collectives ------------------------------------------------------------------------------------------

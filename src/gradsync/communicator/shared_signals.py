@@ -101,7 +101,7 @@ class Signals:
         return (world_size + 3) * LINE_BYTES + REASON_BYTES
 
     def watch(self) -> None:
-        """From now on the end of a peer is noticed. All ranks have initialized their semaphores by then."""
+        """Notice the exit of peers from now on. All ranks have initialized their semaphores by then."""
         self._peers.watch(self._note_end)
 
     def _note_end(self, peer: int) -> None:
@@ -139,7 +139,7 @@ class Signals:
     # -- meeting ------------------------------------------------------------------------------------------------------
 
     def meet(self, describe: Callable[[], str]) -> None:
-        """Return when all ranks have come here. What each wrote before is then seen by all."""
+        """Return when all ranks have arrived. Everything that each wrote before is then visible to all."""
         self._own_posts.value += 1
         for semaphore in self._theirs:
             semaphore.post()

@@ -37,7 +37,7 @@ ABORT_SECONDS = 5.0
 SETTLE_SECONDS = 0.5
 LOOK_SECONDS = 1e-3
 GLOO_THREAD = "pt_gloo_runloop"
-# When so many have come together, those that have ended are let go of.
+# When this many have accumulated, the completed ones are released.
 MOST_KEPT = 64
 
 
@@ -48,7 +48,7 @@ class Leaver(Protocol):
         """Called in a forked child."""
 
     def leave(self, seconds: float) -> None:
-        """Called at the end: have no thread at work any more, within ``seconds``."""
+        """Called at exit: stop all threads, within ``seconds``."""
 
 
 # In the order in which they were made.
@@ -56,7 +56,7 @@ _wires: "weakref.WeakKeyDictionary[Leaver, None]" = weakref.WeakKeyDictionary()
 
 
 def keep_track(wire: Leaver) -> None:
-    """Have ``wire`` told when this process forks, and when it ends."""
+    """Notify ``wire`` when this process forks, and when it exits."""
     _wires[wire] = None
 
 
@@ -69,7 +69,7 @@ class UnderWay:
         self._numbers = itertools.count()
 
     def begin(self, is_done: Callable[[], bool], tensors: tuple[torch.Tensor, ...]) -> int:
-        """Keep ``tensors`` until :meth:`end`, or until it is done and others have come."""
+        """Keep ``tensors`` until :meth:`end`, or until they are done and others have been added."""
         if len(self._tensors) >= MOST_KEPT:
             for number, (ended, _) in list(self._tensors.items()):
                 if ended():
@@ -82,7 +82,7 @@ class UnderWay:
         self._tensors.pop(number, None)
 
     def left(self) -> Iterator[torch.Tensor]:
-        """The tensors of those that are not done."""
+        """The tensors of collectives that are not done."""
         for is_done, tensors in list(self._tensors.values()):
             if not is_done():
                 yield from tensors
@@ -92,13 +92,13 @@ _under_way: list[UnderWay] = []
 
 
 def keep_for_good(under_way: UnderWay) -> UnderWay:
-    """Have what is left in it at the end of the process kept."""
+    """Keep its remaining tensors alive past the end of the process."""
     _under_way.append(under_way)
     return under_way
 
 
 def never_let_go(thing: object) -> None:
-    """Keep it beyond the end of the interpreter, which then does not run its destructor."""
+    """Keep an object alive past the end of the interpreter, which then does not run its destructor."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
@@ -106,14 +106,14 @@ _awaited: list[threading.Thread] = []
 
 
 def await_at_end(thread: threading.Thread) -> None:
-    """Have the end of the process wait for a thread that comes back from C++ within seconds."""
+    """Join this thread, which returns from C++ within seconds, when the process exits."""
     _awaited[:] = [each for each in _awaited if each.is_alive()]
     _awaited.append(thread)
 
 
 @atexit.register
 def leave_all() -> None:
-    """See [Note: the end]."""
+    """Shuts down all communicators. See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     # A wire over others was made after them. It goes first: as long as its thread is at work, it begins theirs anew.
     for wire in reversed(list(_wires)):

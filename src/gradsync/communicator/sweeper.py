@@ -52,7 +52,7 @@ class _Sweeper:
             self._queues[queue] = None
             if self._thread is None:
                 thread = threading.Thread(target=self._walk, name="gradsync sweeper", daemon=True)
-                # Where there can be no further thread, who waits for a collective still runs it.
+                # If no further thread can start, the thread that waits for a collective still runs it.
                 with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
@@ -78,7 +78,7 @@ class _Sweeper:
             self._look_at_all()
 
     def _look_at_all(self) -> None:
-        # By itself: a thread that sleeps must hold no queue, which would outlive its wire.
+        # In a separate call: a sleeping thread must hold no queue, which would outlive its communicator.
         with self._lock:
             for queue, seen in list(self._queues.items()):
                 self._look(queue, seen)
@@ -113,11 +113,11 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def look_after(queue: Queue) -> None:
-    """From now on, until nothing is left in ``queue``."""
+    """Sweep ``queue`` from now on, until it is empty."""
     _sweeper.look_after(queue)
 
 
 def flush_lazy() -> None:
-    """Called before this thread goes to sleep in a collective: what others have started at leisure is moved on."""
+    """Called before this thread sleeps in a collective: runs the lazy collectives that others have started."""
     if _sweeper._queues:
         _sweeper.flush_lazy()

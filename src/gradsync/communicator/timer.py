@@ -21,13 +21,13 @@ class Timer(Protocol):
     """A timer that any thread may set, any number of times; one thread waits for it."""
 
     def set(self, seconds: float) -> None:
-        """Go off in ``seconds``."""
+        """Fire in ``seconds``."""
 
     def call_off(self) -> None:
-        """Do not go off, if that is still possible. The thread may be woken all the same."""
+        """Cancel the timer, if that is still possible. The thread may be woken all the same."""
 
     def wait(self) -> None:
-        """Return when it has gone off."""
+        """Return when the timer has fired."""
 
 
 def make_timer() -> Timer:

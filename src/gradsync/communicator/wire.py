@@ -144,9 +144,9 @@ class Wire:
         self._tell_once(reason)
 
     def lose(self, story: str) -> None:
-        """Ranks are known to be gone by other ways than this wire: what runs here raises WireLostError with ``story``.
+        """Other ranks are known to be gone from an outside source: raise WireLostError with ``story`` here.
 
-        As :meth:`abort`, it never waits for anybody, and may be called from any thread.
+        Like :meth:`abort`, it never blocks, and may be called from any thread.
         """
         if self._is_forked:
             return
@@ -361,9 +361,9 @@ class Wire:
             self._background.give_up()
 
     def after_fork(self) -> None:
-        """In a forked child: the wire is its parent's, which must not notice that there is another end of it.
+        """In a forked child: the communicator belongs to the parent, which must not notice the child's copy of it.
 
-        A rank that is alone has nobody to meet, and goes on in the child.
+        A rank that is alone has no peers, and continues in the child.
         """
         if self.world_size == 1:
             return
@@ -376,7 +376,7 @@ class Wire:
         )
 
     def leave(self, seconds: float) -> None:
-        """At the end of the process: no thread of this wire is at work afterwards. See shutdown.py."""
+        """At process exit: stops this communicator's threads. See shutdown.py."""
         if self._is_forked or self._background is None:
             return
         if self._background.busy:

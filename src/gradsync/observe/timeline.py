@@ -1,4 +1,4 @@
-"""An observer that writes down when each bucket was ready, started and finished, and says what that means."""
+"""An observer that records when each bucket was ready, started and finished, and explains what that means."""
 
 import functools
 import time
@@ -23,9 +23,9 @@ Marks = list[tuple[str, tuple[int, int] | None, Any]]
 
 @dataclass(kw_only=True)
 class BucketTimes:
-    """One bucket's walk, in seconds since the backward began.
+    """The path of one bucket, in seconds since the backward began.
 
-    ``reduced`` is when the wire was done with it, ``finish`` when the engine had waited for it.
+    ``reduced`` is when its collective was complete, ``finish`` when the engine had waited for it.
     """
 
     index: int
@@ -49,7 +49,7 @@ class GatherTimes:
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """One synchronized backward, and the gathers since the one before, of a sharded optimizer."""
+    """One synchronized backward, with the gathers of a sharded optimizer since the previous one."""
 
     buckets: list[BucketTimes] = field(default_factory=list)
     gathers: list[GatherTimes] = field(default_factory=list)
@@ -70,8 +70,8 @@ class StepTimes:
 class Timeline:
     """Records every synchronized backward: ``DistributedDataParallel(model, observer=Timeline())``.
 
-    On the CPU times are read from the clock. On CUDA the host runs ahead of the device, so events are recorded on the
-    stream and read when :attr:`steps` is asked for.
+    On the CPU, times are read from the clock. On CUDA the host runs ahead of the device, so events are recorded on the
+    stream and read when you access :attr:`steps`.
     """
 
     def __init__(self, *, keep: int = 100) -> None:
@@ -92,11 +92,11 @@ class Timeline:
 
     @property
     def last(self) -> StepTimes | None:
-        """The step that was recorded last."""
+        """The most recently recorded step."""
         return _read(*self._recorded[-1]) if self._recorded else None
 
     def take(self) -> list[StepTimes]:
-        """:attr:`steps`, which are forgotten."""
+        """Return :attr:`steps`, and forget them."""
         recorded, self._recorded = self._recorded, []
         return [_read(*marks) for marks in recorded]
 

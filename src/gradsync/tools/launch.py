@@ -1,7 +1,7 @@
-"""Ranks as processes: started with torchrun's environment, waited for, ended; a failure names its rank.
+"""Ranks as processes: starts them with torchrun's environment, waits for them, ends them; errors name the rank.
 
-A rank is forked from this process and dies with it, also if it is killed; it may then :func:`become` another program.
-It is the leader of a process group of its own, so that what it started can be ended with it.
+A rank is forked from this process and dies with it, even if this process is killed; it may then :func:`become` another
+program. It leads its own process group, so that everything it started can be ended with it.
 """
 
 import ctypes
@@ -127,9 +127,9 @@ class Failure:
 
 @contextmanager
 def standalone(ranks: int, restarts: tuple[int, int] = (0, 0)) -> Iterator[list[RankPlace]]:
-    """The places of so many ranks on this machine, as ``torchrun --standalone`` makes them.
+    """The places of that many ranks on this machine, as ``torchrun --standalone`` makes them.
 
-    They meet at a store that is open to this machine only. This process holds it meanwhile, so it outlives every rank.
+    They rendezvous at a store that is open to this machine only. This process holds it, so it outlives every rank.
     ``restarts`` tells them how often they were started before, and how often they may be.
     """
     listener = socket.create_server((LOOPBACK, 0))
@@ -167,9 +167,9 @@ class _Process:
 
 
 class RankProcesses:
-    """The processes of one program. Leaving the context ends those that still run, and all that they started.
+    """The processes of one program. Leaving the context ends those still running, and everything they started.
 
-    ``grace``: seconds that a rank may take to end by itself once it was asked to.
+    ``grace``: seconds that a rank may take to exit by itself once it has been asked to.
     """
 
     def __init__(self, grace: float = GRACE_SECONDS) -> None:
@@ -212,7 +212,7 @@ class RankProcesses:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def wait(self, timeout: float = math.inf) -> Failure | None:
-        """Until all have ended with 0, one has failed, or a signal was noted. The one that failed is returned."""
+        """Until all have exited with 0, one has failed, or a signal was noted. Returns the one that failed."""
         deadline = time.monotonic() + timeout
         while self._running() and not self.signals:
             self._await_ends(min(deadline - time.monotonic(), self._tick))
@@ -238,7 +238,7 @@ class RankProcesses:
 
     @property
     def count(self) -> int:
-        """Ranks that have not been seen to end."""
+        """Ranks not yet seen to exit."""
         return len(self._running())
 
     def processes(self) -> dict[int, int]:
@@ -246,9 +246,9 @@ class RankProcesses:
         return {process.place.rank: process.pid for process in self._processes}
 
     def tell(self, number: signal.Signals, *, pause: float = 0.0) -> None:
-        """Send a signal to all ranks that still run, each with a ``pause`` to obey it before the next one.
+        """Send a signal to all ranks still running, each with a ``pause`` to obey it before the next.
 
-        One that is stopped is woken: it could not obey, and the others would wait for it to the end of the grace.
+        A stopped rank is woken: it could not obey, and the others would wait for it until the end of the grace period.
         """
         for process in self._running():
             process.signal(number)
@@ -274,7 +274,7 @@ class RankProcesses:
         ]
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask all ranks that still run to end, and kill what is left after the grace, also of those that have ended."""
+        """Ask all running ranks to exit, and kill what is left after the grace period, and children of exited ranks."""
         self.tell(number)
         self.running_after(self._grace)
         self.kill()
@@ -285,7 +285,7 @@ class RankProcesses:
         return [process.place for process in self._running()]
 
     def kill(self) -> None:
-        """All that still run, and what those have started that have ended."""
+        """Kill all running ranks, and what exited ones have started."""
         for process in self._processes:
             process.signal(signal.SIGKILL)
         self._await_all(math.inf)
@@ -389,7 +389,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def become(path: str, command: list[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> NoReturn:
-    """Turn this process, a rank, into a program that has nothing to read, and writes here unless there are files."""
+    """Turn this process, a rank, into a program without input, whose output goes here unless files are given."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for number, file in ((1, stdout), (2, stderr)):

@@ -114,7 +114,7 @@ class LighthouseMembership:
         self._url = urlsplit(address)
         if self._url.scheme != "http" or not self._url.hostname or not self._url.port:
             raise ConfigurationError(f"a lighthouse has an address as http://HOST:PORT, got {address!r}")
-        # Another one in every life, so that who comes back is not taken for who was lost.
+        # Different in every run, so that a rank that comes back is not mistaken for the one that was lost.
         self.identity = uuid.uuid4().hex
         self._asking = self._client(address)
         self._beating = self._client(address)

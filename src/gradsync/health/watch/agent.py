@@ -110,7 +110,7 @@ class Agent:
         sampler = self.sampler
         ways = Ways(tell=self._tell, say=self._say, meter=lambda: sampler.meter, models=lambda: len(sampler.models))
         self._pacing = Pacing(plan.members, plan.me, ways)
-        # Held while what is known changes; whoever waits for news waits here.
+        # Held while the state changes; threads that wait for news wait on it.
         self._news = threading.Condition()
         self._selector = selectors.PollSelector()
         self._waker, self._woken = socket.socketpair()
@@ -138,8 +138,9 @@ class Agent:
         self.sampler.add(model)
 
     def guard(self, wire: object) -> None:
-        """See to it that nobody waits on ``wire`` for a rank that has ended. All ranks guard the same, in one order:
-        they know wires by their numbers."""
+        """Guard ``wire``: nobody shall wait on it for a rank that has exited. All ranks guard the same communicators in
+        the same order, because they are identified by number.
+        """
         if not isinstance(wire, Wire):
             return
         if wire.device.type != "cpu":
@@ -149,7 +150,7 @@ class Agent:
         self._guards.add(wire, self.testify)
 
     def testify(self, story: str) -> str:
-        """The story of a failure, with what is known of the ranks that may have caused it."""
+        """The message of a failure, with what is known of the ranks that may have caused it."""
         patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
         with self._news:
             self._news.wait_for(lambda: bool(self._detector.exits or self._suspects()), patience)
@@ -161,12 +162,12 @@ class Agent:
         return f"{words}. {self._name} is in window {own}: {story}" if words else story
 
     def ask_for_dumps(self) -> None:
-        """Have every rank write where it stands."""
+        """Make every rank write its status."""
         self._asks_for_dump = True
         self._wake()
 
     def tell_error(self, words: str) -> None:
-        """This rank has raised, in these words, and may go on or not. The others are told now, and not when it ends."""
+        """Tell the others now, and not when it exits, that this rank has raised, in these words, and may continue."""
         self._raised.append(words)
         self._wake()
 
@@ -184,7 +185,7 @@ class Agent:
         return {"known": words, "others": others}
 
     def leave(self, words: str) -> None:
-        """Say goodbye, and have no thread at work afterwards."""
+        """Say goodbye, and stop the thread."""
         self._farewell = words
         self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -387,7 +388,7 @@ class Agent:
 
     @property
     def _speaks(self) -> bool:
-        """Whether warnings are this rank's to give: when the hub is silent, the first of the others says so."""
+        """Whether this rank gives the warnings: when the hub is silent, the first of the others does."""
         return self._is_hub or self.plan.me == HUB + 1
 
     def _warn_of_errors(self, now: float) -> None:
@@ -409,14 +410,14 @@ class Agent:
             line.send_frame(frame, unless_busy=True)
 
     def _say(self, words: str) -> None:
-        # Who waits for one that has ended is not slow.
+        # A rank that waits for one that has exited is not slow.
         if not self._detector.exits:
             LOGGER.warning("%s", words)
             if self.on_words is not None:
                 self.on_words(words)
 
     def _lose_stranded(self, now: float) -> None:
-        """End what waits for a rank that has ended, unless it has ended by itself meanwhile."""
+        """End waits for a rank that has exited, unless they have ended by themselves."""
         exits = sorted(self._detector.exits.values(), key=sort_key)
         noticed = [(exit_record, self._noticed[exit_record.member]) for exit_record in exits]
         for number, exit_record in self._guards.stranded(noticed, now):
@@ -424,7 +425,7 @@ class Agent:
             self._guards.lose(number, story.rstrip(". "))
 
     def _end_overdue(self, now: float) -> None:
-        """End what a device has been at for as long as the group allows."""
+        """End collectives that a device has been running for as long as the group allows."""
         for overdue in self._guards.overdue(now):
             with self._news:
                 words = self._words()

@@ -1,4 +1,4 @@
-"""Failure detector: turns what was heard from each rank, and when, into a verdict. Pure logic; the time is an argument.
+"""Failure detector: turns what was heard from each rank, and when, into a status. Pure logic; time is an argument.
 
 ===========  ========================================================================  ==============================
 gone         its connection closed without a goodbye: killed, ``os._exit``             an error on ranks waiting for it
@@ -148,7 +148,7 @@ class Detector:
             del self.errors[member]
 
     def wake(self, now: float) -> None:
-        """This rank itself was stopped: that it heard of nobody meanwhile says nothing of them."""
+        """This process itself was stopped: that it heard from nobody meanwhile says nothing about the others."""
         self._last = dict.fromkeys(self._last, now)
 
     def end(self, exit_record: ExitRecord) -> bool:
@@ -161,7 +161,7 @@ class Detector:
         return True
 
     def hear_error(self, member: int, error: RaisedError) -> None:
-        """A rank has raised, and may go on or not."""
+        """A rank has raised, and may continue or not."""
         if member not in self.exits:
             self.errors[member] = error
 
@@ -190,16 +190,16 @@ class Detector:
         self._standings.pop(member, None)
 
     def standing_of(self, member: int, now: float) -> tuple[RankStatus, float]:
-        """The last that was heard of a rank, and how many seconds ago."""
+        """The last status received from a rank, and how many seconds ago."""
         status, at = self._standings.get(member, (NOWHERE, now))
         return status, now - at
 
     def silence_of(self, member: int, now: float) -> float:
-        """For how many seconds nothing was heard of it."""
+        """For how many seconds nothing has been heard from it."""
         return now - self._last.get(member, now)
 
     def suspects(self, now: float) -> list[Suspect]:
-        """Who holds others up, or may."""
+        """The ranks that hold others up, or may."""
         statuses = self._now(now)
         waiting = [rank for rank, each in statuses.items() if _waits(each, WAITING_SECONDS)]
         if not waiting:
@@ -215,7 +215,7 @@ class Detector:
         return sorted(named, key=lambda each: each.member)
 
     def due(self, now: float) -> list[Suspect]:
-        """Those that are to be warned about now: after 5 s, 10 s, 20 s and so on. What has passed leaves no trace."""
+        """The suspects to warn about now: after 5 s, 10 s, 20 s and so on. A suspicion that passes leaves no trace."""
         suspects = self.suspects(now)
         suspected = {each.member for each in suspects}
         self._next_warning = {rank: at for rank, at in self._next_warning.items() if rank in suspected}
@@ -230,7 +230,7 @@ class Detector:
         return due
 
     def _now(self, now: float) -> dict[int, RankStatus]:
-        """The standings of those who live, with what has passed since they were told."""
+        """The status of each live rank, with the time since it was reported."""
         return {
             rank: _aged(status, now - at) for rank, (status, at) in self._standings.items() if rank not in self.exits
         }

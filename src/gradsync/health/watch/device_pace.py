@@ -143,8 +143,9 @@ class DevicePaceMeter(PaceMeter):
         self._unless_failed(self._end_wait)
 
     def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Who is slow is good to know. A device that cannot be asked ends this part alone: if it is lost, training
-        hears so from whatever it asks next."""
+        """Pace is useful but not essential. A device that cannot be asked ends only this part: if it is lost, the
+        training learns of it from its next call.
+        """
         if self._has_failed:
             return
         try:

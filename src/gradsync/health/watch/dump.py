@@ -87,7 +87,7 @@ def _listen(ours: socket.socket, theirs: socket.socket, posts: Callable[[], list
 
 
 def write_dump(posts: list[Agent]) -> None:
-    """Write where this rank stands, if the environment says where to."""
+    """Write this rank's status, if the environment names a folder."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return

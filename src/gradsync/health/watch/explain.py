@@ -58,7 +58,7 @@ def read_dump(path: Path) -> Dump:
 
 
 def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
-    """Where each rank stands, and who waits for whom, in lines."""
+    """The status of each rank, and which rank waits for which, in lines."""
     newest = max(dump.time for dump in dumps)
     old = [dump for dump in dumps if (newest - dump.time).total_seconds() > SAME_REQUEST_SECONDS]
     dumps = [dump for dump in dumps if dump not in old]

@@ -70,8 +70,10 @@ class Guards:
             wire.fate.device_timeout = self._device_timeout
 
     def stranded(self, exits: Sequence[tuple[ExitRecord, float]], now: float) -> Iterator[tuple[int, ExitRecord]]:
-        """Wires on which somebody waits in vain, each with the ending by which it does, of those that were noticed at
-        the given times."""
+        """Communicators on which somebody waits in vain, each with the exit record that causes it.
+
+        Only for exits noticed at the given times.
+        """
         for number, fate in enumerate(self.fates):
             waits = self._waits_on(number, fate)
             guilty = [
@@ -105,7 +107,7 @@ class Guards:
     # -- on a device, where no wait of the host ends by itself ---------------------------------------------------------
 
     def deadline(self) -> float:
-        """When the device will have been at a collective for too long."""
+        """The time at which the device will have been running a collective for too long."""
         limit = self._device_timeout
         return min((started_at + limit for _, started_at, _ in self._on_devices()), default=math.inf)
 
@@ -126,7 +128,7 @@ class Guards:
                 yield number, oldest[0].started_at, oldest[0].describe()
 
     def lose(self, number: int, story: str) -> None:
-        """Whoever waits on the wire raises ``story``, and so does whoever uses it later."""
+        """Raise ``story`` in every wait on the communicator, and in every later use."""
         for wire in self._wires_of(number):
             wire.lose(story)
 

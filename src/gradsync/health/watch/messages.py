@@ -54,7 +54,7 @@ class Member:
 
 
 def where(status: RankStatus) -> str:
-    """Where a rank stands, in a clause: ``in window 8, synchronizing: 2 of 5 buckets started, …``."""
+    """A clause for a rank's status: ``in window 8, synchronizing: 2 of 5 buckets started, …``."""
     if not status.phase:
         return "somewhere before its first window"
     words = f"in window {status.windows + 1}, {status.phase}"
@@ -66,7 +66,7 @@ def where(status: RankStatus) -> str:
 
 
 def ended(members: Sequence[Member], exit_record: ExitRecord) -> str:
-    """Of a rank that is gone, or has left."""
+    """The message for a rank that is gone, or has left."""
     member, at = members[exit_record.member], time.strftime("%H:%M:%S", time.localtime(exit_record.at))
     if exit_record.left and exit_record.words.startswith(RAISED):
         return f"{member} {exit_record.words} [at {at}, {where(exit_record.status)}]. Its own output tells where"
@@ -98,7 +98,7 @@ def sort_key(exit_record: ExitRecord) -> tuple[int, float]:
 
 
 def suspected(members: Sequence[Member], suspect: Suspect, *, is_here: bool) -> str:
-    """Of a rank that holds others up. ``is_here``: its process is one of this machine."""
+    """The message for a rank that holds others up. ``is_here``: its process is on this machine."""
     member = members[suspect.member]
     waiters = [f"rank {members[each].rank}" for each in suspect.waiters]
     if len(waiters) > MOST_NAMED:
@@ -131,7 +131,7 @@ def _missing_step(member: Member, waiters: list[str], suspect: Suspect) -> str:
 
 
 def straggling(members: Sequence[Member], verdict: Verdict) -> str:
-    """Of a rank that all others wait for, in every window."""
+    """The message for a rank that all others wait for, in every window."""
     each = verdict.straggler
     member, own, others = members[each.member], f"{each.own * 1e3:.4g}", f"{each.others * 1e3:.4g}"
     if verdict.is_over:
@@ -145,13 +145,13 @@ def straggling(members: Sequence[Member], verdict: Verdict) -> str:
 
 
 def raised_error(members: Sequence[Member], member: int, error: RaisedError, wait: Wait) -> str:
-    """Of a rank that has raised and may go on, while others wait for it."""
+    """The message for a rank that has raised and may continue, while others wait for it."""
     at = time.strftime("%H:%M:%S", time.localtime(error.at))
     return f"{members[member]} {error.words} [at {at}, {where(error.status)}], and others wait for it in {wait.what}"
 
 
 def slow_wire(verdict: WireVerdict) -> str:
-    """Of the wire, where no rank is to blame."""
+    """The message for slow communication, if no rank is to blame."""
     now, before = f"{verdict.now * 1e3:.3g}", f"{verdict.before * 1e3:.3g}"
     if verdict.is_over:
         return f"the wire is no slower than before any more ({now} ms a window)"
@@ -162,14 +162,14 @@ def slow_wire(verdict: WireVerdict) -> str:
 
 
 def slow_link(found: SlowLink) -> str:
-    """Of the link that all wait for."""
+    """The message for the link that all wait for."""
     link = f"from {found.source} to {found.target}" if found.target else f"of {found.source}"
     rate, others = (f"{each * 8 / 1e6:.4g}" for each in (found.rate, found.others))
     return f"the wire is as slow as the link {link}: it carries {rate} Mbit/s where others carry {others} and more"
 
 
 def _state(process: int) -> str:
-    """What the kernel says of a process of this machine that does not answer."""
+    """What the kernel says about an unresponsive process of this machine."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
@@ -190,7 +190,7 @@ def farewell(error: BaseException | None = None) -> str:
 
 
 def described(error: BaseException, place: str = "") -> str:
-    """That a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows all of it."""
+    """Says that a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows it all."""
     if isinstance(error, SystemExit):
         return exit_words(error)[:MOST_LETTERS]
     said = " ".join(f"{RAISED} {type(error).__name__}: {error}".split()).rstrip(": ")[:MOST_LETTERS]

@@ -44,7 +44,7 @@ class PaceTeller:
     def __init__(self, members: int) -> None:
         self._shortest = max(SHORTEST_SECONDS, members / MOST_TOLD)
         self._told = (0, 0)
-        # When it is to be asked next.
+        # When to ask it next.
         self.next = 0.0
 
     def tell(self, meter: Meter | None, now: float) -> Pace | None:
@@ -71,7 +71,7 @@ class PaceJudge:
         self._stragglers, self._wire = Stragglers(), SlowWire()
         self._links: dict[int, list[Sent]] = {}
         self._has_looked = False
-        # Whether all ranks are to measure their links now.
+        # Whether all ranks should measure their links now.
         self.asks_for_links = False
 
     def hear(self, member: int, pace: Pace, now: float, *, models: int = 1) -> list[str]:
@@ -102,7 +102,7 @@ class PaceJudge:
             self._links = {}
 
     def hear_links(self, member: int, sent: list[Sent]) -> list[str]:
-        """What is to be said once all have answered."""
+        """The messages to give once all ranks have answered."""
         self._links[member] = sent
         if self._links.keys() != self._rounds.members:
             return []

@@ -167,7 +167,7 @@ class Handshake:
         line.send({"nonce": self._nonce})
 
     def hear(self) -> int | None:
-        """The rank at the other end, once it has shown who it is. Raises ProtocolError for whoever is none."""
+        """The rank at the other end, once it has authenticated. Raises ProtocolError if it fails to."""
         messages = self.line.receive()
         if self.line.end:
             raise ProtocolError("it has gone")

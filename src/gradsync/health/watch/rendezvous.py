@@ -23,7 +23,7 @@ __all__ = ["Invitation", "Rendezvous", "enter", "own_addresses"]
 
 Invitation = dict[str, Any]
 
-# Who has not shown who it is by then is let go, as is the first of too many.
+# A peer that has not authenticated by then is dropped, as is the oldest of too many.
 STRANGER_SECONDS = 2.0
 MOST_STRANGERS = 64
 BACKLOG = 128
@@ -55,7 +55,7 @@ class Rendezvous:
             raise
 
     def invitation(self) -> Invitation:
-        """What the other ranks must know, and nobody else."""
+        """What the other ranks must know, and nobody else may."""
         addresses = [each.getsockname()[:2] for each in self.listeners if each.family != socket.AF_UNIX]
         return {"secret": self._secret.hex(), "name": self._name.hex(), "addresses": addresses}
 
@@ -75,7 +75,7 @@ class Rendezvous:
             yield handshake
 
     def overdue(self, now: float) -> list[Handshake]:
-        """Who has stood there too long, or before too many others."""
+        """Connections that have been pending too long, or are too many."""
         late = [handshake for handshake, until in self.unauthenticated.items() if until <= now]
         return late or list(self.unauthenticated)[: max(0, len(self.unauthenticated) - MOST_STRANGERS)]
 
@@ -112,8 +112,11 @@ class Rendezvous:
 
 
 def own_addresses() -> list[tuple[int, str]]:
-    """Those by which the group may reach this host: of the interface that was chosen for it; else of the host's name,
-    and of the way to the master. Other hosts cannot use a loopback, unless they are hosts by name only."""
+    """The addresses through which the group may reach this host: of the interface chosen for it; otherwise those of the
+    host's name, and of the route to the master.
+
+    Other hosts cannot use a loopback address, unless they are hosts by name only.
+    """
     chosen = list(dict.fromkeys(_of_interfaces()))
     found = chosen or list(dict.fromkeys([*_of_the_name(), *_of_the_way_to_the_master()]))
     return [each for each in found if not ipaddress.ip_address(each[1]).is_loopback] or found

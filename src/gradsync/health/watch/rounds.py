@@ -11,7 +11,7 @@ from gradsync.health.watch.pace import Pace
 
 __all__ = ["Round", "Rounds", "against_the_others"]
 
-# Windows that somebody has not told of yet. Who is so far behind tells of older ones no more.
+# Windows that some rank has not reported yet. A rank that is further behind no longer reports older ones.
 MOST_OPEN = 256
 
 

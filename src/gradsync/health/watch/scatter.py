@@ -20,11 +20,11 @@ KEPT = 240
 HISTORY = 120
 BLOCK = 5
 LEAST_BLOCKS = 4
-# The middle of n numbers scatters by so much over the square root of n, times the scatter of one.
+# The median of n numbers scatters by this factor over the square root of n, times the scatter of one number.
 MIDDLE_SCATTER = 1.25
-# Four fifths of a normal distribution lie within so many standard deviations.
+# Four fifths of a normal distribution lie within this many standard deviations.
 FOUR_FIFTHS = 1.28
-# So many standard deviations are no accident, in a run of a million windows.
+# This many standard deviations are not chance, in a run of a million windows.
 SURE = 5.0
 
 
@@ -89,6 +89,6 @@ class Series:
 
 
 def _deviation(distances: Sequence[float]) -> float:
-    """The standard deviation, by the distances from the middle: one in five may be any accident."""
+    """The standard deviation, from the distances to the median: one value in five may be any outlier."""
     ordered = sorted(distances)
     return ordered[min(len(ordered) - 1, len(ordered) * 4 // 5)] / FOUR_FIFTHS

@@ -50,16 +50,16 @@ LOGGER = logging.getLogger("gradsync")
 VARIABLE = "GRADSYNC_WATCH"
 MODES = ("on", "off", "stacks")
 
-# None where the ranks have agreed to do without. Posts hold no group: they end with it.
+# None where the ranks have agreed to do without. Agents hold no group: they end with it.
 _agents: "weakref.WeakKeyDictionary[Any, Agent | None]" = weakref.WeakKeyDictionary()
-# Kept when a group is made anew: a report is of the whole run.
+# Kept when a group is created again: a report covers the whole run.
 _said: list[str] = []
 
 
 def set_watch(communicator: Communicator) -> None:
-    """Have the ranks of ``communicator`` watch each other, and guard it. Collective.
+    """Set up the watch over the ranks of ``communicator``, and guard it. Collective.
 
-    A communicator without a process group has ranks that are threads, or a launcher that ends them all together.
+    A communicator without a process group has ranks that are threads, or a launcher that ends all of them together.
     """
     group = communicator.group
     if group is None or communicator.world_size == 1:
@@ -72,7 +72,7 @@ def set_watch(communicator: Communicator) -> None:
 
 
 def look_at(model: Model, communicator: Communicator) -> None:
-    """Tell of ``model`` in dumps, and to the other ranks where there is a watch over ``communicator``."""
+    """Include ``model`` in dumps, and in reports to the other ranks if there is a watch over ``communicator``."""
     note_model(model)
     agent = None if communicator.group is None else _agents.get(communicator.group)
     if agent is not None:
@@ -80,7 +80,7 @@ def look_at(model: Model, communicator: Communicator) -> None:
 
 
 def leave_watch(group: Any, words: str) -> None:
-    """Watch ``group`` no longer, here: others that wait for this rank are told ``words``. Not collective."""
+    """Stop watching ``group``, on this rank: others that wait for this rank are told ``words``. Not collective."""
     agent = _agents.pop(group, None)
     if agent is not None:
         agent.leave(words)
@@ -96,7 +96,7 @@ def tell_error(communicator: Communicator, error: BaseException, place: str) -> 
 
 
 def posts() -> list[Agent]:
-    """Those of this process."""
+    """The agents of this process."""
     return [agent for agent in _agents.values() if agent is not None]
 
 
@@ -192,9 +192,9 @@ def _timeout(wire: ProcessGroupCommunicator) -> float:
 
 @atexit.register
 def say_goodbye(error: BaseException | None = None) -> None:
-    """At the end of the process, before its wires leave: whoever waits for this rank learns that it is in vain.
+    """At process exit, before its communicators leave: ranks that wait for this one learn that it is in vain.
 
-    For processes that end by ``os._exit`` after all, which else would look as if they had been killed.
+    Also for processes that end by ``os._exit`` after all, which otherwise would look as if they had been killed.
     """
     words = farewell(error)
     for agent in posts():

@@ -26,7 +26,7 @@ LEAST_SHARE = 0.02
 AS_SLOW = 0.9
 # Of how many windows a look may be. The first finds what is plain within 20 windows, the others what scatters.
 LENGTHS = (10, 20, 40, 80)
-# Who was a straggler for fewer windows than so many times a look was it for a moment.
+# A rank that was a straggler for fewer windows than this multiple of a look was one only for a moment.
 MOMENT = 10
 FIRST_PAUSE_SECONDS = 60.0
 

@@ -12,17 +12,17 @@ __all__ = ["at_odds", "holds_up", "longest", "roots"]
 
 
 def holds_up(status: RankStatus, wait: Wait) -> bool:
-    """Whether a rank that stands there has yet to come to what another one waits for."""
+    """Whether a rank with that status has yet to reach what another one waits for."""
     return wait.wire >= len(status.started) or status.started[wait.wire] < wait.place
 
 
 def longest(status: RankStatus) -> Wait | None:
-    """What a rank has waited for the longest."""
+    """The wait that a rank has been in the longest."""
     return max(status.waits, key=lambda wait: wait.seconds, default=None)
 
 
 def roots(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[int, dict[int, Wait]]:
-    """Those who hold others up: for each of them who waits for it, in what.
+    """The ranks that hold others up: for each rank that waits for one, in which collective.
 
     ``patience`` is how many seconds a wait must last to count. A rank that waits itself is held up by somebody else,
     and named only if there is nobody to name but such: each of them is in something that the others are not.

@@ -1,7 +1,7 @@
-"""What both reports are made of: ``canvas`` sets the look, ``kinds`` draws, ``page`` puts it on a page that needs
-nothing but itself, ``words`` says numbers.
+"""The parts of both reports: ``canvas`` sets the look, ``kinds`` draws, ``page`` builds a self-contained page,
+``words`` formats numbers.
 
-matplotlib and jinja2 are imported when something is drawn or written, and not before.
+matplotlib and jinja2 are imported only when something is drawn or written.
 """
 
 __all__: list[str] = []

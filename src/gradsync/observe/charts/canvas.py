@@ -1,10 +1,10 @@
-"""One look for all pictures: the palette, the canvas, the legend.
+"""The common look of all pictures: the palette, the canvas, the legend.
 
-The colours are those of Okabe and Ito, which people with any colour vision tell apart, and greys. Each has a name and a
-shade for light and for dark paper: drawings hold the light one, and a page puts the name in its place, so that the
-reader's browser chooses.
+The colours are those of Okabe and Ito, which people with any colour vision can distinguish, and greys. Each has a name
+and a shade for light and for dark backgrounds: drawings hold the light one, and a page substitutes the name, so that
+the reader's browser chooses.
 
-Pictures are drawn inside ``with style():``. Nothing here touches pyplot, whose state belongs to whoever runs us.
+Draw pictures inside ``with style():``. Nothing here touches pyplot, whose state belongs to the calling program.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
-"""The kinds of drawing that reports need, each onto axes of :mod:`canvas`.
+"""The kinds of chart that reports need, each drawn onto axes of :mod:`canvas`.
 
-Values stand beside what they belong to, and what is left out says so. A value that is not finite is a gap.
+Values are written next to what they belong to, and omissions are stated. A value that is not finite is a gap.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Lanes side by side over one time: what several ranks did in a step, and what was on the wire."""
+"""Parallel lanes over one time axis: what several ranks did in a step, and what was on the wire."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""What explanations and timelines are made of in a notebook: HTML without scripts, style sheets or anything to load.
+"""HTML of explanations and timelines for a notebook, without scripts, style sheets or anything to load.
 
-A notebook is light or dark and has its own font, so letters take both from it, and only bars have colours. Whatever
-comes from a model, such as the names of its parameters, is escaped.
+A notebook is light or dark and has its own font, so text inherits both from it, and only bars have colours. Everything
+that comes from a model, such as the names of its parameters, is escaped.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Numbers as people read them: short, with a unit, alike along an axis."""
+"""Numbers for people: short, with a unit, uniform along an axis."""
 
 import math
 from collections.abc import Sequence

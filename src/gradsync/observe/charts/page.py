@@ -1,7 +1,7 @@
-"""Pictures and templates as pages that need nothing but themselves: no network, no font, no file beside them.
+"""Pictures and templates as self-contained pages: no network, no font, no accompanying file.
 
-A picture is put into a page as SVG. Its colours become names that the page defines for light and dark, its letters take
-the page's font, and none of its names is used twice. The same numbers give the same text.
+A picture is embedded as SVG. Its colours become names that the page defines for light and dark, its text takes the
+page's font, and its ids are unique on the page. The same numbers give the same text.
 """
 
 import io

@@ -5,13 +5,13 @@
     merging    all ranks on one clock
     split      the parts of a step, which add up to it
     evidence   whether that is enough to conclude something
-    stragglers who is waited for
-    link       what the wire costs
-    replay     recorded steps, played again with something changed
+    stragglers which rank the others wait for
+    link       what communication costs
+    replay     recorded steps, replayed with something changed
     changes    what may be changed
-    advice     changes, ranked by what they gain
+    advice     changes, ranked by their gain
     words      all of it as text
-    model      a training that asks itself
+    model      ``model.explain()``, during a training
 """
 
 from gradsync.observe.explain.advice import Advice

@@ -1,4 +1,4 @@
-"""What to change, ranked by what it would gain: every change is played on the recorded steps first."""
+"""Advice on what to change, ranked by gain: every change is first replayed on the recorded steps."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Changes to a script: what a step would be if something were done about it."""
+"""Possible changes to a script, each with its effect on a step."""
 
 from collections.abc import Callable
 from dataclasses import replace

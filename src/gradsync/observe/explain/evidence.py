@@ -1,4 +1,4 @@
-"""Whether a recording tells enough to give advice from it."""
+"""Whether a recording contains enough to give advice."""
 
 from gradsync.observe.charts.numbers import count, duration
 from gradsync.observe.explain.merging import WARM_UP, Timeline

@@ -1,4 +1,4 @@
-"""An explanation as text: the split with bars, who waits for whom, the buckets, and what to change."""
+"""An explanation as text: the split with bars, which rank waits for which, the buckets, and what to change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

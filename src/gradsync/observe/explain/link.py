@@ -1,4 +1,4 @@
-"""What the wire costs, as far as the recording tells: so much a bucket, so much a byte."""
+"""The cost of communication, as far as the recording shows it: a fixed time per bucket and a time per byte."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""All ranks on one clock, step by step, and what the wire did in each.
+"""Merges the recordings of all ranks onto one clock, step by step, with the communication in each step.
 
-A collective begins on the wire when the last rank has started it and the one before is over. So from the starts of all
-ranks and from when each has seen its end, it is known who waited for whom and who for the wire.
+A collective begins on the wire when the last rank has started it and the previous one is over. So the start times of
+all ranks, and the times at which each saw the end, tell which rank waited for others and which for communication.
 
-Clocks of several machines drift apart. What was measured when the model was wrapped is corrected by the ends of
-collectives, which all ranks see at nearly the same time: they may be apart, but not ever further.
+Clocks of several machines drift apart. The offset measured when the model was wrapped is corrected by the ends of
+collectives, which all ranks see at nearly the same time: their times may differ, but the difference must not grow.
 """
 
 import statistics

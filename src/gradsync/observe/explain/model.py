@@ -1,4 +1,4 @@
-"""``model.explain()``: a training that asks itself."""
+"""``model.explain()``: an explanation from inside a training."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
-"""What a step would be with other buckets: laid out by the engine's own rule, from the parameters there are.
+"""Predicts a step with different buckets: laid out by the engine's own rule, from the existing parameters.
 
-A joined bucket is full when the last of its gradients is ready, and a parameter is never cut. Fewer buckets save the
-wire's latency of each, what the rank does after its backward to finish it, and, where the thread of the backward
-computes itself, what it does to start it. A thread that waits for an accelerator meanwhile has that time to spare.
+A joined bucket is full when the last of its gradients is ready, and a parameter is never split. Fewer buckets save, for
+each one, the latency, the work that the rank does after its backward to finish it, and, where the thread of the
+backward computes itself, the work to start it. A thread that waits for an accelerator has that time to spare.
 """
 
 from collections.abc import Callable, Sequence

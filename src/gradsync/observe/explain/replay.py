@@ -1,14 +1,14 @@
-"""Steps, run again with something changed: what would they have taken?
+"""Replays recorded steps with something changed: how long would they have taken?
 
-Every recorded step is replayed with the durations it had, on every rank: computing takes as long as it did, buckets
-start when they did after their backward began, and the wire takes for each what it took. Only waiting is computed anew:
-a bucket begins on the wire when the last rank has started it and the wire is free. So a replay without a change gives
-the recorded time, nearly, and the ratio of two replays is the gain.
+Every recorded step is replayed with its recorded durations, on every rank: computing takes as long as it did, buckets
+start as long after the beginning of their backward as they did, and communication takes the recorded time for each.
+Only waiting is computed again: a bucket begins on the wire when the last rank has started it and the wire is free. So a
+replay without a change gives nearly the recorded time, and the ratio of two replays is the gain.
 
-:mod:`gradsync.observe.plan` has a simulator of its own, since it answers a different question: it scales one
-synthetic step, of a profile and a link of known costs, to ranks and links that nobody has recorded. Here every
-recorded step of every rank is played with its own durations, so that differences between ranks and steps are kept. A
-profile would average them away, and what the simulator needs to know of a link cannot be told from watching it.
+:mod:`gradsync.observe.plan` has its own simulator, because it answers a different question: it scales one synthetic
+step, from a profile and a link of known costs, to ranks and links that nobody has recorded. Here every recorded step of
+every rank is replayed with its own durations, which keeps differences between ranks and steps. A profile would average
+them away, and what the simulator needs to know about a link cannot be learned by observing it.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Where the time of a step went, rank by rank and on average. Parts add up to the step."""
+"""Where the time of a step went, rank by rank and on average. The parts add up to the step."""
 
 import statistics
 from collections import Counter, defaultdict

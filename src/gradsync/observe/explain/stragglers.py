@@ -1,13 +1,13 @@
-"""Which rank the others wait for: the one verdict on slow ranks, from which the text and the advice are made.
+"""Which rank the others wait for: the single verdict on slow ranks, used by both the text and the advice.
 
-It is reached from waiting alone, as :mod:`split` has it: every wait is for the rank that started the last bucket last.
+It is based on waiting alone, as measured by :mod:`split`: every wait is for the rank that started the last bucket last.
 A rank is a straggler if
 
-- the others wait for it: at least :data:`SLOW` of a step, and longer than their clocks may be apart;
-- it waits less itself than the median of the others, by as much, and by :data:`CERTAIN` standard errors.
+- the others wait for it: at least :data:`SLOW` of a step, and longer than their clocks may differ;
+- it waits less itself than the median of the others, by the same amount, and by :data:`CERTAIN` standard errors.
 
-The second rules out ranks that come last in turns. A rank that waits less than others has worked longer, so how long it
-was in each phase only says where it was late, not who was.
+The second condition rules out ranks that take turns at being last. A rank that waits less than others has worked
+longer, so its time in each phase only says where it was late, not which rank was.
 """
 
 import math

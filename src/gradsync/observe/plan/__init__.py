@@ -1,4 +1,4 @@
-"""What to expect of a step: an event simulator over profiles of ranks, a wire and a schedule."""
+"""Predicts the time of a step: an event simulator over profiles of ranks, a link and a schedule."""
 
 from gradsync.observe.plan.link_cost import Cost, Wire
 from gradsync.observe.plan.profile import BucketProfile, StepProfile

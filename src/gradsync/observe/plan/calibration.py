@@ -1,10 +1,10 @@
-"""What was measured on few ranks, as numbers that hold for many: a latency, a bandwidth, a burst and costs of coding.
+"""Turns measurements on few ranks into numbers that hold for many: a latency, a bandwidth, a burst and coding costs.
 
-A collective of q bytes through the link, after a pause, takes ``L + max(0, q − burst) / B``. L is that of small
-messages, B the slope of large ones, and the burst what those took less than L and B would have it. L is made of a
-``start`` and of one latency a step, and an all-reduce of two ranks has two steps where its halves have one. With so few
-equations, noise would make either negative; so a start is taken to be about as long as a step, as far as nothing speaks
-against it.
+A collective of q bytes through the link, after a pause, takes ``L + max(0, q − burst) / B``. L is the time of small
+messages, B the slope of large ones, and the burst accounts for what those took less than L and B predict. L consists of
+a ``start`` and one latency per step; an all-reduce of two ranks has two steps where its halves have one. With so few
+equations, noise could make either negative; so a start is assumed to be about as long as a step, unless the
+measurements contradict that.
 """
 
 import json
@@ -38,7 +38,7 @@ SOCKETS = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A collective among ``ranks``, one a host, after a pause: bytes of the whole tensor, seconds on the slowest."""
+    """A measured collective among ``ranks``, one per host, after a pause: tensor bytes, the slowest rank's seconds."""
 
     operation: Operation
     way: Way

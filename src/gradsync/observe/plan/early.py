@@ -1,7 +1,8 @@
-"""Which gathers of new parameters do not wait for the step: one rule, for who does it and for who predicts it.
+"""Which gathers of new parameters do not wait for the step: one rule for the engine that runs them and for the
+prediction.
 
-Gathers have the next forward to hide behind. Where they take longer, the wire may have time in backward for some of
-them: of layers that are spread evenly over the model, since what is reduced last is needed first.
+Gathers can hide behind the next forward. If they take longer, there may be time to communicate some of them during
+backward: those of layers spread evenly over the model, because what is reduced last is needed first.
 """
 
 import itertools

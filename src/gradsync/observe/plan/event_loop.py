@@ -1,7 +1,7 @@
-"""The simulated machine: a clock, cores that compute, and a wire that collectives take one after the other.
+"""The simulated machine: a clock, cores that compute, and a wire that runs collectives one after another.
 
-A collective is under way when all ranks have joined it and the wire has a place for it. Each of its phases takes a
-latency, in which the link is free for others, and then the link, in the order of arrival.
+A collective is in flight when all ranks have joined it and the wire has a slot for it. Each of its phases takes a
+latency, during which the link is free for others, and then the link, in the order of arrival.
 """
 
 import heapq
@@ -16,7 +16,7 @@ __all__ = ["Clock", "Core", "Link", "Phase", "Traffic", "Transfer"]
 
 
 class Clock:
-    """What happens, in the order of time; at the same moment, in the order in which it was planned."""
+    """Simulated events in order of time; at the same moment, in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Clock:
 
 
 class Core:
-    """What a rank computes with: at full speed, or at ``slowed`` while the wire takes its part."""
+    """The core of a rank: computes at full speed, or at ``slowed`` while communication takes its part."""
 
     def __init__(self, clock: Clock, link: "Link", slowed: float) -> None:
         self._clock, self._link, self._slowed = clock, link, slowed
@@ -123,7 +123,7 @@ class Phase:
 
 
 class Transfer:
-    """One collective, or several in a row for one bucket: joined by each rank, then under way, then done."""
+    """One collective, or several in a row for one bucket: joined by each rank, then in flight, then done."""
 
     def __init__(self, ranks: int, phases: Sequence[Phase], after: float = 0.0) -> None:
         self.phases, self.after = phases, after

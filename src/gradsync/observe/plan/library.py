@@ -1,8 +1,9 @@
-"""Machines and models that are known from datasheets and papers, as calibrations that nobody has measured here.
+"""Machines and models known from datasheets and papers, as calibrations that nobody has measured here.
 
-``data/machines.json`` and ``data/models.json`` say where each number is from. A layer of a model has a name, parameters
-and its share of the work; the time of a micro-batch is its floating-point operations by what a machine reaches of its
-peak, a third of it in forward; an optimizer reads and writes each parameter, its gradient and its two moments.
+``data/machines.json`` and ``data/models.json`` cite the source of each number. A layer of a model has a name,
+parameters and its share of the work. The time of a micro-batch is its floating-point operations divided by what a
+machine reaches of its peak, a third of it in forward. An optimizer reads and writes each parameter, its gradient and
+its two moments.
 """
 
 import json

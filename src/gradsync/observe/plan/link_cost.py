@@ -1,10 +1,10 @@
-"""What a collective costs: messages one after the other, and bytes through the narrowest link.
+"""The cost of a collective: messages one after another, and bytes through the narrowest link.
 
 With p ranks, n bytes, a latency α and a bandwidth B:
 
 ==============  ============================================  =====================================================
 ring            all-reduce 2(p−1)·α + 2(p−1)/p·n/B            Gloo's and NCCL's; a half of it: (p−1)·α + (p−1)/p·n/B
-exchange        all-reduce 2·α + 2(p−1)/p·n/B                 every rank sends to every other one; a half of it: 1·α
+exchange        all-reduce 2·α + 2(p−1)/p·n/B                 every rank sends to every other; a half of it: 1·α
 tree            all-reduce 2·log2(p)·α + 2·n/B                NCCL's for what is small, or at many ranks
 fastest         the cheaper of ring and tree                  as NCCL chooses by itself
 hierarchical    inside a host, then between h hosts           the same between hosts, with h in the place of p
@@ -43,12 +43,12 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """One way of moving bytes between the ranks of a topology.
+    """One transport between the ranks of a topology.
 
-    ``in_flight`` collectives may be under way at a time: the latency of one hides behind the bytes of another. Compute
-    goes on during a share ``hidden`` of a transfer: 1 where the wire works by itself, less where it takes the cores
-    that compute. ``per_byte`` are seconds for each byte of a tensor in which no link is used. Operations that go
-    another way have it in ``others``.
+    ``in_flight`` collectives may be in flight at a time: the latency of one hides behind the bytes of another. Compute
+    continues during a share ``hidden`` of a transfer: 1 where the transport works by itself, less where it takes the
+    cores that compute. ``per_byte`` is the seconds for each byte of a tensor during which no link is used. Operations
+    that use a different transport have it in ``others``.
     """
 
     topology: Topology

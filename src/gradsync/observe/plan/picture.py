@@ -1,4 +1,4 @@
-"""The plan as a picture: the step over the number of ranks with its parts, and what would be faster."""
+"""A plan as a picture: the step and its parts over the number of ranks, and what would be faster."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Answers: how long a step takes at so many ranks, what is best, how fast a link must be."""
+"""Answers for a plan: how long a step takes with a given number of ranks, what is best, how fast a link must be."""
 
 import itertools
 import math
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Seconds of a step: as it is mostly, and between what it lies nine times of ten."""
+    """Seconds of a step: the usual value, and the range that holds nine times out of ten."""
 
     setting: Setting
     step: float

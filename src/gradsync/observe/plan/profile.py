@@ -1,4 +1,4 @@
-"""What one rank does in a step without the others: how long it computes, and when each bucket is ready and needed.
+"""What one rank does in a step without the others: its compute time, and when each bucket is ready and needed.
 
 ::
 

@@ -1,8 +1,8 @@
-"""A calibration from what ranks have recorded of a training.
+"""A calibration from the recording of a training.
 
-It is made of the spans of each step, of when each bucket was ready, of the sizes of parameters in the order of their
-buckets, and of what an all-reduce was measured to cost. A recording does not say when a parameter is needed in forward;
-what is ready last is taken to be needed first, in the same proportion.
+It is derived from the spans of each step, the times at which each bucket was ready, the sizes of parameters in the
+order of their buckets, and the measured cost of an all-reduce. A recording does not say when a parameter is needed in
+forward; what is ready last is assumed to be needed first, in the same proportion.
 """
 
 import statistics

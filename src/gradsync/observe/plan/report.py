@@ -1,4 +1,4 @@
-"""What a plan says, as data and words: steps at several numbers of ranks, what would be faster, what a link needs."""
+"""A plan as data and text: steps with several numbers of ranks, what would be faster, what a link needs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

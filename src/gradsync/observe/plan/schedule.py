@@ -1,4 +1,4 @@
-"""What goes over the wire in a step, and what it may hide behind."""
+"""What is communicated in a step, and what it may hide behind."""
 
 from dataclasses import dataclass, field
 from typing import Literal

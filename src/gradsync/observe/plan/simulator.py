@@ -1,4 +1,4 @@
-"""A step, simulated: ranks that compute, start buckets in order and wait for them, over one wire.
+"""Simulates a step: ranks that compute, start buckets in order and wait for them, over one wire.
 
 ::
 
@@ -7,7 +7,7 @@
 
 Buckets are started as the engine does: in one order, when they are full and their turn has come, the last one when
 backward has ended. A collective begins when the last rank has started it and the wire is free. A few steps are
-simulated, until they repeat themselves; ranks that are alike are simulated once.
+simulated, until they repeat; identical ranks are simulated once.
 """
 
 import bisect
@@ -28,7 +28,7 @@ __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
 # Steps that are simulated before, and those that are averaged.
 WARM_UP = {"backward": 1, "none": 1, "next-forward": 4}
 COUNTED = {"backward": 2, "none": 2, "next-forward": 4}
-# Flags and the ballot, where reductions do not carry them.
+# Control flags, where reductions do not carry them.
 TAIL_BYTES = 1024
 
 
@@ -111,7 +111,7 @@ Wait = float | Transfer
 
 
 class _Rank:
-    """One rank, and what it has written down of each step."""
+    """One rank, and its records of each step."""
 
     def __init__(self, profile: StepProfile, clock: Clock, core: Core) -> None:
         self.profile, self._clock, self._core = profile, clock, core

@@ -1,8 +1,8 @@
-"""Ranks are never equally fast: how much the slowest of many is slower, and how sure that is.
+"""Models random differences between ranks: how much slower the slowest of many is, and how certain that is.
 
-A step waits for its slowest rank. If each rank's compute is a factor drawn from a distribution F, the slowest of p
-ranks has the distribution F^p, whose quantiles are those of F at q^(1/p): no rank needs to be drawn, and ten thousand
-cost no more than two.
+A step waits for its slowest rank. If each rank's compute is multiplied by a factor drawn from a distribution F, the
+slowest of p ranks has the distribution F^p, whose quantiles are those of F at q^(1/p): no rank needs to be drawn, and
+ten thousand cost no more than two.
 """
 
 import math

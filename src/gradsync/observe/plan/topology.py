@@ -1,4 +1,4 @@
-"""Where ranks are, and what joins them."""
+"""Where ranks are, and which links connect them."""
 
 import math
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""What every rank did in every step, written down as it happens: marks during the step, sentences about it later.
+"""Records what every rank did in every step: only marks during the step, converted to readable records later.
 
 ::
 
-    recorder   hears of forwards, backwards, buckets, gathers and steps, and keeps when
-    marks      turns what it kept of a step into spans that fill the step without a gap
-    steps      what a recording is made of
+    recorder   receives forwards, backwards, buckets, gathers and steps, and keeps when they happened
+    marks      turns the marks of a step into spans that fill the step without a gap
+    steps      the parts of a recording
     loading    when the loop waits for its data
-    files      one file a rank, which other programs may read
-    clocks     how far each rank's clock is from rank 0's
+    files      one file per rank, which other programs may read
+    clocks     the offset of each rank's clock from rank 0's
 """
 
 from gradsync.observe.recording.files import find_recordings, read_models, read_recording, read_recordings

@@ -1,11 +1,11 @@
-"""How far a rank's clock is from rank 0's, by sending the time to and fro.
+"""The offset of a rank's clock from rank 0's, measured by sending the time back and forth.
 
-A rank sends a word to rank 0 and gets the time there back. If both ways take as long, rank 0 has read its clock in the
-middle of the round trip; if not, it has read it somewhere in the round trip. So half of the shortest one bounds the
-error. Ranks of one machine have one clock: of each machine one rank is measured.
+A rank sends a message to rank 0 and receives the time there. If both directions take equally long, rank 0 read its
+clock in the middle of the round trip; if not, it read it at some point of the round trip. So half of the shortest round
+trip bounds the error. Ranks of one machine share a clock: only one rank per machine is measured.
 
-Clocks drift. Across machines what has been measured at the beginning is held against the ends of collectives later,
-which all ranks see at nearly the same time: see :mod:`gradsync.observe.explain.merging`.
+Clocks drift. Across machines the offset measured at the beginning is later compared with the ends of collectives, which
+all ranks see at nearly the same time: see :mod:`gradsync.observe.explain.merging`.
 """
 
 import time
@@ -26,7 +26,7 @@ LEAST_ROUNDS = 5
 
 
 def clock_identity() -> str:
-    """Processes with the same have one clock: it counts from the start of the machine."""
+    """Processes with the same identity share one clock: it counts from the start of the machine."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # A container may have been given a clock of its own.
@@ -58,7 +58,7 @@ def align_clocks(communicator: Communicator) -> Clock:
 
 
 def measure_offset(communicator: Communicator, peer: int, rounds: int = ROUNDS) -> Clock | None:
-    """The clock of rank ``peer`` against rank 0's; None on all other ranks. Collective."""
+    """The offset of rank ``peer``'s clock from rank 0's; None on all other ranks. Collective."""
     best: Clock | None = None
     word = torch.zeros(1, dtype=torch.float64, device=communicator.device)
     for _ in range(rounds):

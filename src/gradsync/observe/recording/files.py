@@ -1,4 +1,4 @@
-"""One file a rank, in lines of JSON: a header, the layouts of the buckets, the steps that were kept, and an end.
+"""The recording format: one file per rank, in lines of JSON: a header, bucket layouts, the kept steps, and an end.
 
 ::
 
@@ -11,8 +11,8 @@
      "gathers": [[index, nbytes, start, end, needed, arrived], …]}
     {"kind": "end", "total": 1200, "ended": true}
 
-Times are seconds on the rank's own clock; the header has what to add to them to get rank 0's. A file is always whole:
-it is written anew now and then, and gets its name when it is complete.
+Times are seconds on the rank's own clock; the header has the offset to rank 0's. A file is always complete: it is
+rewritten now and then, and gets its name only once it is complete.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def step_line(step: Step) -> str:
 
 
 def lines_of(recording: Recording) -> Iterator[str]:
-    """All of a file."""
+    """All lines of a file."""
     yield header_line(recording.header)
     yield from (layout_line(number, buckets) for number, buckets in enumerate(recording.layouts))
     yield from (step_line(step) for step in recording.steps)
@@ -104,12 +104,12 @@ def _told(value: Any) -> Any:
 
 
 def find_recordings(folder: Path) -> list[Path]:
-    """The files in ``folder``, or in the recording of the run that lies there."""
+    """The files in ``folder``, or in the recording of the run that is there."""
     return sorted(folder.glob(PATTERN)) or sorted((folder / FOLDER).glob(PATTERN))
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises ConfigurationError for what no rank has written."""
+    """Raises ConfigurationError for a file that no rank has written."""
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:
@@ -118,7 +118,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def parse_recording(text: str, path: str) -> Recording:
-    """What a rank has written, or sent; ``path`` is where it came from."""
+    """Parses what a rank has written, or sent; ``path`` is where it came from."""
     try:
         return _checked(_assembled(_objects(text), path))
     except ConfigurationError:
@@ -197,7 +197,7 @@ def _checked(recording: Recording) -> Recording:
 
 
 def read_recordings(folder: Path, model: int = 0) -> list[Recording]:
-    """Those of all ranks, in order. ConfigurationError unless they belong together, and something was recorded."""
+    """The recordings of all ranks, in order. ConfigurationError unless they belong together and contain something."""
     models = _models(folder)
     if not models:
         raise ConfigurationError(

@@ -1,8 +1,8 @@
-"""When a training waits for its data, told apart from the loop's own code.
+"""Measures when a training waits for its data, separately from the loop's own code.
 
-Between an optimizer's step and the next forward a loop fetches a batch, and does whatever else it likes: both look the
-same from the engine. So torch's ``DataLoader`` is watched, from the first recorder on: what passes inside of it is
-data. Batches that come from elsewhere are framed by :func:`loading`. All the rest is the loop's.
+Between an optimizer's step and the next forward, a loop fetches a batch and does anything else it likes: the engine
+cannot tell the two apart. So torch's ``DataLoader`` is instrumented, from the first recorder on: time spent inside it
+is data. Wrap batches from elsewhere in :func:`loading`. All the rest is the loop's.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class LoadingListener(Protocol):
 
 LOGGER = logging.getLogger("gradsync")
 
-# Replaced and never changed, so that whoever loads needs no lock.
+# Replaced and never changed, so that loading needs no lock.
 _listeners: tuple[weakref.ref[LoadingListener], ...] = ()
 _lock = threading.Lock()
 _inside = threading.local()
@@ -38,8 +38,10 @@ _watches = False
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """What runs in here fetches or makes data: ``with loading(): batch = next_batch()``. A torch ``DataLoader`` does
-    not need it."""
+    """Code inside fetches or creates data: ``with loading(): batch = next_batch()``.
+
+    Not needed for a torch ``DataLoader``.
+    """
     told = [] if getattr(_inside, "yes", False) else [each for ref in _listeners if (each := ref()) is not None]
     if not told:
         # Nobody listens; or it is inside of another one, and the outermost tells.

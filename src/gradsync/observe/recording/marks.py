@@ -1,11 +1,11 @@
-"""From marks to steps. During a step only marks are kept; what they mean is found out when somebody asks.
+"""Converts marks to steps. During a step only marks are kept; they are interpreted when somebody asks.
 
-Between two marks a rank does one thing. What it was is known at the latest by the mark that ends it:
+Between two marks a rank does one thing. Which one is known at the latest from the mark that ends it:
 
-- fetching a batch, as loaders tell, is ``data``;
-- what else lies between an optimizer's step (or a micro-batch) and the next forward is the ``loop``'s own code, or
+- fetching a batch, as loaders report, is ``data``;
+- other time between an optimizer's step (or a micro-batch) and the next forward is the ``loop``'s own code, or
   ``other`` if the model was evaluated there;
-- what lies between a backward and the optimizer's step is ``other``, as clipping is;
+- time between a backward and the optimizer's step, such as clipping, is ``other``;
 - a loss that is computed after the forward, and its own backward, are part of ``forward``.
 """
 
@@ -186,7 +186,7 @@ class _Walk:
 def read_step(
     marks: Marks, gathers: Sequence[Sequence[Any]], *, read: Read, number: int, layout: int, begin: Any
 ) -> Step:
-    """The step that the marks tell of. The last of them is the end of it."""
+    """The step that the marks describe. The last mark is its end."""
     first, last = read(begin), read(marks[-1][2])
     walk = _Walk(first)
     for kind, what, moment in marks:

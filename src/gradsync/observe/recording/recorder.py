@@ -1,7 +1,8 @@
-"""The observer that keeps when everything in a step happened. Always on, so it must cost nearly nothing: during a step
-it appends to a list, and what the marks mean is found out when somebody asks or a file is written.
+"""The observer that records when everything in a step happened.
 
-On a GPU the host runs ahead of the device, so events are recorded on the stream, and read later.
+It is always on, so it must cost nearly nothing: during a step it appends to a list, and the marks are interpreted when
+somebody asks or a file is written. On a GPU the host runs ahead of the device, so events are recorded on the stream,
+and read later.
 """
 
 import atexit
@@ -59,7 +60,7 @@ _SYNCHRONIZED = Kind.SYNCHRONIZED
 # Steps that are kept as they are; of those before, as many again, ever further apart.
 KEPT = 500
 KEPT_IN_MEMORY = 100
-# What is not over after so many marks has no optimizer that could end it, and is forgotten.
+# A step that has not ended after this many marks has no optimizer that could end it, and is dropped.
 MOST_MARKS = 200_000
 # When files are written, in seconds after the one before; the last holds from then on.
 WRITTEN_AFTER = (5.0, 15.0, 60.0)
@@ -71,11 +72,12 @@ _models: Counter[tuple[Path, int]] = Counter()
 
 
 class Recorder:
-    """Keeps the last steps of one model, and writes them into ``folder``, if there is one: now and then, when it is
-    closed, and at the end of the process. ``keep`` is how many it keeps.
+    """Keeps the last ``keep`` steps of one model.
 
-    Every model has one that writes nothing, which ``model.explain()`` asks. ``GRADSYNC_RECORD=FOLDER`` gives it a
-    folder; one of your own is passed as an observer: ``DistributedDataParallel(model, observer=Recorder("folder"))``.
+    If it has a ``folder``, it writes them there: now and then, when it is closed, and at the end of the process.
+
+    Every model has one that writes nothing, which ``model.explain()`` reads. ``GRADSYNC_RECORD=FOLDER`` gives it a
+    folder; pass your own as an observer: ``DistributedDataParallel(model, observer=Recorder("folder"))``.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, *, keep: int | None = None) -> None:
@@ -111,7 +113,7 @@ class Recorder:
     # -- what it watches -------------------------------------------------------------------------------------------
 
     def attach(self, synchronizer: Synchronizer, name: str, clock: Clock) -> None:
-        """It is about to hear of this model. A model that goes on over another wire is attached again."""
+        """Called before the first event of this model. A model that moves to another communicator is attached again."""
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
             self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), _unknown
@@ -274,7 +276,7 @@ class Recorder:
 
     @property
     def recording(self) -> Recording | None:
-        """What it has kept; None before it was attached to a model."""
+        """What it has kept; None before it is attached to a model."""
         steps = self.steps
         header = self._current_header()
         if header is None:
@@ -312,7 +314,7 @@ class Recorder:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def write(self, *, ended: bool = False) -> None:
-        """Write what is kept by now. It never raises: whoever watches must not break a training."""
+        """Write everything kept so far. It never raises: an observer must not break a training."""
         if self.folder is None or self._failed:
             return
         try:
@@ -344,7 +346,7 @@ class Recorder:
             self._stride *= 2
 
     def close(self) -> None:
-        """The training is over: write the file for the last time."""
+        """The training is over: write the file one last time."""
         if not self._closed:
             self.write(ended=True)
             self._closed = True

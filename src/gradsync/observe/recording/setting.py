@@ -1,5 +1,8 @@
-"""Who records a model: the user's own recorder, or the one that every model has. ``GRADSYNC_RECORD`` is a folder to
-write to, or ``off``; without it the last steps of models on the CPU are kept in memory."""
+"""Chooses the recorder of a model: the user's own, or the default one that every model has.
+
+``GRADSYNC_RECORD`` is a folder to write to, or ``off``; without it the last steps of models on the CPU are kept in
+memory.
+"""
 
 import logging
 import os
@@ -30,8 +33,10 @@ def recorder_in(observer: Observer | None) -> Recorder | None:
 
 
 def choose_recorder(observer: Observer | None, device: torch.device) -> Recorder | None:
-    """Who records a model that ``observer`` watches. On an accelerator marks are events, which are not for nothing
-    there: only who asks is recorded."""
+    """The recorder of a model that ``observer`` watches.
+
+    On an accelerator marks are events, which have a cost there: a model is recorded only on request.
+    """
     own = recorder_in(observer)
     if own is not None:
         return own

@@ -1,5 +1,8 @@
-"""What a recording is made of. All times are seconds on the clock of the rank that wrote them (``time.perf_counter``);
-with :class:`Clock` they become rank 0's."""
+"""The parts of a recording.
+
+All times are seconds on the clock of the rank that wrote them (``time.perf_counter``); with :class:`Clock` they become
+rank 0's.
+"""
 
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
@@ -29,7 +32,7 @@ DURATION = "busy"
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """``time + offset`` is the time on rank 0's clock, give or take ``error``; None if nobody has measured that."""
+    """``time + offset`` is the time on rank 0's clock, to within ``error``; None if that was not measured."""
 
     offset: float = 0.0
     error: float | None = None
@@ -64,8 +67,10 @@ class BucketTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class GatherTimes:
-    """New parameters of one bucket on their way, of a sharded optimizer; ``needed`` and ``arrived`` frame the time that
-    somebody waited for them."""
+    """New parameters of one bucket in flight, for a sharded optimizer.
+
+    ``needed`` and ``arrived`` delimit the time that a rank waited for them.
+    """
 
     index: int
     nbytes: int
@@ -79,8 +84,8 @@ class GatherTimes:
 class Synchronization:
     """One synchronized backward, or a synchronization without one: then it begins and ends at once.
 
-    ``busy`` is how many seconds of the backward its thread was on a core; None where nobody knows. One that sleeps
-    waits for whatever computes instead: what it does for buckets meanwhile costs nothing.
+    ``busy`` is how many seconds of the backward its thread was on a core; None where that is unknown. A thread that
+    sleeps waits for the device that computes: what it does for buckets meanwhile costs nothing.
     """
 
     begin: float
@@ -95,7 +100,7 @@ class Step:
     """From the end of one optimizer step to that of the next. ``spans`` fill it without a gap.
 
     ``layout`` says which of the recording's layouts its buckets belong to. ``gathers`` are those whose parameters this
-    step has used: most of them were started in the step before.
+    step used: most of them were started in the previous step.
     """
 
     number: int
@@ -121,7 +126,7 @@ class Step:
         return sum(span.seconds for span in self.spans if span.name == name)
 
     def shifted(self, seconds: float) -> "Step":
-        """The same step, on a clock that is so many seconds ahead."""
+        """The same step, on a clock that is that many seconds ahead."""
         moved: Step = _moved(self, seconds)
         return moved
 
@@ -140,7 +145,7 @@ def _moved(value: Any, seconds: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
-    """One bucket of a layout: its bytes, tail included, and the names of its parameters."""
+    """One bucket of a layout: its bytes, including control flags, and the names of its parameters."""
 
     nbytes: int
     parameters: tuple[str, ...]
@@ -148,10 +153,11 @@ class BucketPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Who wrote a recording, and of what.
+    """Which rank wrote a recording, and of what.
 
     ``model`` numbers the models of a process, in the order in which they were wrapped. ``caps`` are bucket sizes in
-    bytes, ``identity`` is that of the host, ``link`` the measured cost of an all-reduce: latency and seconds a byte.
+    bytes, ``identity`` identifies the host, ``link`` is the measured cost of an all-reduce: latency and seconds per
+    byte.
     """
 
     rank: int
@@ -177,8 +183,10 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """All of one rank. ``total`` steps were made, of which ``steps`` were kept; ``ended`` is False while it goes on,
-    and of a rank that was killed."""
+    """The recording of one rank. ``total`` steps were made, of which ``steps`` were kept.
+
+    ``ended`` is False while it continues, and for a rank that was killed.
+    """
 
     header: Header
     layouts: tuple[tuple[BucketPart, ...], ...]

@@ -1,4 +1,4 @@
-"""Tracks as a file that ui.perfetto.dev opens. The package perfetto, an extra, has the format; it is imported here."""
+"""Writes tracks to a file that ui.perfetto.dev opens. The package perfetto, an extra, has the format; imported here."""
 
 import itertools
 import os

@@ -1,9 +1,9 @@
-"""What a trace shows of recordings: for every rank a few tracks, and on each of them slices that nest.
+"""The content of a trace: a few tracks for every rank, each with nested slices.
 
-On ``steps`` lies what the rank computed, on ``waiting`` the time that it lost: to the wire after a backward, and to
-parameters on their way. ``wire`` has a slice for each bucket from its start until it was reduced, ``gathers`` one for
-each bucket whose new parameters travel. Several buckets may be under way at once, and slices of one track must not
-overlap halfway; so a track may have several lanes, of one name.
+Track ``steps`` shows what the rank computed, ``waiting`` the time it lost to communication after a backward and to
+parameters in flight. ``wire`` has a slice for each bucket from its start until it was reduced, ``gathers`` one for each
+bucket whose new parameters are in flight. Several buckets may be in flight at once, and slices of one track must not
+overlap partially; so a track may have several lanes, all with the same name.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +24,11 @@ Value = str | int | float | list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Something from ``begin`` to ``end``, on rank 0's clock. Slices of all ranks with one ``flow`` are one collective.
-    ``inner`` lie inside, one after the other."""
+    """A time range from ``begin`` to ``end``, on rank 0's clock. Slices of all ranks with one ``flow`` are one
+    collective.
+
+    ``inner`` slices lie inside it, one after another.
+    """
 
     name: str
     begin: float

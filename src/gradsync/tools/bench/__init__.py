@@ -1,7 +1,7 @@
-"""What synchronization costs: measured on real processes over real links, beside the wrappers people use today.
+"""Benchmarks of synchronization cost: real processes over real links, next to the wrappers people use today.
 
-``measure`` takes variants in turns inside the ranks, ``record`` keeps every line, ``statistics`` says what they mean,
-``report`` shows it. One file of ``scenarios`` answers one question; ``runner`` runs them.
+``measure`` interleaves variants inside the ranks, ``record`` keeps every line, ``statistics`` interprets them,
+``report`` shows the result. One file of ``scenarios`` answers one question; ``runner`` runs them.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The blocks of a model: what FSDP2 is told to synchronize together."""
+"""The blocks of a model: the units that FSDP2 is told to synchronize."""
 
 from torch import nn
 

@@ -1,6 +1,6 @@
-"""What the ranks of a cell compute on, CPU or GPU: when a step has ended there, how its parts and memory are read.
+"""The device of a cell's ranks, CPU or GPU: when a step has ended there, and how its parts and memory are measured.
 
-A GPU works behind its host's back, so that times are read from events, and only after :meth:`Device.finish`.
+A GPU works asynchronously, so times are read from events, and only after :meth:`Device.finish`.
 """
 
 import os

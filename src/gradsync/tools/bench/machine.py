@@ -1,4 +1,4 @@
-"""Where results come from: the machine, the versions, the commit. No host name, no path."""
+"""The origin of results: the machine, the versions, the commit. No host name, no path."""
 
 import importlib.metadata
 import os

@@ -1,11 +1,11 @@
-"""Inside a rank: variants of a step in turns, timed, with their bytes, for as many rounds as the cell wants.
+"""Inside a rank: times variants of a step in interleaved rounds, with their bytes.
 
-Every round runs each variant once, in an order that changes from round to round and is the same on all ranks. A step
-is timed between two points at which all ranks meet, on a group of its own: what the variants send is not in that
-group's way. It ends when the device is done with it. A cell may have blocks of several steps timed together, as on
-GPUs: nothing is waited for between steps of a block. The slowest rank's time counts. The bytes are those of the
-interface's counters between the two meetings; the second meeting itself is among them (some hundred bytes), and nothing
-is subtracted.
+Every round runs each variant once, in an order that changes from round to round and is the same on all ranks. A step is
+timed between two points at which all ranks synchronize, on a separate group: what the variants send does not interfere
+with it. A step ends when the device has finished it. A cell may time blocks of several steps together, as on GPUs:
+nothing is waited for between the steps of a block. The slowest rank's time counts. The bytes are those of the
+interface's counters between the two points; the second synchronization itself is among them (some hundred bytes), and
+nothing is subtracted.
 """
 
 import json

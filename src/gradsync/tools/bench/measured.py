@@ -1,4 +1,4 @@
-"""Scenarios that are measured in ranks of the benchmark's own: the usual kind."""
+"""Scenarios measured in the benchmark's own ranks: the usual kind."""
 
 import logging
 import os

@@ -1,9 +1,8 @@
-"""How much memory a rank uses, with what ranks share counted once.
+"""How much memory a rank uses, with memory that ranks share counted once.
 
-The proportional set size of Linux divides every page by the number of processes that have it mapped, so that the sum
-over ranks is the memory that is really taken: also where gradients lie in memory that all ranks of a host share. It
-has no high-water mark; a thread reads it again and again, which is possible while torch computes, and keeps the
-largest value.
+Linux's proportional set size divides every page by the number of processes that have it mapped, so the sum over ranks
+is the memory really in use: also if gradients are in memory that all ranks of a host share. It has no high-water mark;
+a thread reads it again and again, which is possible while torch computes, and keeps the largest value.
 """
 
 import threading

@@ -1,8 +1,8 @@
-"""Who is compared: gradsync, its schedules, and the wrappers people use today, all with the same model and optimizer.
+"""The wrappers compared: gradsync, its schedules, and those people use today, all with the same model and optimizer.
 
-A :class:`Peer` wraps a model; what comes back is a :class:`Wrapped`, with the few things a training loop needs. After a
-window every peer has the same gradient: the mean over ranks and micro-batches. Peers that are no part of torch are
-imported when they are asked for.
+A :class:`Peer` wraps a model and returns a :class:`Wrapped`, with the few things a training loop needs. After a window
+every peer has the same gradient: the mean over ranks and micro-batches. Peers that are not part of torch are imported
+on demand.
 """
 
 import importlib
@@ -102,7 +102,7 @@ class Peer(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class NoWrapper(Peer):
-    """Nothing is synchronized: what the computation alone takes."""
+    """No synchronization: the time of the computation alone."""
 
     name: str = ALONE
 
@@ -170,7 +170,7 @@ class GradsyncOverlapped(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class GradsyncLocal(Peer):
-    """Every rank trains by itself, and parameters meet after ``every`` steps: in their mean, or by an ``outer``."""
+    """Every rank trains locally; after ``every`` steps parameters are averaged, or combined by an ``outer``."""
 
     name: str = "gradsync local"
     every: int = 16
@@ -204,7 +204,7 @@ class ZeroRedundancy(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(Peer):
-    """torch's ``fully_shard``, every block by itself, that keeps parameters whole between forward and backward."""
+    """torch's ``fully_shard`` on every block, keeping parameters whole between forward and backward."""
 
     name: str = "FSDP2"
     needs = "torch.distributed.fsdp"

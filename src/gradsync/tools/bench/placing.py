@@ -1,4 +1,4 @@
-"""Which cells a scenario has on this machine: those of CPU ranks, or those over NCCL, on the GPUs that there are."""
+"""Which cells a scenario has on this machine: those with CPU ranks, or those over NCCL, on the GPUs that exist."""
 
 import os
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Where the ranks of a cell run: on hosts of a lab, on this machine, on a GPU for each, or on one that they share."""
+"""Where the ranks of a cell run: on hosts of a lab, on this machine, on one GPU each, or on a shared one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The folder a benchmark leaves behind: what was asked for, raw lines as they came, and what they say.
+"""The folder a benchmark leaves behind: the request, the raw lines in their order, and the results.
 
 ========================  ==========================================================================================
 ``config.json``           command, seeds, machine, versions, commit
@@ -160,7 +160,7 @@ class CellRecord:
 
 
 class RowFile:
-    """Raw lines of one scenario. Opened once, and written to by whoever has inherited it: lines are appended whole."""
+    """Raw lines of one scenario. Opened once, written to by each process that inherits it: lines are appended whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,7 +1,7 @@
 """A result folder as pictures and one page: ``build_report(folder, scenarios)`` makes them from the raw lines.
 
-The page needs nothing but itself. It can be made again at any time, also of a run that was interrupted: it then shows
-what was measured until then, and says so.
+The page is self-contained. It can be rebuilt at any time, even for an interrupted run: it then shows what was measured
+until then, and says so.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""Runs scenarios: makes the hosts, has each cell driven, keeps every line its ranks write, builds the report.
+"""Runs scenarios: creates the hosts, runs each cell, keeps every line its ranks write, builds the report.
 
 Whatever happens, the folder holds what was measured until then: ranks append their lines to the raw file themselves, a
-cell that fails leaves the others alone, and after Ctrl-C the report is made of what is there.
+cell that fails does not affect the others, and after Ctrl-C the report is built from the lines that exist.
 """
 
 import dataclasses

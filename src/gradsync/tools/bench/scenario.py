@@ -1,8 +1,9 @@
-"""What a scenario is: one question, the runs that answer it, and the words, tables and pictures of the answer.
+"""The base of a scenario: one question, the runs that answer it, and the words, tables and pictures of the answer.
 
 To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``drive`` runs a cell and writes
-its samples. Most have ranks of the benchmark measure (:class:`~gradsync.tools.bench.measured.MeasuredScenario`):
-``measure`` runs inside every rank of a cell, on a process group that is there already::
+its samples. In most scenarios the benchmark's own ranks measure
+(:class:`~gradsync.tools.bench.measured.MeasuredScenario`): ``measure`` runs inside every rank of a cell, on an existing
+process group::
 
     class MyScenario(MeasuredScenario):
         name, title = "my-scenario", "What it is about"
@@ -16,11 +17,13 @@ its samples. Most have ranks of the benchmark measure (:class:`~gradsync.tools.b
             rounds.limits(compute="no wrapper", wire={"*": rounds.cell.wire_seconds(gradient_bytes)})
             rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
 
-One that starts processes of its own and watches them from outside writes ``drive`` itself. One that can be measured
-over NCCL, too, has ``gpu_cells``, made with :func:`gpu_cell`, and takes its models and times from ``rounds.device``.
+A scenario that starts its own processes and observes them from outside implements ``drive`` itself. One that can also
+be measured over NCCL has ``gpu_cells``, made with :func:`gpu_cell`, and takes its models and times from
+``rounds.device``.
 
-``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must bear that some variants are missing.
-By themselves they say one sentence a cell, hold its times against a ``baseline`` and draw one picture, a panel a cell.
+``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must accept that some variants are
+missing. Their defaults say one sentence per cell, compare its times with a ``baseline`` and draw one picture, with one
+panel per cell.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What is shown while a benchmark runs: one line that says where it is and how long it will take, then the tables."""
+"""The screen while a benchmark runs: one line with the progress and the time left, then the tables."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is said of samples: medians, spreads, ratios with their uncertainty, and the limit no step can beat.
+"""Statistics of samples: medians, spreads, ratios with their uncertainty, and the limit no step can beat.
 
 Pure functions of numbers. Samples of variants that ran in the same rounds are compared round by round: whatever
 disturbed the machine in a round disturbed both.
@@ -19,7 +19,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The samples of one variant: the middle, and where nine of ten of them lie."""
+    """The samples of one variant: the median, and the range of nine in ten of them."""
 
     median: float
     p5: float

@@ -1,4 +1,4 @@
-"""Text that every machine has, for the scenarios that train for real: the source files of Python's standard library."""
+"""Text that every machine has, for scenarios that really train: the source files of Python's standard library."""
 
 import torch
 from torch import Tensor

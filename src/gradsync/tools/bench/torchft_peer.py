@@ -1,4 +1,4 @@
-"""torchft's DiLoCo as a peer, where it is installed: local steps with a lighthouse, managers and quorums of its own."""
+"""torchft's DiLoCo as a peer, if it is installed: local steps with its own lighthouse, managers and quorums."""
 
 import importlib
 import os

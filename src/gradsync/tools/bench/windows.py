@@ -1,7 +1,7 @@
-"""Steps to measure: a window of micro-batches as users write it, and what has to be chosen before it is timed.
+"""Steps to measure: a window of micro-batches as users write it, and the settings to choose before it is timed.
 
 Models are scaled down so that many rounds fit into minutes, and a default of 25 MiB, made for whole models, would put
-all of a scaled one into one bucket. So torch's wrapper gets the best of some shares of the gradients, found by trying.
+all of a scaled one into one bucket. So torch's wrapper gets the best of several fractions of the gradients, by trial.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The models that variants train, wrapped the same way for all: layers whose computation is emulated, and real ones."""
+"""The models that variants train, wrapped the same way for all: layers with emulated computation, and real ones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

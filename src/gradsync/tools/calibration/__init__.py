@@ -1,4 +1,4 @@
-"""Two ranks try out what a plan needs to know: their wire, their model, their codings."""
+"""Calibration of a plan: two ranks measure their link, their model and their codings."""
 
 from gradsync.tools.calibration.rehearse import Rehearsal, rehearse
 

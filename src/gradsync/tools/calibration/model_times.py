@@ -1,4 +1,4 @@
-"""Inside a rank: when each gradient of a model is ready and each parameter needed, without a wrapper around it."""
+"""Inside a rank: when each gradient of a model is ready and each parameter is needed, without a wrapper."""
 
 import statistics
 import time

@@ -1,7 +1,6 @@
-"""Two ranks on this machine, or on hosts of a lab, try out what a plan is calibrated by.
+"""Runs the calibration of a plan: two ranks on this machine, or on hosts of a lab, take the measurements.
 
-Ranks are forked, and rank 0 leaves what was measured in a file: a rank that fails leaves none, and its traceback is on
-the screen.
+Ranks are forked, and rank 0 leaves the measurements in a file: a rank that fails leaves none, and prints its traceback.
 """
 
 import importlib

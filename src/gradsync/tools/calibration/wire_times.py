@@ -50,7 +50,7 @@ def way_of(communicator: Communicator) -> Way:
 def wire_readings(
     communicator: Communicator, device: torch.device, sizes: Sequence[int] = SIZES, *, pause: float = PAUSE
 ) -> list[Reading]:
-    """All-reduces, and the two halves of them as the engine would start them. Collective."""
+    """Time all-reduces, and their two halves as the engine would start them. Collective."""
     scattering = scattering_over(communicator, device)
     ranks = communicator.world_size
     readings = []
@@ -82,7 +82,7 @@ def wire_readings(
 def coding_costs(
     communicator: Communicator, device: torch.device, wire: Wire, pause: float = PAUSE
 ) -> list[ReductionCost]:
-    """What remains of an exchange of coded gradients when its bytes are taken off. Collective."""
+    """The time left of an exchange of coded gradients when the time of its bytes is subtracted. Collective."""
     costs = []
     numel = CODED_BYTES // 4
     values = torch.zeros(numel, device=device).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,6 @@
-"""Whether this machine is fit for data-parallel training: :func:`examine` makes all checks.
+"""Checks whether this machine is fit for data-parallel training: :func:`examine` runs all checks.
 
-One function a check; each returns a :class:`Finding` and changes nothing.
+One function per check; each returns a :class:`Finding` and changes nothing.
 """
 
 import os

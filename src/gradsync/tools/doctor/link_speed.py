@@ -1,4 +1,4 @@
-"""A real all-reduce between processes of this machine, of several sizes, with its time and bandwidth.
+"""A real all-reduce of several sizes between processes of this machine, with its time and bandwidth.
 
 This file is also what the processes run: ``python wire.py BACKEND SECONDS``.
 """

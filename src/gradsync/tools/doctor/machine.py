@@ -1,4 +1,4 @@
-"""Checks of what the machine gives to a process: cores, memory, shared memory, open files."""
+"""Checks of the resources that a process gets: cores, memory, shared memory, open files."""
 
 import math
 import os

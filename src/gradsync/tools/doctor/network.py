@@ -1,4 +1,4 @@
-"""Checks of the network: its interfaces, the one that Gloo will use, and the ports to meet at."""
+"""Checks of the network: its interfaces, the one that Gloo will use, and the ports for the rendezvous."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, torch and its backends, GPUs, optional packages, and who started this."""
+"""Checks of the software: Python, torch and its backends, GPUs, optional packages, and the launcher."""
 
 import importlib
 import importlib.metadata

@@ -1,20 +1,20 @@
-"""Several NCCL ranks on one GPU, to try multi-GPU code where there is only one.
+"""Several NCCL ranks on one GPU, to try multi-GPU code on a machine with only one.
 
 ::
 
     with SharedGpu(SharedGpuPlan(ranks=4)) as gpu:
         code = gpu.run(["python", "train.py"])
 
-NCCL refuses two ranks of one *host* on one GPU. Each rank here therefore claims a host of its own (``NCCL_HOSTID``),
-which leaves NCCL its socket transport, over loopback. The ranks share the GPU in one of two ways:
+NCCL refuses two ranks of one *host* on one GPU. Each rank here therefore claims to be a separate host
+(``NCCL_HOSTID``), which leaves NCCL its socket transport, over loopback. The ranks share the GPU in one of two ways:
 
 - by time slices, the default. Kernels of different ranks never run at the same time, so a missing dependency between
-  streams shows as a wrong result. This way finds bugs.
+  streams shows as a wrong result. Use this to find bugs.
 - under MPS (``mps=True``), NVIDIA's multi-process service. Kernels of different ranks run side by side, as they do on
-  several GPUs. This way is for measuring; times still are those of one GPU and of sockets.
+  several GPUs. Use this to measure; times are still those of one GPU and of sockets.
 
 Alternatives considered: NCCL 2.30 accepts ``NCCL_MULTI_RANK_GPU_ENABLE=1``, but only under MPS, and torch ships older
-versions. Gloo accepts ranks that share a GPU, but orders nothing by streams, which is what is to be tried.
+versions. Gloo accepts ranks that share a GPU, but does not order anything by streams, which is what is being tested.
 """
 
 import os

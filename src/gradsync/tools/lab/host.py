@@ -1,4 +1,4 @@
-"""A host of a lab, what its interface has counted, and the ranks on hosts: a function in each, or a program."""
+"""A host of a lab, its interface counters, and how to run ranks on hosts: a function in each, or a program."""
 
 import os
 import shutil
@@ -113,9 +113,9 @@ def run_at(
     *,
     telling: signal.Signals | None = None,
 ) -> Failure | None:
-    """``action(place)`` in a process at each place. The rank that failed first, if one did; none runs any more.
+    """Run ``action(place)`` in a process at each place. Returns the rank that failed first, if any; none runs any more.
 
-    ``telling`` is the signal for which ranks write where they are, if they do.
+    ``telling`` is the signal on which ranks write their stacks, if they do.
     """
     with signals_raise(), RankProcesses() as ranks:
         for place in places:

@@ -1,12 +1,12 @@
-"""Which labs there are, read from the system itself.
+"""The labs that exist, read from the system itself.
 
-Nothing is kept in files. A lab is its namespaces, whose names tell lab and part::
+Nothing is kept in files. A lab consists of its namespaces, whose names encode lab and part::
 
     gradsync-NAME-switch     holds the bridge; the bridge's alias tells the owner and the subnet
     gradsync-NAME-host0      holds eth0, whose other end is a port of the bridge
 
-So whatever was killed, the next ``up`` or ``down`` finds all that is left. Processes are found by the namespace they
-are in. An owner is a process id and its start time, so that a number that was given out again does not count.
+So whatever was killed, the next ``up`` or ``down`` finds all that is left. Processes are found through the namespace
+they are in. An owner is a process id and its start time, so a reused process id does not count.
 """
 
 import os
@@ -103,7 +103,7 @@ def processes(namespace: str) -> list[int]:
 
 
 def remove(lab: str) -> None:
-    """End all processes in a lab and remove all its parts, as far as they exist."""
+    """End all processes in a lab and remove all of its parts that exist."""
     names = [name for name in _all_namespaces() if (match := NAME.fullmatch(name)) and match["lab"] == lab]
     for name in names:
         _end_processes(name)
@@ -114,7 +114,7 @@ def remove(lab: str) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """One process at a time makes or removes labs."""
+    """Only one process at a time creates or removes labs."""
     deadline = time.monotonic() + LOCK_SECONDS
     with socket.socket(socket.AF_UNIX) as lock:
         while True:

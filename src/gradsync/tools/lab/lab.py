@@ -105,14 +105,14 @@ class Lab:
 
     @classmethod
     def up(cls, plan: LabPlan) -> "Lab":
-        """A lab that outlives this process."""
+        """Create a lab that outlives this process."""
         lab = cls(plan)
         lab._make(None)
         return lab
 
     @classmethod
     def find(cls, name: str) -> "Lab":
-        """The lab of that name which is up, whoever made it."""
+        """The lab of that name, no matter who created it."""
         check_fit()
         record = Record.of(LabPlan(name=name).name)
         if record is None:
@@ -138,15 +138,15 @@ class Lab:
         env: Mapping[str, str] | None = None,
         timeout: float = 600.0,
     ) -> int:
-        """Run ``command`` once a rank, with torchrun's environment, and return its exit code.
+        """Run ``command`` once per rank, with torchrun's environment, and return its exit code.
 
         It is 0, or that of the rank that failed first; the others are then ended. 128 + n stands for signal n, as in a
-        shell. What rank 0 writes passes through, what another writes is shown if it fails.
+        shell. Rank 0's output passes through, that of another rank is shown if it fails.
         """
         return run_program(places_on(self.hosts, ranks_per_host), command, env=env or {}, timeout=timeout)
 
     def set_rate(self, rate: Rate | None, *, host: int | None = None) -> None:
-        """Give all links, or that of one host, another rate, or none. They stay up, and what is queued stays queued."""
+        """Set or remove the rate of all links, or of one host's. They stay up, and queued packets stay queued."""
         hosts = self.hosts if host is None else (self.hosts[host],)
         names = {each.namespace: [each.interface] for each in hosts}
         names[switch_name(self.plan.name)] = [each.name for each in hosts]
@@ -225,7 +225,7 @@ class Lab:
 
 
 def take_down(name: str) -> bool:
-    """Remove a lab and all that is left of it; whether there was anything."""
+    """Remove a lab and all that is left of it; returns whether there was anything."""
     check_fit()
     LabPlan(name=name)
     with alone():
@@ -242,14 +242,15 @@ def fork_ranks(
     ranks: int | None = None,
     timeout: float = 600.0,
 ) -> None:
-    """Call ``function()`` in one forked process a rank, on the hosts of ``lab`` or, without one, on this machine.
+    """Call ``function()`` in one forked process per rank, on the hosts of ``lab`` or, without one, on this machine.
 
-    Forked, so that none has to import torch. A rank has torchrun's environment and one thread for torch. It must make
-    its process group itself; this process must have none, and must not have used a GPU, since neither survives a fork.
+    Forked, so that no rank has to import torch. A rank has torchrun's environment and one thread for torch. It must
+    create its process group itself; this process must have none, and must not have used a GPU, because neither survives
+    a fork.
 
-    ``ranks`` counts those on this machine, which talk over loopback. If a rank raises, its traceback goes to stderr,
-    the others are ended, and a :class:`LabError` names it. Ranks that are not done in time write their stacks there
-    before they are ended. Ranks die with this process, also if it is killed.
+    ``ranks`` is the number of ranks on this machine, which talk over loopback. If a rank raises, its traceback goes to
+    stderr, the others are ended, and a :class:`LabError` names it. Ranks that are not done in time write their stacks
+    there before they are ended. Ranks die with this process, even if it is killed.
     """
     if lab is None:
         places = places_here(ranks_per_host if ranks is None else ranks)

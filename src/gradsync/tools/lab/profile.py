@@ -1,7 +1,7 @@
-"""What an accelerator would do: layer by layer, the parameters of a model and the time that its work takes.
+"""The work of an accelerator, layer by layer: the parameters of a model and the time that its computation takes.
 
-Shapes are those of the real models. Times are spread over the layers by their multiplications; what is bound by memory
-(normalization) counts by its elements. A backward takes twice as long as its forward.
+Shapes are those of the real models. Times are distributed over the layers by their multiplications; memory-bound layers
+(normalization) count by their elements. A backward takes twice as long as its forward.
 """
 
 import math
@@ -89,7 +89,7 @@ def bert_base(*, seconds: float = 0.14, length: int = 128) -> Profile:
 
 
 def transformer(*, parameters: int, layers: int, seconds: float, length: int = 1024) -> Profile:
-    """A GPT of about so many parameters, a tenth of them in the embedding."""
+    """A GPT of about that many parameters, a tenth of them in the embedding."""
     if layers < 1 or parameters < 1000 * layers:
         raise ConfigurationError(
             f"a transformer has at least 1 layer, and 1000 parameters a layer; got layers={layers}, "

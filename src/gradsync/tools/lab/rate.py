@@ -1,4 +1,4 @@
-"""How fast a link is: ``400mbit``, ``1gbit``, ``50MB/s``."""
+"""The rate of a link: ``400mbit``, ``1gbit``, ``50MB/s``."""
 
 import re
 from dataclasses import dataclass

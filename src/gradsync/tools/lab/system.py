@@ -1,4 +1,4 @@
-"""What a lab asks of the system: ``ip`` and ``tc``, and the system calls that Python 3.11 does not offer."""
+"""The system tools a lab uses: ``ip`` and ``tc``, and the system calls that Python 3.11 does not offer."""
 
 import ctypes
 import json

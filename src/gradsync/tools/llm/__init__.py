@@ -1,4 +1,4 @@
-"""What ``gradsync train`` trains, and on what: small GPTs, text as numbered tokens, batches addressed by number.
+"""Models and data of ``gradsync train``: small GPTs, text as numbered tokens, batches addressed by number.
 
 ::
 

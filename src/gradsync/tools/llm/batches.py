@@ -1,4 +1,4 @@
-"""The data of a training run, addressed by number: window ``n`` is the same samples whenever and wherever it is asked.
+"""The data of a training run, addressed by number: window ``n`` always holds the same samples.
 
 ::
 
@@ -6,8 +6,8 @@
     windows             ┃ 0      ┃ 1      ┃ 2      ┃ 3      ┃ 4      ┃ 5      ┃ …
     window 1, 2 ranks            ┃ r0 ┃r1 ┃
 
-There is no position to save: a run resumes exactly by asking for the next number, also with another number of ranks. A
-window may reach into the next epoch, so that no sample is ever left out.
+There is no position to save: a run resumes exactly by asking for the next number, even with a different number of
+ranks. A window may reach into the next epoch, so no sample is ever left out.
 """
 
 from dataclasses import dataclass

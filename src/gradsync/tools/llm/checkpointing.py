@@ -1,4 +1,4 @@
-"""What a run must remember to go on bit for bit, and what it says when it goes on differently."""
+"""The state a run needs to resume bit for bit, and the message when it resumes differently."""
 
 import dataclasses
 import random

@@ -1,8 +1,8 @@
-"""A training run whose ranks come and go: ``gradsync train --elastic``.
+"""An elastic training run, whose ranks come and go: ``gradsync train --elastic``.
 
-Everything that ranks do together lies in attempts, so that who comes in the middle of the run does the same as the
-others from there on: checkpoints and validations are made at the beginning of an attempt, for the steps before it.
-Whichever rank is number 0 records; when it is lost, the next one opens the run's folder and goes on with it.
+Everything that ranks do together happens in attempts, so that a rank that joins in the middle of the run does the same
+as the others from then on: checkpoints and validations run at the beginning of an attempt, for the steps before it. The
+rank that is number 0 records; when it is lost, the next one opens the run's folder and continues it.
 """
 
 from gradsync.base.errors import GradsyncError

@@ -1,4 +1,4 @@
-"""What a report says of the recording of its run: the split of a step, advice, and a picture of all ranks."""
+"""What a report says about the recording of its run: the split of a step, advice, and a picture of all ranks."""
 
 import logging
 import statistics

@@ -1,7 +1,7 @@
-"""What ranks tell each other once a step: the loss, and whether somebody was asked to stop.
+"""What ranks exchange once per step: the loss, and whether any of them was asked to stop.
 
-One small collective a step, read when the next step has been computed, so that nobody waits for it. All ranks read the
-same answer at the same step: a signal that reaches them at different times stops them together.
+It is one small collective per step, read after the next step has been computed, so that no rank waits for it. All ranks
+read the same answer at the same step: a signal that reaches them at different times stops them together.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask for an end; the loop finishes its step first."""
+"""Ctrl-C and SIGTERM request a stop; the loop finishes its step first."""
 
 import signal
 import threading

@@ -1,7 +1,7 @@
-"""The models a training run knows by name: a compact GPT in some sizes, and every causal LM of transformers.
+"""The models that a training run knows by name: a compact GPT in several sizes, and every causal LM of transformers.
 
-All of them map tokens to logits, ``model(tokens: B×T) -> B×T×V``. The loss is not theirs: :func:`loss_of` is the mean
-over the targets of a micro-batch, and :func:`count_targets` is its weight in the window.
+All of them map tokens to logits, ``model(tokens: B×T) -> B×T×V``. They do not compute the loss: :func:`loss_of` is the
+mean over the targets of a micro-batch, and :func:`count_targets` is its weight in the window.
 """
 
 import math

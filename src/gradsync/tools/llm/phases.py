@@ -1,7 +1,7 @@
 """Where a step's time went: data, forward, backward, exposed synchronization, update.
 
-On a GPU the host runs ahead of the device, so phases are framed by events on its stream and read later; on the CPU the
-clock is enough.
+On a GPU the host runs ahead of the device, so phases are delimited by events on its stream and read later; on the CPU
+the clock is enough.
 """
 
 import time

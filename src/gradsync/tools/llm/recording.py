@@ -1,4 +1,4 @@
-"""Writes down what a run does: metrics as they come, a summary and a report at the end. Rank 0 only."""
+"""Records what a run does: metrics as they arrive, a summary and a report at the end. Rank 0 only."""
 
 import json
 import platform

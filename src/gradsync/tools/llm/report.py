@@ -1,16 +1,15 @@
-"""A run's folder as one page: ``write_report(folder)`` makes ``report.html`` from what :mod:`run_folder` wrote.
+"""A run's folder as one page: ``write_report(folder)`` creates ``report.html`` from what :mod:`run_folder` wrote.
 
-The numbers are computed here and drawn by :mod:`gradsync.observe.charts`; the sentences are in the templates.
-A page without charts is better than none: if one cannot be drawn, the page says why.
+The numbers are computed here and drawn by :mod:`gradsync.observe.charts`; the sentences are in the templates. A page
+without charts is better than none: if a chart cannot be drawn, the page says why.
 
-Every key is optional. Besides the records of ``metrics.jsonl`` the page knows
+Every key is optional. Besides the records of ``metrics.jsonl``, the page uses
 
 - of ``config.json``: ``model``, ``data``, ``ranks``, ``grad_accum``, ``parameters`` (their number);
 - of ``summary.json``: ``seconds``, ``validation_loss``, ``peak_memory_bytes``, ``digest`` of the parameters and
   ``replicas_equal`` (whether all ranks have that digest).
 
-Whatever else is in them is shown in tables as it stands. A record may stand for several steps: those since the one
-before.
+Everything else in them is shown in tables unchanged. A record may cover several steps: those since the previous record.
 """
 
 import bisect

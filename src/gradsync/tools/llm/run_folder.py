@@ -7,9 +7,9 @@
 ``tensorboard/``   event files, when asked for
 =================  =================================================================================================
 
-A run may be killed at any moment. So files that are written whole get their name only when they are complete, and
-the metrics are cut back to whole lines when a run is resumed. A number JSON cannot write (NaN, infinity) is written
-as its name in quotes, and :func:`read_metrics` reads it back as a number.
+A run may be killed at any moment. So files that are written whole only get their name when they are complete, and the
+metrics are cut back to whole lines when a run is resumed. A number that JSON cannot write (NaN, infinity) is written as
+its name in quotes, and :func:`read_metrics` reads it back as a number.
 """
 
 import errno

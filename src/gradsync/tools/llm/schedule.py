@@ -1,4 +1,4 @@
-"""The learning rate over a run: up in a straight line, down along a cosine."""
+"""The learning rate over a run: linear warm-up, then cosine decay."""
 
 import math
 from collections.abc import Callable

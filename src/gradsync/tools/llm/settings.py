@@ -1,4 +1,4 @@
-"""What a training run is asked to do. Checked before anything is opened."""
+"""The settings of a training run. Checked before anything is opened."""
 
 import math
 from collections.abc import Callable

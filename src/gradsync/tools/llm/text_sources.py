@@ -1,7 +1,7 @@
-"""Where text comes from: the standard library, local files and folders, datasets of Hugging Face.
+"""Sources of text: the standard library, local files and folders, datasets of Hugging Face.
 
-A source yields documents as bytes and knows, without reading them, which files they are in: the token file that is
-built from it is named after those.
+A source yields documents as bytes and knows, without reading them, which files they are in: the token file built from
+it is named after those.
 """
 
 import hashlib

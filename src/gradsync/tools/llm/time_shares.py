@@ -1,6 +1,6 @@
-"""Where the time of a run's steps went: one list of parts, for the bar of a report, its legend and its sentence.
+"""Where the time of a run's steps went: one list of parts, for a report's bar, legend and sentence.
 
-With a recording it is that of the explanation, over all ranks; without one that of the phases of rank 0. The columns
+With a recording, it comes from the explanation, over all ranks; without one, from the phases of rank 0. The columns
 over steps have the same parts, in the same colours.
 """
 

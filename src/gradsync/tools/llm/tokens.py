@@ -1,13 +1,13 @@
-"""Text as one file of numbers, built once and mapped into memory by every rank.
+"""Text as one file of token ids, built once and mapped into memory by every rank.
 
 Without a tokenizer a token is a byte. Documents are separated by a byte 0, or by the tokenizer's end-of-text.
 
-[Note: one file] Tokens first, then what they are, then how long that is::
+[Note: one file] Tokens first, then their description, then the length of that::
 
     ┃ tokens: uint8, uint16 or uint32 ┃ JSON: count, dtype, vocabulary, description ┃ its length ┃ magic ┃
 
 One file is renamed into place as a whole, so nobody ever sees the tokens of one build with the description of another.
-The end of the file is written last and states its size: a file that was cut short is not taken for a whole one. Tokens
+The end of the file is written last and states its size: a truncated file is not mistaken for a complete one. Tokens
 come first because a mapping begins at the start of a page.
 """
 

@@ -1,4 +1,5 @@
-"""Scripts that know nothing of gradsync: run as they are, with its classes in the place of torch's and Accelerate's, or
-with their own, and accounted for."""
+"""Runs scripts that know nothing of gradsync, with its classes in place of torch's and Accelerate's or with their own
+classes, and reports what they did.
+"""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What one rank counted while a script ran: the file it leaves for whoever speaks of all ranks."""
+"""What one rank counted while a script ran: the file it leaves for the process that reports on all ranks."""
 
 import dataclasses
 import json
@@ -74,7 +74,7 @@ class Account:
 
 
 def account_path(folder: Path, rank: int) -> Path:
-    """Where a rank's account lies."""
+    """The path of a rank's account."""
     return folder / f"run-rank-{rank}.json"
 
 

@@ -1,8 +1,8 @@
-"""Processes that a script starts by itself: ``torch.multiprocessing.spawn``, ``subprocess``, and whatever else.
+"""Processes that a script starts by itself: ``torch.multiprocessing.spawn``, ``subprocess``, and anything else.
 
-A spawned process imports the script before it does anything else, and looks up torch's class in doing so. What its
-parent sends ahead of that, a dictionary of settings, is where our settings travel: unpickling them begins the watch.
-To any other Python they come in the environment; see :mod:`gradsync.tools.run.startup.sitecustomize`.
+A spawned process imports the script before it does anything else, and in doing so looks up torch's class. Our settings
+travel in what its parent sends ahead of that, a dictionary of settings: unpickling them begins the watch. Any other
+Python gets them through the environment; see :mod:`gradsync.tools.run.startup.sitecustomize`.
 """
 
 import atexit
@@ -36,7 +36,7 @@ PRIORITY = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a process is to know to be watched: which classes, and where its account goes."""
+    """What a process must know to be observed: which classes, and where to write its account."""
 
     keep: bool
     folder: Path

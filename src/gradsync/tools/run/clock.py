@@ -1,4 +1,4 @@
-"""Where the time of a loop goes, as told by those who enter and leave phases. They nest, each with its own time."""
+"""Where the time of a loop goes, measured as phases are entered and left. Phases nest, each with its own time."""
 
 import threading
 import time

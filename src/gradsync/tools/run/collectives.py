@@ -1,7 +1,7 @@
 """Counts the collectives that a script starts through torch.distributed, by name.
 
-Only the names in ``torch.distributed`` itself are exchanged, which scripts and libraries look up. torch's own functions
-call each other below them, so that ``all_gather_object`` is one call here and not the three it makes.
+Only the names in ``torch.distributed`` itself are replaced, which scripts and libraries look up. torch's own functions
+call each other below them, so ``all_gather_object`` is one call here and not the three it makes.
 """
 
 import functools

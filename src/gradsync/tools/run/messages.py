@@ -1,4 +1,4 @@
-"""What is said at the end of a run, of the accounts of all ranks that left one."""
+"""The messages at the end of a run, from the accounts of all ranks that left one."""
 
 from collections.abc import Sequence
 

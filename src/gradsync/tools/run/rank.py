@@ -1,4 +1,4 @@
-"""One process of a script from its first line to its last: watched, ended as Python would end it, accounted for."""
+"""One process of a script from first line to last: observed, ended as Python would end it, and accounted for."""
 
 import os
 import shutil

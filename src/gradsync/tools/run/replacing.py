@@ -1,9 +1,9 @@
-"""gradsync's classes by the names of torch's and Accelerate's, before a script looks them up.
+"""Puts gradsync's classes in place of torch's and Accelerate's, before a script looks them up.
 
-torch's class has one meaning for everybody, so its names are given to ours. Accelerate's class is also what libraries
-such as Transformers build on, by many names that only Accelerate has. So ``accelerate.Accelerator`` is ours for the
-script and whatever else is not installed, and Accelerate's own for installed libraries; that wraps models in torch's
-class by name, which is ours.
+torch's class means the same to everybody, so ours takes over its names. Accelerate's class is also what libraries such
+as Transformers build on, through many names that only Accelerate has. So ``accelerate.Accelerator`` is ours for the
+script and any other code that is not installed, and Accelerate's own for installed libraries; that one wraps models in
+torch's class by name, which is ours.
 
 Accelerate need not be installed, and is not imported before the script asks for it.
 """

@@ -1,4 +1,4 @@
-"""Watches a process in which a script runs: its wrappers, its backwards, its optimizers, its collectives."""
+"""Observes a process in which a script runs: its wrappers, its backwards, its optimizers, its collectives."""
 
 import functools
 import socket

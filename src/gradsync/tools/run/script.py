@@ -1,7 +1,7 @@
-"""A script, run in this process as Python itself would run it: as ``__main__``, with its arguments and its folder.
+"""Runs a script in this process as Python itself would: as ``__main__``, with its arguments and its folder.
 
-[Note: not runpy] ``runpy.run_path`` takes ``__main__`` away again when the script ends, and what the script has left to
-do then (threads, ``atexit``, what it has pickled by name) no longer finds it. So the module stays here.
+[Note: not runpy] ``runpy.run_path`` removes ``__main__`` again when the script ends, and work that the script has left
+to do then (threads, ``atexit``, what it has pickled by name) no longer finds it. So the module stays here.
 """
 
 import functools

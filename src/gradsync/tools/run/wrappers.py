@@ -1,12 +1,11 @@
-"""What becomes of the backwards of one wrapped model: how many there are, which synchronize, and which of those for
-nothing.
+"""Counts the backwards of one wrapped model: how many there are, how many synchronize, and how many of those in vain.
 
-A window ends when an optimizer steps. Of its backwards only the last one has to synchronize, since the mean of a sum is
-the sum of the means; what the others send is sent again. Backwards inside of a step, which LBFGS asks for by a closure,
-and those whose gradients were thrown away before the next forward, are windows of their own.
+A window ends when an optimizer steps. Only its last backward has to synchronize, because the mean of a sum is the sum
+of the means; what the others send is sent again. Backwards inside a step, which LBFGS requests through a closure, and
+those whose gradients were discarded before the next forward, are windows of their own.
 
-torch's class does not tell how often it synchronized. It decides in the forward, so the flag is read there, and a hook
-on the output says whether that forward has had its backward. gradsync's class counts by itself.
+torch's class does not report how often it synchronized. It decides in the forward, so the flag is read there, and a
+hook on the output tells whether that forward has had its backward. gradsync's class counts by itself.
 """
 
 import statistics

@@ -1,3 +1,3 @@
-"""Faults in real processes: the program that a rank runs, how one is hurt, and what is noticed of it, by whom, when."""
+"""Fault injection in real processes: the program that a rank runs, the faults, and which rank noticed what and when."""
 
 __all__: list[str] = []

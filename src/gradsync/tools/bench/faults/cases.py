@@ -1,4 +1,4 @@
-"""What may happen to a rank, and the moment of it, drawn from a seed."""
+"""The faults that a rank may suffer, and the moment of each, drawn from a seed."""
 
 import os
 import random
@@ -51,7 +51,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Which rank is hurt, how, in which step and so many seconds into it."""
+    """Which fault hits which rank, in which step and how many seconds into it."""
 
     case: str
     victim: int
@@ -82,7 +82,7 @@ class FaultError(Exception):
 
 
 def hurt(fault: Fault, model: nn.Module, told: Callable[[], None]) -> None:
-    """Have the fault happen on this rank, in the step that begins now. ``told`` is called right before."""
+    """Inject the fault on this rank, in the step that begins now. ``told`` is called right before."""
     if CASES[fault.case].is_inside:
         _inside(fault, model, told)
         return

@@ -1,10 +1,10 @@
-"""Those who are compared: how they wrap a model, what starts their ranks, and what these find in the environment.
+"""The setups compared: how each wraps a model, what starts its ranks, and which environment they get.
 
-*Stock* is what a script has that follows the tutorials. *Tuned* is what torch offers against the same faults: a store
-for every life of the ranks, without which those that torchrun starts again take the addresses of the dead ones from it;
-a monitored barrier before every backward, which names the ranks that do not come; and a look at the gradients' norm
-before every step, which raises where it is not finite. (``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would name ranks, too, but
-torch 2.13's wrapper crashes under it, here at least.) *Elastic* are those whose ranks go on without one that is lost:
+*Stock* is a script that follows the tutorials. *Tuned* is what torch offers against the same faults: a new store for
+every restart of the ranks, without which ranks that torchrun restarts read the addresses of the dead ones from it; a
+monitored barrier before every backward, which names the ranks that do not arrive; and a check of the gradients' norm
+before every step, which raises if it is not finite. (``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would name ranks, too, but
+torch 2.13's wrapper crashes under it, here at least.) *Elastic* are setups whose ranks continue without a lost one:
 torchft's own wrapper, and ``Accelerator(elastic=…)``.
 """
 

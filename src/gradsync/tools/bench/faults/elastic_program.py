@@ -1,7 +1,7 @@
-"""What a rank runs that goes on without others: the same small training, with torchft's own wrapper or with gradsync's
-elastic ranks. ``python -m gradsync.tools.bench.faults.elastic_program SETTINGS``, under the launcher of either.
+"""The program of an elastic rank: the same small training, with torchft's own wrapper or with gradsync's elastic ranks.
 
-Nobody knows when the one that was hurt comes back. The training ends some windows after it has, or after many without.
+``python -m gradsync.tools.bench.faults.elastic_program SETTINGS``, under the launcher of either. Nobody knows when the
+rank with the fault comes back. The training ends some windows after it has, or after many without it.
 """
 
 import importlib
@@ -41,7 +41,7 @@ from gradsync.tools.bench.faults.program import (
 
 __all__ = ["Standing", "main"]
 
-# Windows after the fault, with or without the rank that was hurt: longer than it takes to start it again.
+# Windows after the fault, with or without the rank that it hit: longer than it takes to start it again.
 MOST_AFTERWARDS = 600
 HOST = "127.0.0.1"
 # All of the first ranks are known to the lighthouse by then.
@@ -75,7 +75,7 @@ class Standing:
 
 
 class FaultInjector:
-    """Has the fault happen, once, on the rank that it is meant for."""
+    """Injects the fault, once, on the rank that it is meant for."""
 
     def __init__(self, fault: Fault, model: torch.nn.Module, events: Events, *, is_victim: bool) -> None:
         self._injury, self._model, self._events = fault, model, events

@@ -1,4 +1,4 @@
-"""What came of a fault, read from the notes of the ranks and from what they and their launcher have said."""
+"""Evaluates a fault, from the notes of the ranks and from what they and their launcher have printed."""
 
 import re
 from collections.abc import Sequence
@@ -54,14 +54,14 @@ def _tells(event: Event, fault: Fault) -> bool:
 
 
 class Judge:
-    """Of ranks that go on together, after a restart of all of them or without one."""
+    """Evaluates ranks that continue together, after a restart of all of them or without one."""
 
     def __init__(self, fault: Fault, limits: Limits) -> None:
         self.fault = fault
         self.limits = limits
 
     def judge(self, events: Sequence[Event], said: str) -> Outcome | None:
-        """What notes and output say. None if there was no fault."""
+        """Evaluate notes and output. None if there was no fault."""
         fault = next((each for each in events if each["what"] == "fault"), None)
         if fault is None:
             return None
@@ -131,7 +131,7 @@ def _is_right(after: Sequence[Event], life: int) -> bool:
 
 
 class ElasticJudge(Judge):
-    """Of ranks that go on without the one that was hurt, which may come back later or never."""
+    """Evaluates ranks that continue without the one with the fault, which may come back later or never."""
 
     def _went_on(self, after: Sequence[Event], at: float) -> float | None:
         """When all others had finished a step that began after the fault, with parameters that are right."""

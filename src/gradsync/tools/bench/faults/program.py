@@ -1,6 +1,6 @@
-"""What a rank runs: a small training with checkpoints, in which one rank is hurt. It notes what it sees, and when.
+"""The program of a rank: a small training with checkpoints, in which a fault hits one rank. It logs what it sees.
 
-The loop is the same for all who are compared: only wrapping differs. After a restart ranks go on from the newest
+The loop is the same for all setups compared: only wrapping differs. After a restart, ranks continue from the newest
 checkpoint. ``python -m gradsync.tools.bench.faults.program SETTINGS``, with settings in JSON, under any launcher.
 """
 

@@ -1,7 +1,8 @@
-"""Starts ranks as torchft has it: a lighthouse, and every rank a replica group of its own under its own torchrun, which
-starts it again. ``python -m gradsync.tools.bench.faults.replicas SETTINGS``.
+"""Starts ranks the way torchft expects: a lighthouse, and every rank a replica group under its own torchrun.
 
-When one rank has come to the end, all have, or are on their way in and not needed any more.
+torchrun restarts its rank. ``python -m gradsync.tools.bench.faults.replicas SETTINGS``.
+
+When one rank has reached the end, all have, or are on their way in and no longer needed.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""One trial: a program of ranks is started by its launcher, one rank is hurt, and notes say what becomes of it.
+"""One trial: a launcher starts the ranks' program, a fault hits one rank, and notes record what happens to it.
 
-All processes of a trial carry a mark in their environment, by which those are found that outlive it, and have a folder
-of their own for what they think is temporary.
+All processes of a trial carry a mark in their environment, which identifies those that outlive it, and use a folder of
+their own for temporary files.
 """
 
 import json

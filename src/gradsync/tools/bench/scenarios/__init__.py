@@ -1,4 +1,4 @@
-"""The scenarios, one a file, in the order in which they are run and shown."""
+"""The scenarios, one per file, in the order in which they are run and shown."""
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.tools.bench.scenario import Scenario

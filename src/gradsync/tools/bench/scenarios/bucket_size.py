@@ -1,8 +1,8 @@
-"""The DDP paper's bucket sizes: how long a step takes with larger and smaller buckets, and where ``"auto"`` lands.
+"""The DDP paper's bucket sizes: how long a step takes with larger and smaller buckets, and what ``"auto"`` chooses.
 
-Gradients and computation are scaled to each link: the wire takes about as long as the computation. Sizes are shares of
-all gradients, since a good size grows with the link; over NCCL they are those of the paper. gradsync's own choice is
-measured after its tuner has finished.
+Gradients and computation are scaled to each link: communication takes about as long as the computation. Sizes are
+fractions of all gradients, because a good size grows with the link; over NCCL they are those of the paper. gradsync's
+own choice is measured after its tuner has finished.
 """
 
 from collections.abc import Sequence

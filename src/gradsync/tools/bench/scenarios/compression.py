@@ -1,8 +1,8 @@
-"""What fewer bytes bring, and what it costs to make them fewer: steps with real compute between hosts.
+"""The gain from sending fewer bytes, and the cost of compressing them: steps with real compute between hosts.
 
-All compression runs inside the step that is timed. torch's own hooks are given the same settings: fp16, and PowerSGD of
-the same rank with warm start and error feedback, which compresses from its third step on. A step is followed by the
-next without a pause, since that is where compression has to be fast enough.
+All compression runs inside the timed step. torch's own hooks get the same settings: fp16, and PowerSGD of the same rank
+with warm start and error feedback, which compresses from its third step on. Steps follow each other without a pause,
+because that is where compression has to be fast enough.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ and the optimizer steps once, with the same learning rate for every n. Every n s
 the same bytes; other seeds have other weights and other bytes. A round is eight iterations, so that every n has whole
 windows in it, and ends with the loss on text that no rank trains on; that evaluation is not in the times.
 
-A variant has one curve a seed, no thirty repetitions: rounds are points of the curve. Times are medians over them.
+A variant has one curve per seed, not thirty repetitions: rounds are points of the curve. Times are medians over them.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What becomes of a training in which one rank is hurt: who notices, after how long, and how much is lost."""
+"""What happens to a training when a fault hits one rank: which rank notices, after how long, and how much is lost."""
 
 import statistics
 import threading
@@ -47,7 +47,7 @@ LIMITS = Limits()
 
 
 class Faults(Scenario):
-    """A cell a case, a round a seed, a variant for each of those who are compared."""
+    """One cell per case, one round per seed, one variant per setup compared."""
 
     name, title = "faults", "Faults: who notices, and how it goes on"
     source = "own; moments drawn at random, real processes"
@@ -138,7 +138,7 @@ class Faults(Scenario):
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A trial that is to be made."""
+    """A trial yet to be run."""
 
     peer: str
     seed: int

@@ -1,9 +1,9 @@
-"""What it brings to let the wire work behind the next forward, too.
+"""The gain from communicating behind the next forward, too.
 
-With forward F, backward B and wire W, a step that waits for the mean takes at least ``F + W`` where the wire takes
-longer than backward. One that waits for nothing but the parameters it is about to use takes ``max(F + B, W)``. A sample
-is several steps in a row, since what one of them leaves on the wire is the next one's: one step runs before the clock
-starts, and what the last leaves is waited for after it has stopped.
+With forward F, backward B and communication W, a step that waits for the mean takes at least ``F + W`` where
+communication takes longer than backward. A step that waits only for the parameters it is about to use takes
+``max(F + B, W)``. A sample is several consecutive steps, because what one leaves in flight delays the next: one step
+runs before the clock starts, and what the last one leaves is waited for after the clock has stopped.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,8 @@
 """The DDP paper's breakdown of an iteration: what overlapping communication with backward hides.
 
-Naive sends every gradient alone after backward, bucketed sends them in buckets after backward, gradsync and DDP send
-buckets during backward. Exposed communication is what backward takes longer than it does without a wrapper, in the same
-round; gradsync's Timeline reads it inside the engine, and stands beside it in the table.
+Naive sends every gradient separately after backward, bucketed sends them in buckets after backward, gradsync and DDP
+send buckets during backward. Exposed communication is how much longer backward takes than without a wrapper, in the
+same round; gradsync's Timeline measures it inside the engine, and is shown next to it in the table.
 """
 
 import statistics

@@ -1,9 +1,9 @@
 """How much memory a rank needs under each wrapper: part of the scenario ``peers``.
 
-On the CPU every peer has a cell of its own, with ranks that have nothing else: what they use is the proportional set
-size of the process. On a GPU torch's allocator counts, from what is allocated before the peer wraps its model, so that
-the peers follow one another in the ranks of one cell. Each first wraps and steps a tiny model, so that imports and
-first uses are not counted.
+On the CPU every peer has its own cell, with ranks that hold nothing else: their use is the process's proportional set
+size. On a GPU torch's allocator counts, starting from what is allocated before the peer wraps its model, so the peers
+follow one another in the ranks of one cell. Each first wraps and steps a tiny model, so that imports and first uses are
+not counted.
 """
 
 import gc
@@ -45,7 +45,7 @@ LAST_STEPS = 3
 SAME = 0.02
 WHOLE: dict[str, Any] = {"layers": 8, "width": 512, "batch": 1, "length": 8}
 TINY = RealWorkload(layers=1, width=16, batch=1, length=4)
-# Wrappers make their buckets anew in the first steps.
+# Wrappers rebuild their buckets in the first steps.
 MEMORY_STEPS = 7
 COUNTED = {
     "cpu": "in processes of its own; memory that ranks share is counted once, half for each",

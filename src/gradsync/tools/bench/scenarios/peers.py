@@ -1,11 +1,11 @@
-"""Every wrapper people use today, at several links: its time, what it exposes, its bytes and its memory.
+"""Every wrapper people use today, over several links: its time, what it exposes, its bytes and its memory.
 
-Between hosts the computation is emulated, so that ranks do not fight over this machine's cores; on one host two real
+Between hosts the computation is emulated, so that ranks do not compete for this machine's cores; on one host two real
 transformers are trained as well, one that mostly communicates and one that mostly computes.
 
-Memory is measured in cells of its own (see :mod:`gradsync.tools.bench.scenarios.peer_memory`).
+Memory is measured in separate cells (see :mod:`gradsync.tools.bench.scenarios.peer_memory`).
 
-Where gradsync is behind a peer, the words say so: in time if the whole interval of the ratio lies above 1, in bytes,
+Where gradsync is behind a peer, the text says so: in time if the whole interval of the ratio is above 1, in bytes,
 which hardly vary, if it sends 2 % more, in memory if it needs 2 % more in its best run than the peer in its worst.
 """
 

@@ -1,6 +1,6 @@
 """The DDP paper's round-robin process groups: buckets take turns on 1, 3 and 5 groups.
 
-A group reduces its buckets one after the other. Several groups keep more buckets under way at a time, which helps where
+A group reduces its buckets one after another. Several groups keep more buckets in flight at a time, which helps where
 one bucket leaves the link idle (many small ones), and cannot help where the link is full (few large ones).
 """
 

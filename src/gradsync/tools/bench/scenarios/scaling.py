@@ -1,8 +1,8 @@
-"""Weak scaling: every rank is a host of its own with the same work, and more and more of them synchronize.
+"""Weak scaling: every rank is a separate host with the same work, and the number of ranks grows.
 
 The efficiency is the time of one process without a wrapper over the time of N ranks. All ranks share the cores of one
-machine, so what the hosts themselves have to do (Python, copies, sums, sockets) adds up, which it would not on real
-hosts. How much of the cores that takes is measured and shown.
+machine, so the hosts' own work (Python, copies, sums, sockets) adds up, which it would not on real hosts. How much of
+the cores that takes is measured and shown.
 """
 
 import os

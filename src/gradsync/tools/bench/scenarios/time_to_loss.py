@@ -1,9 +1,9 @@
-"""What counts in the end: seconds until the loss is as low as after so many exact steps, over a slow link.
+"""The measure that counts: seconds until the loss is as low as after a given number of exact steps, over a slow link.
 
-This trains for real, on a link that is limited for real: the small GPT of ``gradsync train``, on Python's standard
+This is real training over a link that is really limited: the small GPT of ``gradsync train``, on Python's standard
 library. Fewer bytes make steps shorter, and may make more of them necessary; this shows both at once. Every way of
-synchronizing starts from the same weights and reads the same text. Rounds alternate between all of them, so that they
-share the machine's moods; a round is some steps and, outside the times, the loss on text that no rank trains on. What
+synchronizing starts from the same weights and reads the same text. Rounds alternate between all of them, because
+machine speed drifts; a round is some steps and, outside the times, the loss on text that no rank trains on. What
 gradsync does in the first windows to find its settings is inside the times.
 """
 

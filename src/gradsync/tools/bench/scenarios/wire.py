@@ -1,8 +1,8 @@
-"""The wire alone, as nccl-tests measures it: how long collectives of 4 KiB to 100 MiB take on each communicator.
+"""Communicators alone, as nccl-tests measures: how long collectives of 4 KiB to 100 MiB take on each of them.
 
 Algorithm bandwidth is bytes over time. Bus bandwidth multiplies it by 2(N-1)/N, which is what every rank of N must send
-at least, so that it can be held against the link whatever N is. Small messages are repeated within a sample. MPI is not
-among the wires: its ranks must be started by mpirun.
+at least, so it can be compared with the link whatever N is. Small messages are repeated within a sample. MPI is not
+among the communicators: its ranks must be started by mpirun.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Times of collectives by wire and size: part of the scenario ``wire``."""
+"""Times of collectives by communicator and size: part of the scenario ``wire``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,3 +1,3 @@
-"""The folder that ``gradsync run`` puts into ``PYTHONPATH``: what a Python reads when it starts, before its script."""
+"""The folder that ``gradsync run`` puts on ``PYTHONPATH``: read by every Python at startup, before its script."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Acting on a module as soon as somebody has imported it. Needs nothing but the standard library."""
+"""Calls a function as soon as a module has been imported. Needs nothing but the standard library."""
 
 import importlib.abc
 import importlib.machinery

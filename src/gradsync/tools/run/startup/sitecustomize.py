@@ -1,8 +1,8 @@
-"""Runs in every Python that a watched script starts by itself, and watches it as soon as it has imported torch.
+"""Runs in every Python that an observed script starts by itself, and observes it as soon as it has imported torch.
 
-Launchers that start ranks by ``subprocess``, as Lightning's, give them nothing but the environment. Python imports a
-module of this name when it starts, from the first folder of its path that has one; the one that would have been found
-is found next. Only the standard library may be imported here: most of these processes are no ranks, and have no torch.
+Launchers that start ranks by ``subprocess``, such as Lightning's, pass them nothing but the environment. At startup
+Python imports a module of this name from the first folder on its path that has one; the one that would have been found
+is found next. Only the standard library may be imported here: most of these processes are not ranks, and have no torch.
 """
 
 import importlib
