@@ -34,7 +34,7 @@ def find_executable_batch_size(
 
     It starts with ``starting_batch_size`` and goes on with nine tenths of it, or with what ``reduce_batch_size_fn()``
     returns, whenever memory runs out. A size that was found is the first that a later call tries. On several ranks all
-    of them must run out alike, as they do with batches of one size: prepare everything anew inside the function, after
+    of them must run out alike, as they do with batches of one size: prepare everything again inside the function, after
     ``accelerator.free_memory()``.
     """
     if function is None:

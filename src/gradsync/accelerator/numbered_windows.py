@@ -62,7 +62,7 @@ class NumberedWindows:
 
     @property
     def windows_per_epoch(self) -> float:
-        """Not a whole number in general."""
+        """Not an integer in general."""
         return self._samples / self.size
 
     @property

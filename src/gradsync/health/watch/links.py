@@ -20,7 +20,7 @@ __all__ = ["LinkMeter", "Sent", "read_links"]
 INFO_BYTES = 256
 ACKED, BUSY = struct.Struct("@Q"), struct.Struct("@QQ")
 ACKED_AT, BUSY_AT = 120, 168
-# A measurement takes so many windows, within limits.
+# A measurement takes this many windows, within limits.
 WINDOWS = 5
 MOST_SECONDS = 5.0
 MOST_LINKS = 256

@@ -17,7 +17,7 @@ from gradsync.observe.recording.steps import BucketPart, Recording, Step, Synchr
 
 __all__ = ["ClockShift", "MergedStep", "OnWire", "Timeline", "clock_shifts", "merge"]
 
-# Of every so many steps the slowest and the fastest tenth are left out, where something else went on.
+# Within each block of this many steps the slowest and the fastest tenth are left out as disturbed.
 LEFT_OUT = 0.1
 # The first steps learn the order of gradients and try bucket sizes.
 WARM_UP = 3
@@ -45,7 +45,7 @@ class OnWire:
 
 @dataclass(frozen=True, kw_only=True)
 class MergedStep:
-    """One step of all ranks, on rank 0's clock; for each of its synchronizations what was on the wire, in order."""
+    """One step of all ranks, on rank 0's clock; for each of its synchronizations the wire's activity, in order."""
 
     number: int
     ranks: tuple[Step, ...]
@@ -81,7 +81,7 @@ def merge(recordings: Sequence[Recording]) -> Timeline:
             f"rank {empty[0]} has recorded no step: a step is over when an optimizer of the model's parameters has "
             "stepped and the next forward begins. Record a few more"
         )
-    # Buckets are laid out anew on all ranks at once; one that was killed may not have come so far.
+    # All ranks lay out their buckets again at once; a killed rank may not have got that far.
     last = min(len(each.layouts) for each in recordings) - 1
     if last < 0 or len({each.layouts[last] for each in recordings}) != 1:
         raise ConfigurationError(
@@ -158,7 +158,7 @@ def _first(*moments: float | None) -> float:
 
 
 class ClockShift:
-    """What to add to the times of a rank to get rank 0's."""
+    """The correction that converts a rank's times to rank 0's."""
 
     def __init__(self, offset: float, drift: float = 0.0, since: float = 0.0) -> None:
         self._offset, self._drift, self._since = offset, drift, since

@@ -23,7 +23,7 @@ LEAST = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Regrouped:
-    """One bucket of another layout: full when ``share`` of the gradients of the recorded bucket ``source`` is ready."""
+    """One bucket of a different layout: full when ``share`` of the recorded bucket ``source``'s gradients is ready."""
 
     nbytes: int
     source: int

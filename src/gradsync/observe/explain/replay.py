@@ -106,7 +106,7 @@ def _spent(spans: Sequence[object], since: float, until: float) -> dict[str, flo
 
 @dataclass
 class Play:
-    """Ranks that play one script after the other. ``at`` is how late it is on each."""
+    """Ranks that run one script after another. ``at`` is the current time of each."""
 
     at: list[float] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ from gradsync.observe.plan.topology import Link, Topology
 __all__ = ["Calibration", "Reading", "fit_wire", "no_link", "slow_for_good"]
 
 FORMAT = 1
-# A start is taken to be as long as a step with the weight of so many measured operations.
+# A start is assumed to be as long as a step, with the weight of this many measured operations.
 BELIEF = 0.5
 # Messages that take so many times as long as the smallest tell of the bandwidth; at least these many of the largest.
 BYTES_COUNT, FEWEST = 10, 3

@@ -26,7 +26,7 @@ BUCKET_SIZES_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What can be chosen. ``bucket_mb`` of None takes one bucket for everything; ``rate`` of None the link there is."""
+    """The choices of a plan. ``bucket_mb`` of None is one bucket for everything; ``rate`` of None the existing link."""
 
     ranks: int
     bucket_mb: float | None = 25.0

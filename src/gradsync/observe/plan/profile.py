@@ -68,7 +68,7 @@ class StepProfile:
         return self.micro_batches * (self.data + self.forward + self.backward) + self.optimizer
 
     def slowed(self, factor: float, *, data: float = 1.0) -> "StepProfile":
-        """A rank that takes so many times as long to compute, and ``data`` times as long to load."""
+        """A rank that takes that many times as long to compute, and ``data`` times as long to load."""
         buckets = tuple(replace(each, ready=each.ready * factor, need=each.need * factor) for each in self.buckets)
         return replace(
             self,

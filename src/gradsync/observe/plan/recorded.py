@@ -48,7 +48,7 @@ def recorded(folder: Path) -> Calibration:
 
 
 def _warnings(ranks: Sequence[Recording], wire: Wire) -> Iterator[str]:
-    """By the verdict of ``gradsync explain``: who is waited for there is a straggler here."""
+    """Follows the verdict of ``gradsync explain``: a rank that others wait for there is a straggler here."""
     timeline = merge(ranks)
     for straggler in find_stragglers(timeline, split(timeline)):
         yield slow_for_good(straggler.rank, str(straggler))

@@ -17,7 +17,7 @@ WORTH_SAYING = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A setting that is faster at ``at`` ranks, and by how much a micro-batch is shorter."""
+    """A setting that is faster at ``at`` ranks, and by how much it shortens a micro-batch."""
 
     at: int
     prediction: Prediction
@@ -31,7 +31,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """``alone`` is a step of one rank, without a wire."""
+    """A plan's results. ``alone`` is a step of one rank, without communication."""
 
     calibration: Calibration
     alone: float

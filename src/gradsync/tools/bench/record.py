@@ -108,7 +108,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class CellRecord:
-    """What is known of a cell: its samples by variant and round, in the order in which variants came."""
+    """The record of a cell: its samples by variant and round, in the order in which variants arrived."""
 
     cell: Cell
     samples: dict[str, dict[int, Sample]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ REPORT = "report.html"
 
 @dataclass(kw_only=True)
 class Section:
-    """A scenario on the page, with whatever there is of it."""
+    """A scenario on the page, with the results that exist."""
 
     name: str
     title: str

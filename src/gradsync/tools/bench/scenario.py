@@ -110,7 +110,7 @@ class Scenario(ABC):
     question: str
     # The variant that tables hold the others against.
     baseline: str
-    # Of the picture that has a panel a cell.
+    # For the picture with one panel per cell.
     slug: str
     ylabel: str = ""
     height: float = 4.2

@@ -54,7 +54,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """Bytes through a host's interface since the lab was made, with the headers of the network."""
+    """Bytes through a host's interface since the lab was created, including network headers."""
 
     sent: int
     received: int

@@ -50,7 +50,7 @@ def lab_names() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A process, told apart from later ones of the same number by when it started."""
+    """A process, distinguished by its start time from later ones with the same id."""
 
     pid: int
     started: int
@@ -66,7 +66,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a lab says of itself. One without an owner stays until it is taken down."""
+    """A lab's description of itself. A lab without an owner stays until it is taken down."""
 
     owner: Owner | None
     subnet: str

@@ -46,7 +46,7 @@ def replace_accelerator() -> None:
 
 
 class _Shown(ModuleType):
-    """A module of Accelerate's that shows another class to those who are not installed."""
+    """A module of Accelerate's that shows a different class to code that is not installed."""
 
     @property
     def Accelerator(self) -> Any:  # noqa: N802 (the name of a class)

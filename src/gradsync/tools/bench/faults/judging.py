@@ -87,7 +87,7 @@ class Judge:
         return None if first is None or first - at > self.limits.notice else first - at
 
     def _names(self, words: str, process: int) -> bool:
-        """Whether the rank that was hurt is told: we say ``rank 1``; torch's excepthook, its monitored barrier and
+        """Whether the rank with the fault is named: we say ``rank 1``; torch's excepthook, its monitored barrier and
         torchrun have ways of their own."""
         victim = self.fault.victim
         ways = [rf"\brank(?:\s+|\s*: ){victim}\b", rf"\bpid: {process}\b", rf"\bRanks (?:\d+, )*{victim}\b"]

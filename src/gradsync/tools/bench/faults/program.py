@@ -137,7 +137,7 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def note_end(events: Events, model: nn.Module, step: int) -> None:
-    """What the parameters are after so many steps."""
+    """Note the parameters after that many steps."""
     parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     digest = hashlib.sha256(parameters.numpy().tobytes()).hexdigest()
     events.note("ended", step=step, digest=digest, finite=bool(parameters.isfinite().all()))

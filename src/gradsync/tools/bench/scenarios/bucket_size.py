@@ -35,7 +35,7 @@ LAYERS = 6
 # Of the paper, in MiB, as far as the models reach.
 GPU_SIZES = {"ResNet-50": (5, 10, 25, 50), "BERT-base": (10, 25, 50, 100)}
 MORE_GPU_SIZES = {"ResNet-50": (1, 2, 5, 10, 25, 50, 100), "BERT-base": (5, 10, 25, 50, 100, 200, 420)}
-# Beyond the last meeting of the tuner, at which buckets are made anew.
+# Beyond the tuner's last synchronization, at which buckets are rebuilt.
 TUNING_WINDOWS = max(TUNED_AFTER) + 4
 
 
