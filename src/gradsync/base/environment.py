@@ -51,7 +51,7 @@ HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> ProcessEnvironment:
-    """What the launcher says in the environment.
+    """What the launcher passes in the environment.
 
     The innermost launcher counts: torchrun may run inside mpirun or srun, and mpirun inside a Slurm job, whose
     processes then carry the variables of both.
@@ -77,7 +77,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> ProcessEnviro
 
 
 def _port_of_mpirun(variables: Mapping[str, str]) -> int:
-    """Jobs that share a node meet at different ports: the name that Open MPI gives each is known to all its ranks."""
+    """Jobs that share a node need different ports. All ranks of a job know the name that Open MPI gives it."""
     name = variables.get("PMIX_NAMESPACE")
     return DEFAULT_PORT if name is None else FIRST_JOB_PORT + zlib.crc32(name.encode()) % JOB_PORTS
 
@@ -97,8 +97,8 @@ def _torchrun(variables: Mapping[str, str]) -> ProcessEnvironment:
 def _started_by_srun(variables: Mapping[str, str]) -> bool:
     """Whether this process is a task of a step that srun made.
 
-    A job script and the shell of salloc have the job's SLURM_NTASKS, and even SLURM_PROCID, without being one of so
-    many tasks. They have no step number, or one of the special ones.
+    A job script and the shell of salloc also have the job's SLURM_NTASKS, and even SLURM_PROCID, without being one of
+    its tasks. They have no step number, or one of the special ones.
     """
     step = variables.get("SLURM_STEP_ID", "").strip()
     return "SLURM_PROCID" in variables and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP

@@ -14,9 +14,9 @@ PARTIAL = ".partial"
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which becomes ``path`` when the block ends; if that raises, what was there stays.
+    """A file to write to, which becomes ``path`` when the block ends; if the block raises, the old file stays.
 
-    Several processes may write the same file at once: each has a name of its own until then, and the last one stays.
+    Several processes may write the same file at once: each uses its own temporary name, and the last one wins.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:

@@ -22,10 +22,10 @@ LARGEST = 2**63
 
 
 def from_json(kind: type[T], told: object) -> T:
-    """An object of ``kind``. A dataclass is told as an object, or as an array in the order of its fields, of which
-    the last may be missing, too.
+    """An object of type ``kind``. A dataclass may be a JSON object, or an array in the order of its fields, the last of
+    which may be missing.
 
-    ValueError if it cannot be.
+    Raises ValueError if that is impossible.
     """
     read: Callable[[object], T] = _reader(typing.cast(Any, kind))
     return read(told)

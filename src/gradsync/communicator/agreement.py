@@ -62,7 +62,7 @@ def require_agreement(
 
 
 def agree_on_absent(communicator: Communicator, absent: Iterable[int], count: int) -> frozenset[int]:
-    """Which of ``count`` parameters all ranks call absent. Collective."""
+    """Which of ``count`` parameters all ranks report as absent. Collective."""
     present = torch.ones(count, dtype=torch.int32, device="cpu")
     present[list(absent)] = 0
     shared = present.to(communicator.device)

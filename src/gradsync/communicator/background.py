@@ -33,7 +33,7 @@ class GivenUpError(Exception):
 
 
 def call_back(callback: Callable[[], None]) -> None:
-    """An error in it is that of whoever gave it, not of the collective, and must not end the thread."""
+    """Errors in a callback belong to whoever registered it, not to the collective, and must not end the thread."""
     try:
         callback()
     except Exception:
@@ -251,7 +251,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something that has not been run to its end."""
+        """Whether any task has not been completed."""
         return self._queue.busy
 
     def place(self) -> Numbering | None:
@@ -259,17 +259,17 @@ class Background:
         return self._queue.place()
 
     def give_up(self) -> None:
-        """Nobody waits any longer for something that another thread is stuck in."""
+        """Stop waiting for a task that another thread is stuck in."""
         self._queue.given_up = True
 
     def close(self) -> None:
-        """Stop after the collective that runs. What has not begun then runs only if somebody waits for it."""
+        """Stop after the current collective. Those not started then only run if somebody waits for them."""
         self._queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def leave(self, seconds: float) -> None:
-        """:meth:`close`, for a process that ends, which does not wait longer than that."""
+        """:meth:`close` at process exit, waiting no longer than that."""
         self._queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)

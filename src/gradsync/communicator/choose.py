@@ -20,7 +20,7 @@ _ambient: ContextVar[Communicator | None] = ContextVar("gradsync_communicator", 
 
 @contextmanager
 def ambient_communicator(communicator: Communicator) -> Iterator[None]:
-    """Make ``communicator`` the one that is meant when nothing is passed, in this thread."""
+    """Make ``communicator`` the default in this thread when none is passed."""
     token = _ambient.set(communicator)
     try:
         yield

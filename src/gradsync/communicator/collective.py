@@ -59,12 +59,12 @@ def waited_here() -> float:
 
 
 def add_waited(seconds: float) -> None:
-    """This thread has waited that long for a thread that waited for collectives."""
+    """Count that many seconds for this thread, which waited for a thread that waited for collectives."""
     _waits_here.seconds += seconds
 
 
 def is_waiting_here() -> bool:
-    """Whether this thread is in the wait for a collective. If so, a signal handler asks."""
+    """Whether this thread is waiting for a collective. If so, the caller is a signal handler."""
     return _waits_here.is_waiting
 
 
@@ -147,7 +147,7 @@ class Owner(Protocol):
     def fate(self) -> Fate: ...
 
     def explain(self, collective: "Collective", error: BaseException) -> BaseException:
-        """What to raise for ``error``, which is the communicator's failure from then on."""
+        """The exception to raise for ``error``, which is the communicator's failure from then on."""
 
     def start_stage(self, first: Handle, stage: Stage) -> Handle:
         """:meth:`Handle.then`."""

@@ -49,7 +49,7 @@ _left_over: list[tuple[Callable[[], bool], object]] = []
 
 
 def _current(device: torch.device) -> tuple[int, int]:
-    """The device and its current stream, as numbers: to ask for the stream itself takes ten times as long."""
+    """The device and its current stream, as numbers: asking for the stream object takes ten times as long."""
     if device.type != "cuda":
         return -1, 0
     index = torch.cuda.current_device() if device.index is None else device.index

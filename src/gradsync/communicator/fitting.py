@@ -77,7 +77,7 @@ _chosen: dict[tuple[int, str], tuple[Any, Choice]] = {}
 def fit_communicator(communicator: Communicator, device: torch.device) -> Choice:
     """The fastest communicator over the same ranks as ``communicator``, for gradients on ``device``. Collective.
 
-    Only a :class:`ProcessGroupCommunicator` is replaced. What was chosen for a group is kept for the next model.
+    Only a :class:`ProcessGroupCommunicator` is replaced. The choice for a group is kept for the next model.
     """
     if not isinstance(communicator, ProcessGroupCommunicator):
         return Choice.given(communicator)
@@ -94,7 +94,7 @@ def fit_communicator(communicator: Communicator, device: torch.device) -> Choice
 
 
 def scattering_over(communicator: Communicator, device: torch.device) -> Communicator:
-    """A wire over the same ranks for halves of all-reduces: Gloo's own reduce-scatter sends as much as a whole one."""
+    """A communicator for halves of all-reduces: Gloo's own reduce-scatter sends as much as a whole one."""
     if not isinstance(communicator, ProcessGroupCommunicator) or communicator.world_size == 1:
         return communicator
     if device.type != "cpu" or "gloo" not in communicator.backend:

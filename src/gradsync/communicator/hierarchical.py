@@ -80,7 +80,7 @@ class HierarchicalCommunicator(Wire):
         *,
         leaders: int | None = None,
     ) -> Self:
-        """Make the groups that are needed, and ``inside`` and ``between`` over them. A collective."""
+        """Create the groups that are needed, and ``inside`` and ``between`` over them. Collective."""
         topology = topology or find_topology(ProcessGroupCommunicator(group))
         if topology.world_size != dist.get_world_size(group):
             raise ConfigurationError(

@@ -131,7 +131,7 @@ class HostPeers:
             self.process_ids[peer] = caller.process
 
     def share(self, descriptor: int | None, nbytes: int) -> dict[int, int] | None:
-        """Give every peer ``descriptor``, and take theirs, by rank. Collective.
+        """Send ``descriptor`` to every peer, and return theirs, by rank. Collective.
 
         None if some rank came with None. OSError if this one has no room for theirs, which the others learn when all
         :meth:`agree`. Whoever calls closes what it gets.
@@ -206,12 +206,12 @@ class HostPeers:
         )
 
     def watch(self, ended: Callable[[int], None]) -> None:
-        """Have ``ended`` called, on a thread of its own, with the number of every peer whose process ends."""
+        """Call ``ended``, on a separate thread, with the number of every peer whose process exits."""
         sockets = dict(self._sockets)
         threading.Thread(target=_watch, args=(sockets, ended), name="gradsync-watch", daemon=True).start()
 
     def drop(self) -> None:
-        """Close this process's ends and tell nobody."""
+        """Close this process's ends without notifying anybody."""
         for connection in self._sockets.values():
             connection.close()
 

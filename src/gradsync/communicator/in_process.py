@@ -104,8 +104,8 @@ class InProcessWorld:
     def turn(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the calling thread is a rank of which one at a time runs, while the others would only be in its way.
 
-        It is a courtesy, not a lock: whoever has to wait for something else than a collective keeps nobody from
-        running for long.
+        This is a courtesy, not a lock: a thread that waits for something other than a collective does not block the
+        others for long.
         """
         return self._turns.taken()
 
@@ -126,7 +126,7 @@ class InProcessWorld:
     def join(
         self, collective: Collective, rank: int, output: torch.Tensor, brought: Any, combine: Combine
     ) -> "_Joined":
-        """Lay down what this rank has ``brought``. ``output`` gets the result when everybody has come."""
+        """Contribute what this rank has ``brought``. ``output`` gets the result when all ranks have arrived."""
         with self._changed:
             current = self._rounds.setdefault(collective.number, _Round())
             current.inputs[rank], current.outputs[rank] = brought, output

@@ -27,7 +27,7 @@ BEFORE_METHODS = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 def end_wait(work: Any) -> bool:
-    """Have ``work.wait()`` of a send return False, now or when it is called. False here if that cannot be done."""
+    """Make ``work.wait()`` of a send return False, now or when it is called. Returns False if that cannot be done."""
     known = _methods()
     if known is None or work is None:
         return False

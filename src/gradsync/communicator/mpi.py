@@ -151,7 +151,8 @@ class MPICommunicator(Wire):
             )
 
     def close(self) -> None:
-        """Finish what was started, tell the others and free the communicators. Collective; at exit it comes by itself.
+        """Finish what was started, tell the others and free the communicators. Collective; at exit it runs
+        automatically.
 
         It returns when all ranks have called it, as ``MPI_Finalize`` would.
         """

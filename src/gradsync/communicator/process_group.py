@@ -50,7 +50,7 @@ _under_way = keep_for_good(UnderWay())
 
 
 def fate_of(group: dist.ProcessGroup) -> Fate:
-    """Communicators over one group fail together: it is out of step for all of them."""
+    """Communicators over one group fail together: the group is out of step for all of them."""
     if group not in _fates:
         begin_anew(group)
     return _fates.setdefault(group, Fate())

@@ -47,7 +47,7 @@ class RoundRobinCommunicator(Wire):
     def over(
         cls, group: dist.ProcessGroup, count: int, communicator: CommunicatorFactory = ProcessGroupCommunicator
     ) -> Self:
-        """``count`` new groups of the ranks of ``group``, with a ``communicator`` over each. A collective."""
+        """Create ``count`` new groups of the ranks of ``group``, with a ``communicator`` over each. Collective."""
         if count < 1:
             raise ConfigurationError(f"count must be at least 1, got {count}")
         everybody = range(dist.get_world_size(group))

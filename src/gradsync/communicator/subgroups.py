@@ -74,7 +74,7 @@ def _timeout_of(group: Any) -> timedelta | None:
 
 
 def _level_group_counts(group: dist.ProcessGroup) -> None:
-    """Give every rank as many process groups as the one with the most, with groups of its own.
+    """Give every rank as many process groups as the rank with the most, by adding groups.
 
     torch names a group that only its members make by the number of groups they have. Where that differs, so do the
     names, and the members would wait for each other until the timeout.

@@ -77,7 +77,7 @@ def find_topology(communicator: Communicator) -> Topology:
 
 
 def host_identity() -> bytes:
-    """32 bytes that are the same on all ranks of this host, and on no others."""
+    """32 bytes that are equal on all ranks of this host, and different on all others."""
     parts = [os.environ[HOST_VARIABLE]] if os.environ.get(HOST_VARIABLE) else ["", *_marks()]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=IDENTITY_BYTES).digest()
 

@@ -186,12 +186,12 @@ class Wire:
         )
 
     def _check(self, kind: str, tensor: torch.Tensor) -> None:
-        """Refuse what this wire cannot move, or reduce."""
+        """Refuse what this communicator cannot move or reduce."""
         check_dense(kind, tensor)
         check_summed(kind, tensor, self.summed)
 
     def _tell_others(self, reason: str) -> None:
-        """That this rank has given up, if the wire can."""
+        """Tell the other ranks that this one has given up, if the transport can."""
 
     def _make_queue(self) -> Background:
         return Background("gradsync stages")
@@ -203,7 +203,7 @@ class Wire:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _queue_up(self, collective: Collective, run: Callable[[], None], *, lazy: bool = False) -> Collective:
-        """Have ``run`` do all of the collective, after those that were started before it."""
+        """Have ``run`` do the whole collective, after those that were started before it."""
         if self.fate.failure is not None:
             self._refuse_after_failure()
         queue = self._background or self._queue

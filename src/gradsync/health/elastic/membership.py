@@ -88,10 +88,10 @@ class Membership(Protocol):
         """
 
     def own_address(self) -> str:
-        """By which address the others reach this machine."""
+        """The address through which the others reach this machine."""
 
     def close(self) -> None:
-        """This rank does not take part any more."""
+        """Stop taking part."""
 
 
 def in_order(members: list[Member]) -> list[Member]:

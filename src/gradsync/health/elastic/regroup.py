@@ -60,7 +60,7 @@ class Generation:
         ]
 
     def leave(self) -> None:
-        """End the process group here, whatever state it is in. The others learn of it if they wait for this rank."""
+        """Close the process group here, whatever its state. The others notice if they wait for this rank."""
         group = self.communicator.group
         if group is not None:
             leave_watch(group, f"has left generation {self.number}")

@@ -57,7 +57,7 @@ def exit_call(error: SystemExit) -> str:
 
 
 def note_exits() -> None:
-    """Note the calls of ``sys.exit`` in the main thread from now on: in another one they end that thread alone."""
+    """Record calls of ``sys.exit`` in the main thread from now on: in a different thread they only end that one."""
     before = sys.exit
 
     @functools.wraps(before)

@@ -104,7 +104,7 @@ class PaceMeter:
         """What this rank has to do for the window is done, or queued: from here on it waits for others."""
 
     def window_ended(self, *, worked: bool = True) -> None:
-        """A window is synchronized. One whose data has run out has not ``worked`` on it: it only stands by."""
+        """A window has been synchronized. One whose data has run out has not ``worked``: the rank only stands by."""
         now, waited = time.perf_counter(), waited_here()
         own = waiting = 0.0
         if self._last is not None:
@@ -119,7 +119,7 @@ class PaceMeter:
         self._windows.append((self.count, own, waiting if own else 0.0))
 
     def since(self, number: int, *, model: int = 0) -> Pace:
-        """The windows after that of ``number``, as far as they are kept."""
+        """The windows after ``number``, as far as they are kept."""
         # A copy is made in one go, whatever the other thread does.
         new = [window for window in list(self._windows) if window[0] > number]
         if not new:

@@ -88,7 +88,7 @@ def _read(text: bytes) -> Message:
 
 
 def code(secret: bytes, nonce: str, name: object) -> str:
-    """What only those can say who know ``secret``."""
+    """A code that only a process that knows ``secret`` can compute."""
     return hmac.new(secret, f"{nonce} {name}".encode(), "sha256").hexdigest()
 
 
@@ -129,7 +129,7 @@ class Line:
             self._note(error)
 
     def receive(self) -> list[Message]:
-        """What has come. Sets ``end`` if nothing will any more."""
+        """The messages received. Sets ``end`` if no more will arrive."""
         try:
             data = self.connection.recv(READ_BYTES)
             if data:
