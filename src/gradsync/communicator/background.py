@@ -209,7 +209,7 @@ class _Queue:
             self._alarm.wait()
             if self._closed:
                 return
-            # Who waits for one may have run it already. What was added at leisure comes along.
+            # Who waits for one may have run it already. Lazy tasks run along with it.
             while self._tasks:
                 with self._turn:
                     if self._tasks:

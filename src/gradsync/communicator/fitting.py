@@ -94,7 +94,10 @@ def fit_communicator(communicator: Communicator, device: torch.device) -> Choice
 
 
 def scattering_over(communicator: Communicator, device: torch.device) -> Communicator:
-    """A communicator for halves of all-reduces: Gloo's own reduce-scatter sends as much as a whole one."""
+    """A communicator over the same ranks, for the halves of all-reduces.
+
+    Gloo's own reduce-scatter sends as much as a whole all-reduce.
+    """
     if not isinstance(communicator, ProcessGroupCommunicator) or communicator.world_size == 1:
         return communicator
     if device.type != "cpu" or "gloo" not in communicator.backend:

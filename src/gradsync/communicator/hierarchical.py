@@ -283,7 +283,7 @@ class HierarchicalCommunicator(Wire):
             part.copy_(parts[sender * self.world_size + self.rank])
 
     def _start_inside(self, piece: "_Piece", step: ReduceOp) -> Work:
-        """Afterwards every leader has the sum of its part, at the least."""
+        """Afterwards every leader has at least the sum of its part."""
         if self.inside.world_size == 1:
             return DONE
         if piece.mine is not None and piece.parts == self.inside.world_size and step == "sum":
@@ -298,7 +298,7 @@ class HierarchicalCommunicator(Wire):
         return self.between.all_reduce(piece.mine, step)
 
     def _start_spread(self, piece: "_Piece") -> list[Handle]:
-        """Everybody of this host gets every leader's part."""
+        """Every rank of this host gets every leader's part."""
         if self.inside.world_size == 1:
             return []
         if piece.mine is not None and piece.parts == self.inside.world_size:

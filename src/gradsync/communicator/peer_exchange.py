@@ -206,7 +206,7 @@ class PeerExchangeCommunicator(Wire):
     # -- what runs in the background ----------------------------------------------------------------------------------
 
     def _reduce_at_once(self, exchange: Exchange, flat: torch.Tensor, fold: "_Fold") -> None:
-        """Everybody gets everything and sums it: one step."""
+        """Every rank sends everything to every other rank, and all sum everything: one step."""
         *rows, total = self._rows(self.world_size, flat.numel(), flat.dtype)
         messages = self._receive_rows(exchange, rows, 0)
         for peer in self._link.peers:
@@ -255,7 +255,7 @@ class PeerExchangeCommunicator(Wire):
             exchange.send(peer, flat[cut.at(self.rank, part)], part)
 
     def _give(self, exchange: Exchange, flat: torch.Tensor, source: int, cut: _Cut) -> None:
-        """The source sends everything to everybody."""
+        """The source sends everything to every rank."""
         for part in range(cut.parts):
             piece = flat[cut.at(0, part)]
             if self.rank != source:
@@ -265,7 +265,7 @@ class PeerExchangeCommunicator(Wire):
                 exchange.send(peer, piece, part)
 
     def _pass_on(self, exchange: Exchange, flat: torch.Tensor, source: int, cut: _Cut) -> None:
-        """The source sends every other rank a share, which that one passes on to the others."""
+        """The source sends every other rank a share, which that rank passes on to the others."""
         receivers = [rank for rank in range(self.world_size) if rank != source]
         if self.rank == source:
             for part in range(cut.parts):

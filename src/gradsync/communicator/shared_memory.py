@@ -38,7 +38,7 @@ from gradsync.communicator.wire import Shares, Wire
 __all__ = ["SharedMemoryCommunicator"]
 
 STAGE_BYTES = 512 * 1024
-# Below this every rank adds up everything itself, which is less work than meeting a second time.
+# Below this every rank adds up everything itself, which is less work than synchronizing a second time.
 SMALL_BYTES = 32 * 1024
 # Below this a collective takes less time than to wake the thread for it: it runs with the next one, or at the end.
 LEISURE_BYTES = 256 * 1024
@@ -72,7 +72,7 @@ class SharedMemoryCommunicator(Wire):
         weakref.finalize(self, HostPeers.close, self._peers).atexit = False
 
     def _set_up(self, timeout: float) -> None:
-        """All that may fail on one rank alone. ConfigurationError on all of them if it does."""
+        """Everything that may fail on a single rank. ConfigurationError on all of them if it does."""
         self._heap = Heap(self._peers)
         # Held so that they stay: the heap frees what nobody holds.
         self._kept = make_together(self.over, "share memory", self._allocate_own)
@@ -309,7 +309,7 @@ class SharedMemoryCommunicator(Wire):
         arriving: tuple[int, ...],
         leaving: tuple[int, ...],
     ) -> None:
-        """Everybody's tensor passes through its stage, and everybody takes from it what is meant for it."""
+        """Every rank's tensor passes through its stage, and every rank takes from it what is meant for it."""
         begins, ends, longest = self._compare_counts(call, arriving, leaving)
         into = output.split(arriving)
         step = STAGE_BYTES // output.itemsize
@@ -345,7 +345,10 @@ class SharedMemoryCommunicator(Wire):
         return begins, [offset[self.rank + 1] for offset in offsets], max(offset[-1] for offset in offsets)
 
     def _direct(self, call: Call, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Everybody's ``tensor``, if it lies in shared memory on all ranks: they have met then, and must meet again."""
+        """The ``tensor`` of every rank, if it is in shared memory on all ranks.
+
+        In that case the ranks have synchronized, and must do so again.
+        """
         headers = self._meet_first(call, self._heap.find(tensor))
         if not all_somewhere(headers):
             self._number += 1
@@ -355,7 +358,7 @@ class SharedMemoryCommunicator(Wire):
     # -- meeting the others ---------------------------------------------------------------------------------------
 
     def _meet_first(self, call: Call, place: Location | None = None) -> list[bytes]:
-        """Meet, and see that all ranks came for the same. Everybody sees everybody's header, and raises alike."""
+        """Synchronize, and check that all ranks run the same collective. All see all headers, so all raise alike."""
         mine = call.header() if place is None else call.header(place[0].number, place[1])
         self._signals.write_header(self._number, mine)
         self._signals.meet(call.describe)

@@ -115,7 +115,7 @@ def await_at_end(thread: threading.Thread) -> None:
 def leave_all() -> None:
     """Shuts down all communicators. See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    # A wire over others was made after them. It goes first: as long as its thread is at work, it begins theirs anew.
+    # A communicator over others was created after them. It leaves first: while its thread runs, it restarts theirs.
     for wire in reversed(list(_wires)):
         # One that cannot must not keep the others from it.
         with log_errors("a communicator could not be closed"):

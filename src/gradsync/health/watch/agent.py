@@ -172,7 +172,7 @@ class Agent:
         self._wake()
 
     def describe(self) -> dict[str, Any]:
-        """What this rank has heard of the others, for a dump."""
+        """What this rank has heard from the others, for a dump."""
         now = time.monotonic()
         with self._news:
             known = {number: self._detector.standing_of(number, now) for number in range(len(self.plan.members))}
@@ -213,7 +213,7 @@ class Agent:
         try:
             self._serve()
         except Exception:
-            # A watch that fails must not take the training along.
+            # A watch that fails must not take the training down with it.
             LOGGER.exception("the watch over the other ranks has failed, and training goes on without it")
         finally:
             self._close()

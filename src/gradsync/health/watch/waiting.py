@@ -42,7 +42,7 @@ def roots(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[int
 
 
 def at_odds(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[int, tuple[int, Wait, Wait]]:
-    """Ranks that wait in another collective than the lowest one does in the same place: whose, its own, and theirs."""
+    """Ranks that wait in a different collective than the lowest rank at the same place: which, its own, and theirs."""
     first: dict[tuple[int, int], tuple[int, Wait]] = {}
     found = {}
     for rank in sorted(statuses):
