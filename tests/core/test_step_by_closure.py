@@ -187,3 +187,29 @@ def step_on_own(inside: str) -> str:
 @pytest.mark.parametrize("inside", ["no_sync", "nothing"])
 def test_a_closure_that_does_not_synchronize_is_refused_after_it_has_run(ranks: Ranks, inside: str) -> None:
     assert all("no_sync()" in words for words in ranks.run(step_on_own, inside))
+
+
+def abstain_after_an_empty_closure() -> list[bool]:
+    rank = choose_communicator().rank
+    model: Any = gradsync.DistributedDataParallel(make_model(), bucket_cap_mb=1e-4)
+    optimizer = gradsync.ShardedOptimizer(torch.optim.SGD, model, lr=0.05)
+    skipped = []
+    for step in range(STEPS):
+        if step == 1:
+            # No rank has a backward in it.
+            optimizer.step(lambda step=step: model(batch(step, 0, rank)).sum().detach())
+        elif step == 2 and rank == 1:
+            model.abstain("out of memory")
+            optimizer.step()
+        else:
+            model(batch(step, 0, rank)).square().mean().backward()
+            optimizer.step()
+        skipped.append(model.step_was_skipped)
+        model.zero_grad()
+    return skipped
+
+
+@pytest.mark.parametrize("ranks", [("threads", 2), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
+def test_a_closure_that_has_a_forward_alone_ends_its_window(ranks: Ranks) -> None:
+    """A rank may abstain from the next one: it is another window, although no gradient was there to be zeroed."""
+    assert ranks.run(abstain_after_an_empty_closure) == [[False, False, True, False]] * 2

@@ -385,6 +385,8 @@ class Synchronizer:
         """The closure of a step has run: ensure that its gradients are means. See [Note: a step by closure]."""
         if not self.window.has_means and not self.engine.switches.steps_locally:
             self._before_unsynchronized_step()
+            # Before the closure there was nothing to close; the step that goes on now uses these means.
+            self.window.close()
 
     def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
         pipeline = self.engine.pipeline
