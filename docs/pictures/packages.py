@@ -23,7 +23,7 @@ FLOORS = [
     ("what moves bytes", WIRE_FILL, ["communicator"]),
     ("errors, files, environment variables", PANEL, ["base"]),
 ]
-# The stops of a gradient, by the package in which it makes them.
+# The stages of a gradient, by the package in which it makes them.
 STOPS = {"core.engine": [1, 3, 5], "core.bucket": [2], "core.reduction": [3], "communicator": [4]}
 LEFT, WIDTH, TALL, STEP = 110.0, 500.0, 34, 42
 
@@ -42,7 +42,7 @@ def main() -> None:
         parts += [text(LEFT + WIDTH + 16, y + 22, purpose, size=13, fill=MUTED, anchor="start")]
     bottom = 20.0 + len(FLOORS) * STEP
     parts += [arrow(14, 60, 14, bottom - 20, stroke=INK), text(28, 52, "imports", size=12, anchor="start")]
-    words = "Numbers are the stops of a gradient: it goes down to the communicator, and comes back the same way."
+    words = "Numbers are the stages of a gradient: it goes down to the communicator, and comes back the same way."
     parts += [text(LEFT, bottom + 20, words, anchor="start")]
     write(__file__, LEFT + WIDTH + 340, bottom + 40, parts)
 

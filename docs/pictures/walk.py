@@ -1,4 +1,4 @@
-"""Draws walk.svg: the five stops of a gradient, from backward to the optimizer's step, on two ranks.
+"""Draws walk.svg: the five stages of a gradient, from backward to the optimizer's step, on two ranks.
 
     python docs/pictures/walk.py
 
