@@ -371,6 +371,7 @@ def gradient_with_hook(hook: str) -> torch.Tensor:
     return next(model.parameters()).grad
 
 
+@pytest.mark.breadth
 def test_communication_hooks_have_names() -> None:
     exact = pool_of(2).run(gradient_with_hook, "no")[0]
     for gradient in pool_of(2).run(gradient_with_hook, "bf16"):

@@ -73,6 +73,7 @@ def load_and_train(kind: str, folder: Path) -> list[torch.Tensor]:
     return run(prepared, range(6, 12))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("after", KINDS, ids="to {}".format)
 @pytest.mark.parametrize("before", KINDS, ids="from {}".format)
 def test_a_checkpoint_is_the_same_either_way(tmp_path: Path, before: str, after: str) -> None:

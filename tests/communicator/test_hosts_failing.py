@@ -59,6 +59,7 @@ def go_on_until_one_dies(hosts: tuple[tuple[int, ...], ...], victim: int, numel:
         wire.all_reduce(torch.ones(numel)).wait()
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("hosts", "victim", "numel"),
     [

@@ -452,6 +452,7 @@ def after_a_bad_window(kind: str, feedback: bool, bad: float) -> list[bool]:
     return finite
 
 
+@pytest.mark.breadth
 @every_kind
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
 def test_one_bad_window_is_one(kind: str, feedback: bool) -> None:
@@ -559,6 +560,7 @@ def weigh_mean(world_size: int) -> float:
     return run_ranks(weigh, world_size, None)[0]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     ("make", "bound"),

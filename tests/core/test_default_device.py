@@ -47,6 +47,7 @@ def train(kind: str, default: str) -> list[torch.Tensor]:
 KINDS = ("mean", "bf16", "int8", "low-rank:2", "top-k:0.1", "sharded", "overlapped", "weights")
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_the_same_under_another_default_device(process_ranks: Ranks, kind: str) -> None:
     expected = process_ranks.run(train, kind, "cpu")

@@ -1171,6 +1171,7 @@ def both_schedules() -> Iterator[Any]:
             yield pytest.param(case, schedule, marks=marks, id=f"{case.__name__}-{schedule}")
 
 
+@pytest.mark.breadth
 @in_threads
 @pytest.mark.parametrize(("case", "schedule"), list(both_schedules()))
 def test_gradients_are_the_same_whenever_buckets_start(ranks: Ranks, case: type[Case], schedule: str) -> None:

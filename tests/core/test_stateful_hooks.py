@@ -110,6 +110,7 @@ def conserve(cap: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     return sent, held_back(model, state), len(model.synchronizer.buckets)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("cap", [None, LAYER, 4 * LAYER])
 def test_what_was_sent_and_what_is_held_back_are_all_there_was(pair: RankPool, cap: Any) -> None:
     """With the tuner on, which is the default, with a bucket for each layer, and with one for all; the order of

@@ -315,6 +315,7 @@ def look_alone(model: DistributedDataParallel, optimizer: Any, rank: int, step: 
             parameter.grad.mul_(1.0)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     "disturb",
     [

@@ -188,6 +188,7 @@ def optimizers_and_users() -> Iterator[Any]:
             yield pytest.param(optimizer_class, options, bool(place), marks=marks, id=name)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(("optimizer_class", "options", "alone"), list(optimizers_and_users()))
 def test_optimizers_that_know_elements_only(optimizer_class: Any, options: dict[str, Any], alone: bool) -> None:
     """What nobody uses is left alone: neither decayed nor counted. Weights may be tied."""

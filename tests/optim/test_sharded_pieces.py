@@ -63,6 +63,7 @@ def train(name: str, steps: range, *, save: Path | None = None, load: Path | Non
     return parameters_of(model)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("writers", "readers"),

@@ -128,6 +128,7 @@ def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     return words if code else None
 
 
+@pytest.mark.breadth
 @pytest.mark.usefixtures("_idle")
 @pytest.mark.parametrize(("command", "names"), OPTIONS, ids=[f"{name} {names[0]}" for name, names in OPTIONS])
 def test_what_is_refused_is_named_as_it_was_typed(

@@ -160,6 +160,7 @@ def test_ticks_of_steps_are_whole() -> None:
     assert len(drawn([(1, math.nan)]).get_yticks()) > 1
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("power", range(-8, 9))
 @pytest.mark.parametrize("low", [0.0, 0.37, -2.9])
 def test_ticks_are_few_and_have_labels_of_their_own(power: int, low: float) -> None:
@@ -378,6 +379,7 @@ def record_ranks(folder: Path, *ranks: Loop, **shape: Any) -> None:
         write_lines(target / f"rank-{recording.header.rank:05d}.jsonl", lines_of(recording))
 
 
+@pytest.mark.breadth
 def test_a_recording_tells_waiting_for_a_rank_from_waiting_for_the_wire(tmp_path: Path) -> None:
     make_run(tmp_path, steps=20)
     record_ranks(tmp_path, Loop(), Loop(forward=0.04))
@@ -431,6 +433,7 @@ def test_the_bar_its_legend_and_the_text_have_the_same_numbers(tmp_path: Path, s
         assert f"Exposed synchronization takes {legend['synchronization']}." in text
 
 
+@pytest.mark.breadth
 def test_waiting_has_one_colour_in_every_picture(tmp_path: Path) -> None:
     """In the bar, the columns, the lanes, the buckets and a plan; and nothing else has it."""
     make_run(tmp_path, steps=20)
