@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests import zygote
+from tests.cpu_ranks import CPU_RANKS
 from tests.ranks import (
     PRETEND,
     RankPool,
@@ -113,13 +114,15 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     return ranks
 
 
-@pytest.fixture
+# For every test: pytest leaves out a fixture that only parametrize names, where the test has parameters of its own.
+@pytest.fixture(autouse=True)
 def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For a test that makes its ranks itself: a second time, these are NCCL ranks."""
-    if request.param is None:
+    sharing = getattr(request, "param", None)
+    if sharing is None:
         yield
         return
-    with over_nccl(request.param):
+    with over_nccl(sharing):
         if hasattr(request.module, "run_ranks"):
             monkeypatch.setattr(request.module, "run_ranks", run_over_nccl)
         yield
@@ -129,30 +132,6 @@ def run_over_nccl(function: Any, world_size: int, *args: Any, **kwargs: Any) -> 
     return ThreadRanks(world_size).run(function, *args, **kwargs)
 
 
-# Files and tests that are not for NCCL ranks, and why. Of a test its mark `cpu_ranks` may say so, too.
-CPU_WIRES = "about communicators of the CPU"
-COMPILED = "torch.compile traces the mode by which what a test makes is on the GPU"
-CPU_RANKS = {
-    "test_awaited_parameters::test_nobody_goes_on_with_half_of_the_parameters": "the others hear that, and not why",
-    "test_data_parallel::test_a_compiled_model_trains_to_the_same_numbers": COMPILED,
-    "test_edge_cases::test_a_compiled_module_is_averaged_like_any_other": COMPILED,
-    "test_cost_model": CPU_WIRES,
-    "test_leisure": CPU_WIRES,
-    "test_lost_wire": CPU_WIRES,
-    "test_phases": CPU_WIRES,
-    "test_wire": CPU_WIRES,
-    "test_wire_failures": CPU_WIRES,
-    "test_wire_setup": CPU_WIRES,
-    "test_forked": "CUDA does not survive a fork",
-    "test_lab": "about hosts",
-    "test_random_programs": "takes long, and test_contract.py and test_window.py have its laws",
-    "test_ranks": "about the pools of ranks themselves",
-    "test_soak": "takes long, and test_contract.py and test_window.py have its laws",
-    "test_testing": "about ranks that are threads",
-    "test_walk": "about ranks that are threads",
-    "test_watch": "kills and stops ranks, whom Gloo's connections tell of",
-    "test_watch_ranks": "kills and stops ranks, whom Gloo's connections tell of",
-}
 # Who calls one of these makes ranks.
 MAKERS = {"pool_of", "ThreadRanks", "run_ranks"}
 GIVEN_RANKS = {"ranks", "process_ranks", "thread_ranks", "nccl_ranks"}
@@ -188,7 +167,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     if any(metafunc.definition.get_closest_marker(name) for name in ("gpu", "program")):
         return
-    metafunc.fixturenames.append("stand_in")
     as_ever = pytest.param(None, id=getattr(pytest, "HIDDEN_PARAM", "cpu"))
     on_gpu = [pytest.param(way, id=f"nccl-{way}", marks=pytest.mark.gpu) for way in ("slices", "mps")]
     metafunc.parametrize("stand_in", [as_ever, *on_gpu], indirect=True)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 from torch.utils.data import get_worker_info
 
-__all__ = ["compute_on", "pretend_device"]
+__all__ = ["compute_on", "computes_on_cpu", "pretend_device"]
 
 # Whoever calls these wants a tensor of its own.
 TRANSPARENT = ("torch.nn.", "torch._tensor", "torch.functional", "torch.overrides", "torch.utils._contextlib")
@@ -37,6 +37,11 @@ DRAWN_IN_PLACE = {
 def compute_on(device: torch.device) -> None:
     """For the rest of this thread's life."""
     _OnDevice(device).__enter__()
+
+
+def computes_on_cpu() -> bool:
+    """Whether what a test makes here is on the CPU: what it passes as `cpu=` to an Accelerator."""
+    return not any(isinstance(mode, _OnDevice) for mode in _get_current_function_mode_stack())
 
 
 class _OnDevice(TorchFunctionMode):

@@ -66,6 +66,8 @@ CLOSE_TIMEOUT = 10.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 PROBE_TIMEOUT = timedelta(seconds=2)
 OUTPUT_SHOWN = 10_000
+# What ranks raise because of another one.
+SECONDARY = ("PeerFailedError", "WireLostError")
 # Set, the tests of NCCL ranks run where there is no GPU, over Gloo: it shows that they are collected and fit together.
 PRETEND = "GRADSYNC_TESTS_PRETEND_GPU"
 
@@ -76,7 +78,11 @@ TORCH_NOISE = (
 
 
 class RankFailure(AssertionError):  # noqa: N818 (it fails a test)
-    """A rank raised, died or did not answer; the message has every rank's story."""
+    """A rank raised, died or did not answer; the message has every rank's story, ``answers`` what there is by rank."""
+
+    def __init__(self, message: str, answers: Mapping[int, Any] = MappingProxyType({})) -> None:
+        super().__init__(message)
+        self.answers = answers
 
 
 class RankError(Exception):
@@ -113,11 +119,24 @@ class ThreadRanks:
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         if _over is not None:
-            return nccl_pool_of(self.world_size, _over).run(function, *args, **kwargs)
+            return _run_like_threads(nccl_pool_of(self.world_size, _over), function, *args, **kwargs)
         # Imported late: the tests of the process ranks must not depend on the library under test.
         from gradsync.testing import run_ranks
 
         return run_ranks(function, self.world_size, *args, **kwargs)
+
+
+def _run_like_threads(pool: "RankPool", function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+    """What ranks that are threads raise, these raise: the first error that is not about another rank's."""
+    try:
+        return pool.run(function, *args, **kwargs)
+    except RankFailure as failure:
+        errors = [each for _, each in sorted(failure.answers.items()) if isinstance(each, RankError)]
+        culprits = [each for each in errors if each.kind not in SECONDARY] or errors
+        if not culprits or culprits[0].exception is None:
+            raise
+        culprits[0].exception.add_note(str(failure))
+        raise culprits[0].exception from None
 
 
 @functools.cache
@@ -189,7 +208,9 @@ class RankPool:
         name = getattr(function, "__qualname__", repr(function))
         try:
             answers = self._ask(name, request, timeout or self._patience, expect_errors)
-            if any(isinstance(answer, RankError) for answer in answers) and not self._in_step():
+            # Where tests of threads run, each of which has a world of its own: one may have given this one up.
+            failed = self._backend != "gloo" or any(isinstance(answer, RankError) for answer in answers)
+            if failed and not self._in_step():
                 self.kill()
         except BaseException:  # pytest-timeout and Ctrl-C also leave workers in the middle of a call
             self.kill()
@@ -257,7 +278,7 @@ class RankPool:
         if waiting or failed:
             silent = [worker.rank for worker in waiting.values()]
             cause = "failed" if failed else f"got no answer from ranks {silent} within {timeout:g} s"
-            raise RankFailure(f"{name} on {self.world_size} ranks {cause}\n{self._story(answers)}")
+            raise RankFailure(f"{name} on {self.world_size} ranks {cause}\n{self._story(answers)}", answers)
         return [answers[rank] for rank in range(self.world_size)]
 
     def _story(self, answers: dict[int, Any]) -> str:
@@ -272,7 +293,7 @@ class RankPool:
         """Whether the group still works: a failed run may leave a collective that not every rank joined."""
         try:
             timeout = PROBE_TIMEOUT.total_seconds() + GRACE
-            return all(self._ask("probe", _dump((_probe, (), {})), timeout, patient=False))
+            return all(self._ask("probe", _dump((_probe, (self._backend,), {})), timeout, patient=False))
         except RankFailure:
             return False
 
@@ -456,7 +477,12 @@ def _portable(error: BaseException) -> BaseException | None:
     return error
 
 
-def _probe() -> bool:
+def _probe(backend: Backend) -> bool:
+    if backend != "gloo":
+        from gradsync.communicator import choose_communicator
+
+        # Refused at once if a test has given it up.
+        choose_communicator().all_reduce(torch.ones(1, device=_device))
     # Gloo numbers a group's collectives: one that a rank never joined makes this one wait for ever somewhere.
     count = torch.ones((), device=_device)
     work = dist.all_reduce(count, async_op=True)

@@ -3,6 +3,7 @@
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 
+from tests.cpu_ranks import CPU_RANKS
 from tests.on_gpu import compute_on
 from tests.ranks import _CodePickler, _dump
 
+TESTS = Path(__file__).parent
 META = torch.device("meta")
 
 
@@ -105,3 +108,14 @@ def test_functions_of_a_test_are_sent_with_what_they_refer_to() -> None:
     loaded = pickle.loads(_dump((inner, lambda: inner(1)), _CodePickler))
     assert loaded[0](5, factor=1) == (8, ["a"], META)
     assert loaded[1]() == (5, ["a"], META)
+
+
+def test_what_is_not_for_nccl_ranks_exists() -> None:
+    """A test that was renamed would run over them again."""
+    texts = {path.stem: path.read_text() for path in TESTS.rglob("test_*.py")}
+    missing = [
+        name
+        for name, (file, _, test) in ((name, name.partition("::")) for name in CPU_RANKS)
+        if file not in texts or (f"def {test}(" not in texts[file] and test)
+    ]
+    assert missing == []

@@ -22,6 +22,7 @@ from gradsync.optim.local_steps import exchange
 from gradsync.optim.local_steps.settings import Settings, cut
 from gradsync.reduction import ErrorFeedback, Mean, Quantize, ScatteredMean
 from gradsync.testing import run_ranks
+from tests.on_gpu import computes_on_cpu
 from tests.ranks import RankPool, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
@@ -534,7 +535,7 @@ def test_a_window_of_local_steps_is_the_weighted_mean_of_the_rank(thread_ranks: 
 def test_a_prepared_optimizer_counts_windows(thread_ranks: ThreadRanks) -> None:
     def work() -> tuple[Parameters, int]:
         rank, plain = choose_communicator().rank, make_model()
-        accelerator = gradsync.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = gradsync.Accelerator(cpu=computes_on_cpu(), gradient_accumulation_steps=2)
         model, optimizer = accelerator.prepare(plain, make_optimizer(plain))
         with LocalSteps(model, optimizer, every=3) as local:
             for step in range(12):

@@ -51,7 +51,8 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+                # As float64 from the start: a GPU does not divide float32 as the CPU does.
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
         # The buffers of LayerDrop, too.
         self.to(self.trunk.weight.device)
 
@@ -121,7 +122,7 @@ def counting(sent: list[tuple[int, int]]) -> Any:
     original = communicator.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = "sum") -> Any:
-        if op == "sum":
+        if op in ("sum", "avg"):
             sent.append((tensor.numel(), tensor.element_size()))
         return original(tensor, op)
 
@@ -336,7 +337,8 @@ class Leading(nn.Module):
         super().__init__()
         self.blocks = LayerDrop([Block(number, [[]]) for number in range(3)], drop=0.8)
         self.head = nn.Linear(WIDTH, 2)
-        self.double()
+        # The buffers of LayerDrop, too.
+        self.double().to(self.head.weight.device)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.head(self.blocks(inputs))

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradsync import Accelerator
 from gradsync.errors import ConfigurationError
+from tests.on_gpu import computes_on_cpu
 from tests.ranks import RankPool, Ranks, ThreadRanks, run_once
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,7 +41,7 @@ class Run:
     """A training that can be stopped after any micro-batch."""
 
     def __init__(self, **options: Any) -> None:
-        self.accelerator = Accelerator(gradient_accumulation_steps=STEPS, cpu=True, **options)
+        self.accelerator = Accelerator(gradient_accumulation_steps=STEPS, cpu=computes_on_cpu(), **options)
         generator = torch.Generator().manual_seed(2)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
         with torch.no_grad():
@@ -133,7 +134,7 @@ def mismatched(folder: str, case: str) -> str:
             run.accelerator.load_state(folder)
         return str(caught.value)
     run.accelerator.save_state(folder)
-    other = Accelerator(cpu=True)
+    other = Accelerator(cpu=computes_on_cpu())
     other.prepare(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError) as caught:
         other.load_state(folder)
