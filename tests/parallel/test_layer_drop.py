@@ -122,7 +122,7 @@ def counting(sent: list[tuple[int, int]]) -> Any:
     original = communicator.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = "sum") -> Any:
-        if op in ("sum", "avg"):
+        if op in ("sum", "average"):
             sent.append((tensor.numel(), tensor.element_size()))
         return original(tensor, op)
 
