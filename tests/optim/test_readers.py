@@ -26,6 +26,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import Communicator, choose_communicator
@@ -635,3 +636,27 @@ def test_an_optimizer_that_is_not_used_any_more_has_no_thread() -> None:
     del gathers
     thread.join()
     assert len(names()) == before
+
+
+def leave_memory() -> list[list[bool]]:
+    """Of the memory in which parameters were made, whether each is there still: before a step, after it, and later."""
+    layers = filled(Layers().double())
+    model = DistributedDataParallel(layers, bucket_cap_mb=TINY)
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, list(layers.layers.parameters()), lr=0.1)
+    memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in layers.layers.parameters()]
+    found = []
+    for step in range(3):
+        model(batch(choose_communicator().rank, step, width=9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.flush()
+        found.append([not reference.expired() for reference in memory])
+    return found
+
+
+@in_threads_and_processes
+def test_memory_that_a_thread_may_be_reading_is_not_freed_under_it(ranks: Ranks) -> None:
+    """A step moves parameters into other memory; what began to read one before it goes on there."""
+    for first, second, third in ranks.run(leave_memory):
+        assert all(first)
+        assert not any(second + third)

@@ -73,6 +73,8 @@ class Segments:
         self._loaded: set[int] = set()
         # Before the first step shares have no memory.
         self.are_placed = False
+        # What parameters were moved out of in the last step.
+        self._left: list[torch.Tensor] = []
         self.cut(states)
 
     # -- segments ------------------------------------------------------------------------------------------------
@@ -152,6 +154,7 @@ class Segments:
         ``through_bucket``: see :meth:`Share.place`.
         """
         self.are_placed = True
+        self._left = []
         shares = [share for share in self.shares if share.needs_place]
         if not shares:
             return
@@ -160,6 +163,8 @@ class Segments:
         # Not in memory that parameters are about to leave.
         self._follow(shares)
         can_move = movable(parameters)
+        # Another thread may have begun to read one before this step: the memory that it reads stays until the next.
+        self._left = [parameter.detach() for parameter in parameters if id(parameter) in can_move]
         for share in shares:
             share.place(can_move, through_bucket=through_bucket)
         self._follow(shares)
