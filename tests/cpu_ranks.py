@@ -3,10 +3,16 @@
 __all__ = ["CPU_RANKS"]
 
 _ABSTAINING = "on GPUs a rank may abstain only with on_veto"
+_ATOMIC = "on GPUs torch adds sparse momentum by atomic operations, so bits differ between ranks"
+_CHUNKS = "on GPUs chunks of a bucket are larger"
 _COMPILED = "torch.compile traces the mode by which what a test makes is on the GPU"
 _CPU_WIRES = "about communicators of the CPU"
 _HEARD_LATER = "on GPUs the others hear of a failure at the step: tests/health/test_gpu_faults.py"
+_FLAT = "parameters lie in flat memory on CPU ranks only"
 _HELD_BACK = "on GPUs what is held back is known a window later: tests/core/test_gpu_stress.py"
+_INTERRUPTED = (
+    "on GPUs a wait orders streams, and updates run on the thread that is interrupted: docs/sharded-optimizer.md"
+)
 _RECORDED = "unasked, only what runs on the CPU is recorded"
 _THREADS = "looks at what ranks that are threads leave in this process"
 _LONG = "takes long, and test_contract.py and test_window.py have its laws"
@@ -17,15 +23,24 @@ CPU_RANKS = {
             "test_abstaining": ["test_without_a_policy_too", "test_a_forward_that_was_given_up_spoils_no_other"],
             "test_vetoes": [
                 "test_by_default_a_window_is_skipped_from_which_a_rank_abstains",
+                "test_a_scaler_does_not_by_a_rank_that_abstains",
                 "test_a_skipped_step_is_not_told_of_twice",
                 "test_whatever_happens_replicas_stay_equal",
             ],
         },
+        _ATOMIC: {"test_readers": ["test_several_threads_may_flush", "test_threads_that_read_change_nothing"]},
+        _CHUNKS: {"test_memory": ["test_small_gradients_in_hand_are_bounded"]},
         _COMPILED: {
             "test_data_parallel": ["test_a_compiled_model_trains_to_the_same_numbers"],
             "test_edge_cases": ["test_a_compiled_module_is_averaged_like_any_other"],
         },
         _CPU_WIRES: {
+            "test_bucket_tuner": [
+                "test_pieces_add_up",
+                "test_sizes_are_found_together_and_then_stay",
+                "test_where_every_bucket_is_dear_there_is_one",
+            ],
+            "test_compression": ["test_ranks_of_a_host_send_once"],
             "test_cost_model": [""],
             "test_leisure": [""],
             "test_lost_wire": [""],
@@ -33,6 +48,10 @@ CPU_RANKS = {
             "test_wire": [""],
             "test_wire_failures": [""],
             "test_wire_setup": [""],
+        },
+        _FLAT: {
+            "test_flat_parameters": [""],
+            "test_readers": ["test_memory_that_a_thread_may_be_reading_is_not_freed_under_it"],
         },
         _HEARD_LATER: {
             "test_awaited_parameters": ["test_nobody_goes_on_with_half_of_the_parameters"],
@@ -61,7 +80,14 @@ CPU_RANKS = {
             "test_compression": [
                 "test_nothing_is_lost_with_weights_that_change",
                 "test_several_ranks_of_a_host_keep_that_law",
+                "test_what_is_held_back_follows_the_scale_of_the_loss",
             ],
+        },
+        _INTERRUPTED: {
+            "test_readers": [
+                "test_after_ctrl_c_in_a_wait_the_model_can_be_saved",
+                "test_an_interrupted_step_leaves_a_model_that_can_be_read",
+            ]
         },
         _LONG: {"test_attack": [""], "test_random_programs": [""], "test_soak": [""]},
         _RECORDED: {

@@ -62,6 +62,10 @@ class _OnDevice(TorchFunctionMode):
             on_host = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
             func(on_host, *args[1:], **given)
             return args[0].copy_(on_host)
+        if getattr(func, "__module__", "") == "torch.nn.init" and _drawn_here(given, given["tensor"].device):
+            tensor = given.pop("tensor")
+            on_host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return tensor.data.copy_(func(on_host, *args[1:], **given))
         if func in DRAWN_LIKE and _drawn_here(given, args[0].device):
             on_host = torch.empty_like(args[0], device="cpu", requires_grad=False)
             return func(on_host, *args[1:], **given).to(args[0].device)

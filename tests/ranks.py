@@ -62,6 +62,7 @@ RUN_TIMEOUT = 60.0
 GPU_RUN_TIMEOUT = 30.0
 # After a first failure the others get this long to fail too: their tracebacks often tell the other half.
 GRACE = 2.0
+MPS_RESTART = 2.0
 CLOSE_TIMEOUT = 10.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 PROBE_TIMEOUT = timedelta(seconds=2)
@@ -245,6 +246,16 @@ class RankPool:
     def _start(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("start a RankPool from the main thread: its processes die with their thread")
+        try:
+            self._start_once()
+        except RankFailure:
+            if self._gpu is None:
+                raise
+            # A rank that is killed in the middle of a kernel takes the server of MPS along, which comes back.
+            time.sleep(MPS_RESTART)
+            self._start_once()
+
+    def _start_once(self) -> None:
         self.kill()
         self._store = _store(0, is_master=True)
         try:

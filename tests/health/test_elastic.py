@@ -28,6 +28,7 @@ from gradsync.tools.cli.elastic_launching import run_elastic_ranks_of
 from gradsync.tools.llm.run_folder import read_metrics
 from gradsync.tools.llm.settings import TrainSettings
 from tests.elastic_soak import TOLERANCE, Plan, soak, worst_difference
+from tests.on_gpu import computes_on_cpu
 from tests.roll_call import RollCall, RollCallMembership, join_roll_call
 
 STANDING = MemberStatus(
@@ -287,7 +288,7 @@ def test_beside_a_process_group_elastic_ranks_are_refused(tmp_path: Path, roll_c
 
 def test_a_rank_that_lags_behind_gets_the_whole_state_of_rank_0_and_the_others_keep_theirs() -> None:
     def rank() -> tuple[list[torch.Tensor], int]:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=computes_on_cpu())
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -59,7 +59,7 @@ class Layers(nn.Module):
         self.layers = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(9, 9), nn.Tanh())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x + self.rows(torch.tensor([[0, 3]])))
+        return self.layers(x + self.rows(torch.tensor([[0, 3]], device=x.device)))
 
 
 def wrapped(wire: Communicator | None = None) -> DistributedDataParallel:
@@ -91,7 +91,7 @@ def train(kind: str, steps: int) -> list[list[torch.Tensor]]:
 READS: dict[str, Callable[[DistributedDataParallel], Any]] = {
     "save": lambda model: torch.save(model.module.state_dict(), io.BytesIO()),
     "deepcopy": lambda model: copy.deepcopy(model.module),
-    "evaluation": lambda model: model.module(torch.ones(1, 9, dtype=torch.float64)),
+    "evaluation": lambda model: model.module(torch.ones(1, 9, dtype=torch.float64, device=model.replica.device)),
     "sum": lambda model: [parameter.sum() for parameter in reversed(list(model.parameters()))],
 }
 
