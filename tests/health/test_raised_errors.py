@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.errors import PeerFailedError
-from gradsync.health.watch import set_up, uncaught_errors
+from gradsync.health.watch import exit_causes, set_up
 from gradsync.health.watch.detector import RaisedError, Suspect
 from gradsync.health.watch.messages import described, raised_error, suspected
 from tests.health.test_watch import MEMBERS, hear_all, judge_of, stands
@@ -189,7 +189,7 @@ def test_an_uncaught_error_is_heard_before_the_process_has_ended(tmp_path: Path,
 def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was called, with hooks of the process as they would be in one that has none yet."""
     called: list[Any] = []
-    monkeypatch.setattr(uncaught_errors, "_is_installed", False)
+    monkeypatch.setattr(exit_causes, "_is_installed", False)
     monkeypatch.setattr(sys, "excepthook", lambda *args: called.append(("before", args[0])))
     monkeypatch.setattr(threading, "excepthook", lambda args: called.append(("before in thread", args.exc_type)))
     return called
@@ -200,8 +200,8 @@ def test_whoever_had_a_hook_is_called_as_before(hooks: list[Any]) -> None:
         hooks.append(("main", type(error)))
         raise RuntimeError("whatever goes wrong here")
 
-    uncaught_errors.tell_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
-    uncaught_errors.tell_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
+    exit_causes.tell_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
+    exit_causes.tell_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
     with contextlib.suppress(RuntimeError):
         sys.excepthook(ValueError, ValueError(), None)
     thread = threading.Thread(target=lambda: 1 / 0)

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
-from gradsync.health.watch.links import WINDOWS, LinkMeter, Sent, read_links
+from gradsync.health.watch.links import LEAST_BYTES, WINDOWS, LinkMeter, Sent, SlowLink, find_slow_link, read_links
 from gradsync.health.watch.messages import Member, slow_link
 from gradsync.health.watch.pace import Pace
 from gradsync.health.watch.pacing import PaceJudge
-from gradsync.health.watch.slow_links import LEAST_BYTES, SlowLink, find_slow_link
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
 from tests.tools.test_lab import needs_lab
 

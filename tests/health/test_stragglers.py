@@ -24,11 +24,18 @@ from gradsync.health.watch.messages import Member, straggling
 from gradsync.health.watch.messages import slow_wire as slow_wire_words
 from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
 from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceJudge, PaceTeller, Pacing, Ways
-from gradsync.health.watch.rounds import Round, Rounds, against_the_others
-from gradsync.health.watch.scatter import median
-from gradsync.health.watch.slow_wire import SlowWire, WireVerdict
+from gradsync.health.watch.rounds import Round, Rounds, against_the_others, median
 from gradsync.health.watch.status import Sampler
-from gradsync.health.watch.stragglers import AS_SLOW, FIRST_PAUSE_SECONDS, OVER, SLOWER, Stragglers, Verdict
+from gradsync.health.watch.stragglers import (
+    AS_SLOW,
+    FIRST_PAUSE_SECONDS,
+    OVER,
+    SLOWER,
+    SlowWire,
+    Stragglers,
+    Verdict,
+    WireVerdict,
+)
 from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, ThreadRanks
 

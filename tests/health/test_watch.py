@@ -22,14 +22,13 @@ from gradsync.communicator import InProcessWorld
 from gradsync.communicator.collective import Collective
 from gradsync.health.watch import dump
 from gradsync.health.watch.agent import Agent, Plan
-from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, Suspect
+from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, Suspect, at_odds, roots
 from gradsync.health.watch.guards import GRACE_SECONDS, Guards
 from gradsync.health.watch.messages import Member, ended, sort_key, suspected
 from gradsync.health.watch.pace import PaceMeter
 from gradsync.health.watch.protocol import LARGEST, Frames, Line, ProtocolError, join, pack
 from gradsync.health.watch.rendezvous import Invitation, Rendezvous, enter, own_addresses
 from gradsync.health.watch.status import Position, RankStatus, Sampler, Wait
-from gradsync.health.watch.waiting import at_odds, roots
 from gradsync.tools.cli.main import app
 from tests.ranks import pool_of
 

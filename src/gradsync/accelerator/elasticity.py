@@ -31,10 +31,8 @@ from gradsync.accelerator.process_control import ProcessControl
 from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.world import agree_on_backend, settle_at_exit
 from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
-from gradsync.communicator.naming import listed
-from gradsync.health.elastic.membership import Member, Membership, MemberStatus
-from gradsync.health.elastic.regroup import Generation, MeetingPlace, meet
-from gradsync.health.elastic.settings import Elastic
+from gradsync.communicator.logs import listed
+from gradsync.health.elastic import Elastic, Generation, MeetingPlace, Member, Membership, MemberStatus, meet
 
 __all__ = ["Elasticity", "refuse_beside_elastic"]
 

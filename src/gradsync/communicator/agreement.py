@@ -13,7 +13,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator.base import Communicator
-from gradsync.communicator.naming import rank_name
+from gradsync.communicator.logs import rank_name
 
 __all__ = ["agree_on_absent", "gather_bytes", "make_together", "require_agreement", "require_same_library"]
 

@@ -29,8 +29,7 @@ from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
 from gradsync.communicator.root_cause import Circle, find_root_cause
-from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
-from gradsync.communicator.topology import Topology, find_topology
+from gradsync.communicator.topology import CommunicatorFactory, Topology, find_topology, make_subgroups
 from gradsync.communicator.wire import Shares, Wire
 
 __all__ = ["HierarchicalCommunicator", "Way"]

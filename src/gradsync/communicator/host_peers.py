@@ -25,7 +25,7 @@ from gradsync.base.errors import WireLostError
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.handshake import HELLO, SECRET_BYTES, Credentials, HandshakeServer
-from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.logs import listed, rank_name
 
 __all__ = ["HostPeers"]
 

@@ -38,7 +38,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.naming import rank_name
+from gradsync.communicator.logs import rank_name
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
 from gradsync.communicator.reducing import offsets_of

@@ -18,8 +18,7 @@ from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
-from gradsync.communicator.logs import LOGGER
-from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.logs import LOGGER, listed, rank_name
 from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.root_cause import begin_anew, find_root_cause
@@ -83,7 +82,7 @@ class _TorchWork:
 
 
 class _GlooWork(_TorchWork):
-    """A collective of Gloo's, which may never complete. See [Note: lost sends] in lost_sends.py."""
+    """A collective of Gloo's, which may never complete. See [Note: lost sends] in peer_link.py."""
 
     __slots__ = ("_wire",)
 

@@ -16,7 +16,7 @@ from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.root_cause import Circle
-from gradsync.communicator.subgroups import CommunicatorFactory, make_subgroups
+from gradsync.communicator.topology import CommunicatorFactory, make_subgroups
 from gradsync.communicator.wire import Shares, Wire
 
 __all__ = ["RoundRobinCommunicator"]

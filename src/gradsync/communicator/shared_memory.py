@@ -28,11 +28,26 @@ from gradsync.communicator.collective import Collective
 from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.reducing import combine_in_order, offsets_of
-from gradsync.communicator.shared_headers import Call, all_somewhere, describe_header, detail_of, differ, places_in
+from gradsync.communicator.reducing import (
+    BLOCK_BYTES,
+    Blocks,
+    combine_in_order,
+    cut_share,
+    flatten,
+    in_pieces,
+    offsets_of,
+    put_back,
+)
 from gradsync.communicator.shared_heap import Heap, Location
-from gradsync.communicator.shared_shares import BLOCK_BYTES, Blocks, cut_share, flatten, in_pieces, put_back
-from gradsync.communicator.shared_signals import Signals
+from gradsync.communicator.shared_signals import (
+    Call,
+    Signals,
+    all_somewhere,
+    describe_header,
+    detail_of,
+    differ,
+    places_in,
+)
 from gradsync.communicator.wire import Shares, Wire
 
 __all__ = ["SharedMemoryCommunicator"]

@@ -30,8 +30,7 @@ from gradsync.communicator.checks import (
     check_together,
 )
 from gradsync.communicator.collective import Allocation, Collective, Fate, Later, OnTheSpot, StageHandle, Work, again
-from gradsync.communicator.logs import LOGGER, log_errors
-from gradsync.communicator.naming import rank_name
+from gradsync.communicator.logs import LOGGER, log_errors, rank_name
 from gradsync.communicator.shutdown import keep_track
 
 __all__ = ["Shares", "Wire"]

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.communicator.checks import missing_step
-from gradsync.communicator.naming import listed
+from gradsync.communicator.logs import listed
 from gradsync.health.watch.detector import ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.exit_causes import ENDED, EXITED, exit_words, noted_exit
-from gradsync.health.watch.slow_links import SlowLink
-from gradsync.health.watch.slow_wire import WireVerdict
+from gradsync.health.watch.links import SlowLink
 from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
-from gradsync.health.watch.stragglers import Verdict
+from gradsync.health.watch.stragglers import Verdict, WireVerdict
 
 __all__ = [
     "RAISED",

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradsync.health.watch.links import LinkMeter, Sent
+from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link
 from gradsync.health.watch.messages import Member, slow_link, slow_wire, straggling
 from gradsync.health.watch.pace import Pace, PaceMeter
 from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.rounds import Rounds
-from gradsync.health.watch.slow_links import find_slow_link
-from gradsync.health.watch.slow_wire import SlowWire
-from gradsync.health.watch.stragglers import Stragglers
+from gradsync.health.watch.stragglers import SlowWire, Stragglers
 
 __all__ = ["PaceJudge", "PaceTeller", "Pacing", "Ways"]
 

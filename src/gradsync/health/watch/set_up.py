@@ -22,16 +22,15 @@ from typing import Any
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.communicator import Communicator, ProcessGroupCommunicator
 from gradsync.communicator.agreement import gather_bytes, make_together
-from gradsync.communicator.naming import global_rank
+from gradsync.communicator.logs import global_rank
 from gradsync.communicator.topology import host_identity
 from gradsync.health.watch.agent import Agent, Plan
 from gradsync.health.watch.dump import listen_for_requests, note_model, write_dump
-from gradsync.health.watch.exit_causes import exit_call, forget_exit, note_exit
+from gradsync.health.watch.exit_causes import exit_call, forget_exit, note_exit, tell_uncaught
 from gradsync.health.watch.messages import Member, described, farewell
 from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.rendezvous import Invitation, Rendezvous, enter
 from gradsync.health.watch.status import Model
-from gradsync.health.watch.uncaught_errors import tell_uncaught
 
 __all__ = [
     "MODES",

@@ -24,7 +24,7 @@ from typing import Any
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import whole_file
 from gradsync.base.json_data import from_json
-from gradsync.communicator.naming import absent, listed
+from gradsync.communicator.logs import absent, listed
 from gradsync.observe.recording.steps import BucketPart, BucketTimes, GatherTimes, Header, Recording, Span, Step
 
 __all__ = [
