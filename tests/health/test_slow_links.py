@@ -1,5 +1,6 @@
 """A slow link is told from slow ranks, and its host is named."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
-from gradsync.health.watch.links import LEAST_BYTES, WINDOWS, LinkMeter, Sent, SlowLink, find_slow_link, read_links
+from gradsync.health.watch.links import (
+    LEAST_BYTES,
+    WINDOWS,
+    LinkMeter,
+    Sent,
+    SlowLink,
+    find_slow_link,
+    read_links,
+    read_sent,
+)
 from gradsync.health.watch.messages import Member, slow_link
 from gradsync.health.watch.pace import Pace
 from gradsync.health.watch.pacing import PaceJudge
@@ -74,13 +84,13 @@ def test_a_single_direction_is_named_and_what_nobody_explains_is_not() -> None:
 def test_links_to_others_than_ranks_carry_no_gradients() -> None:
     """Checkpoints that go to a store. On devices whose wire is no connection of the kernel's there is nothing else."""
     detector = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
-    quick, slow = Sent.read(
+    quick, slow = read_sent(
         [["10.0.0.1", "10.0.0.0", 8 * MILLION, 0.1], ["10.0.0.1", "192.0.2.7", 8 * MILLION, 1.0]],
     )
-    assert detector.hear_links(0, Sent.read([["10.0.0.0", "10.0.0.1", 8 * MILLION, 0.1]])) == []
+    assert detector.hear_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 0.1]])) == []
     assert detector.hear_links(1, [quick, slow]) == []
     # Of a rank it is named.
-    assert detector.hear_links(0, Sent.read([["10.0.0.0", "10.0.0.1", 8 * MILLION, 1.0]])) == []
+    assert detector.hear_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 1.0]])) == []
     assert len(detector.hear_links(1, [quick, slow])) == 1
 
 
@@ -92,10 +102,10 @@ def test_links_to_others_than_ranks_carry_no_gradients() -> None:
 def test_whatever_a_rank_says_of_its_links_does_no_harm(data: object) -> None:
     detector = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
     for member in range(2):
-        assert detector.hear_links(member, Sent.read(data)) == []
+        assert detector.hear_links(member, read_sent(data)) == []
     true = Sent(source="a", target="b", size=5, seconds=0.5)
-    assert Sent.read([["a", "b", 10**400, 0.5]]) == []
-    assert Sent.read([true.as_data(), data]) == [true]
+    assert read_sent([["a", "b", 10**400, 0.5]]) == []
+    assert read_sent([dataclasses.astuple(true)]) == [true]
 
 
 def test_the_kernel_counts_what_is_sent() -> None:

@@ -13,9 +13,10 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-__all__ = ["from_json"]
+__all__ = ["from_json", "from_json_or"]
 
 T = TypeVar("T")
+D = TypeVar("D")
 Reader = Callable[[Any], Any]
 
 LARGEST = 2**63
@@ -29,6 +30,14 @@ def from_json(kind: type[T], told: object) -> T:
     """
     read: Callable[[object], T] = _reader(typing.cast(Any, kind))
     return read(told)
+
+
+def from_json_or(kind: type[T], told: object, otherwise: D) -> T | D:
+    """:func:`from_json`, or ``otherwise`` for what is something else: another version may have written it."""
+    try:
+        return from_json(kind, told)
+    except ValueError:
+        return otherwise
 
 
 class _ValueError(ValueError):

@@ -2,57 +2,31 @@
 
 Every pair of ranks has a Unix socket. It has no name in the file system, so nothing remains of it; the kernel closes it
 when a process exits, however that happens, and the other end learns of it at once.
-
-[Note: strangers] During the rendezvous, any process on the host can connect: the name of a socket is public. A rank
-proves itself with three things: the user it runs as, which the kernel vouches for; a secret that only the ranks have,
-exchanged over their group; and a rank number that is still missing. A peer that lacks any of them is dropped at once.
 """
 
 import contextlib
 import errno
 import os
-import secrets
 import select
 import socket
 import struct
 import threading
-import time
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 from gradsync.base.errors import WireLostError
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
-from gradsync.communicator.handshake import HELLO, SECRET_BYTES, Credentials, HandshakeServer
-from gradsync.communicator.logs import listed, rank_name
+from gradsync.communicator.logs import rank_name
+from gradsync.communicator.rendezvous import Credentials, Invitation, Rendezvous, enter
 
 __all__ = ["HostPeers"]
 
-NAME_BYTES = 16
-# How long a rank waits for a place in another one's queue, and for those who have said who they are to be heard.
-PATIENCE_SECONDS = 5.0
-RETRY_SECONDS = 1e-3
 # What a rank could not do if a step fails.
 _REACH = "reach the other ranks of its host over Unix sockets"
 _YES, _NO = b"y", b"n"
 # What accompanies a descriptor: the number of bytes behind it, or -1 from a rank that could not make it.
 _OFFER = struct.Struct("<q")
-
-
-class Invitation(NamedTuple):
-    """What a rank sends to the other ranks only: the name of its socket, and the secret to present there."""
-
-    name: bytes
-    secret: bytes
-
-    @property
-    def address(self) -> bytes:
-        return b"\0gradsync-" + self.name.hex().encode()
-
-    @classmethod
-    def read(cls, told: bytes) -> "Invitation":
-        return cls(told[:NAME_BYTES], told[NAME_BYTES:])
 
 
 _all: "weakref.WeakSet[HostPeers]" = weakref.WeakSet()
@@ -93,42 +67,27 @@ class HostPeers:
             connection.settimeout(seconds)
 
     def _meet(self, communicator: Communicator) -> None:
-        """In steps, none of which waits for a peer: ranks agree on the outcome of one before they begin the next.
+        """In steps: ranks agree on the outcome of one before they begin the next.
 
         So a rank that cannot continue, because it has no descriptor left or a different namespace, leaves nobody
-        waiting.
+        waiting. See [Note: strangers] in rendezvous.py.
         """
+        later = set(range(self.rank + 1, self.world_size))
         with contextlib.ExitStack() as opened:
-            door, mine = make_together(communicator, "make a Unix socket", lambda: self._open_door(opened))
-            told = [Invitation.read(each) for each in gather_bytes(communicator, mine.name + mine.secret)]
+            rendezvous = make_together(
+                communicator,
+                "make a Unix socket",
+                lambda: opened.enter_context(contextlib.closing(Rendezvous(later))),
+            )
+            told = [Invitation.read(each) for each in gather_bytes(communicator, rendezvous.invitation.pack())]
             make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
-            make_together(communicator, _REACH, lambda: self._accept(door))
-
-    def _open_door(self, opened: contextlib.ExitStack) -> tuple[HandshakeServer, Invitation]:
-        listener, invitation = _listen(opened)
-        missing = set(range(self.rank + 1, self.world_size))
-        return opened.enter_context(HandshakeServer(listener, invitation.secret, missing)), invitation
+            self._sockets |= make_together(communicator, _REACH, rendezvous.take)
+        self.process_ids = {peer: Credentials.of(each).process for peer, each in self._sockets.items()}
 
     def _connect(self, invitations: list[Invitation]) -> None:
-        """To all ranks before this one, who need not take it for that."""
+        """To all ranks before this one."""
         for peer, invitation in enumerate(invitations):
-            connection = self._sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            _connect(connection, invitation.address)
-            caller = Credentials.of(connection)
-            if caller.is_unauthenticated:
-                raise PermissionError(f"{self.name(peer)} runs as user {caller.user}, and this one as {os.geteuid()}")
-            connection.sendall(HELLO.pack(self.rank, invitation.secret))
-            self.process_ids[peer] = caller.process
-
-    def _accept(self, door: HandshakeServer) -> None:
-        """Accept all ranks after this one, which have connected and authenticated by now. See [Note: strangers]."""
-        if not door.wait(PATIENCE_SECONDS) or door.missing:
-            names = listed([self.name(peer) for peer in sorted(door.missing)])
-            raise ConnectionError(f"{names} did not come, or not as the user of this one")
-        for peer, (connection, caller) in door.take_peers().items():
-            self._sockets[peer] = connection
-            self.process_ids[peer] = caller.process
+            self._sockets[peer] = enter(invitation, self.rank, self.name(peer), is_here=True)
 
     def share(self, descriptor: int | None, nbytes: int) -> dict[int, int] | None:
         """Send ``descriptor`` to every peer, and return theirs, by rank. Collective.
@@ -136,15 +95,17 @@ class HostPeers:
         None if some rank came with None. OSError if this one has no room for theirs, which the others learn when all
         :meth:`agree`. Whoever calls closes what it gets.
         """
-        for peer in self._sockets:
-            self._offer(peer, descriptor, nbytes)
+        for peer, connection in self._sockets.items():
+            with self._naming(peer):
+                if descriptor is None:
+                    connection.sendall(_OFFER.pack(-1))
+                else:
+                    socket.send_fds(connection, [_OFFER.pack(nbytes)], [descriptor])
         received: dict[int, int] = {}
         complete, has_room = descriptor is not None, True
         for peer, connection in self._sockets.items():
-            try:
+            with self._naming(peer):
                 message, descriptors, _, _ = socket.recv_fds(connection, _OFFER.size, 1)
-            except OSError as error:
-                raise self.failed(peer, f"while memory was shared ({error})") from error
             if not message:
                 raise self.failed(peer, "while memory was shared")
             offered = _OFFER.unpack(message)[0]
@@ -166,26 +127,21 @@ class HostPeers:
         """Whether it went well on all ranks. Collective."""
         answers = [went_well]
         for peer, connection in self._sockets.items():
-            try:
+            with self._naming(peer):
                 connection.sendall(_YES if went_well else _NO)
-            except OSError as error:
-                raise self.failed(peer, f"while memory was shared ({error})") from error
         for peer, connection in self._sockets.items():
-            try:
+            with self._naming(peer):
                 answer = connection.recv(1)
-            except OSError as error:
-                raise self.failed(peer, f"while memory was shared ({error})") from error
             if not answer:
                 raise self.failed(peer, "while memory was shared")
             answers.append(answer == _YES)
         return all(answers)
 
-    def _offer(self, peer: int, descriptor: int | None, nbytes: int) -> None:
+    @contextlib.contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        """An error of the socket names ``peer``."""
         try:
-            if descriptor is None:
-                self._sockets[peer].sendall(_OFFER.pack(-1))
-            else:
-                socket.send_fds(self._sockets[peer], [_OFFER.pack(nbytes)], [descriptor])
+            yield
         except OSError as error:
             raise self.failed(peer, f"while memory was shared ({error})") from error
 
@@ -194,10 +150,8 @@ class HostPeers:
 
     def failed(self, peer: int, where: str, reason: str = "") -> WireLostError:
         """``reason`` is what the peer has left, if it had the time."""
-        who, noticed = (
-            f"{self.name(peer)} (process {self.process_ids[peer]})",
-            f"{self.name(self.rank)} noticed {where}",
-        )
+        who = f"{self.name(peer)} (process {self.process_ids[peer]})"
+        noticed = f"{self.name(self.rank)} noticed {where}"
         if reason:
             return WireLostError(f"{who} has given up; {noticed}. It said: {reason}")
         return WireLostError(
@@ -236,26 +190,3 @@ def _watch(sockets: dict[int, socket.socket], ended: Callable[[int], None]) -> N
         for descriptor, _ in poller.poll():
             poller.unregister(descriptor)
             ended(peers.pop(descriptor))
-
-
-def _listen(opened: contextlib.ExitStack) -> tuple[socket.socket, Invitation]:
-    listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    invitation = Invitation(secrets.token_bytes(NAME_BYTES), secrets.token_bytes(SECRET_BYTES))
-    listener.bind(invitation.address)
-    # As many as there may be: anybody can wait in it.
-    listener.listen(socket.SOMAXCONN)
-    listener.setblocking(False)
-    return listener, invitation
-
-
-def _connect(connection: socket.socket, address: bytes) -> None:
-    """Strangers may fill the queue there for a moment, until they are let go."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        try:
-            connection.connect(address)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(RETRY_SECONDS)

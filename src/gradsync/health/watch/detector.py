@@ -17,9 +17,9 @@ out-of-memory error, so ranks that wait for it only get a warning. The report is
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
+from gradsync.health.watch.status import UNKNOWN, RankStatus, Wait
 
 __all__ = [
     "SLOW_SECONDS",
@@ -36,7 +36,7 @@ __all__ = [
 
 def holds_up(status: RankStatus, wait: Wait) -> bool:
     """Whether a rank with that status has yet to reach what another one waits for."""
-    return wait.wire >= len(status.started) or status.started[wait.wire] < wait.place
+    return not 0 <= wait.wire < len(status.started) or status.started[wait.wire] < wait.place
 
 
 def longest(status: RankStatus) -> Wait | None:
@@ -107,25 +107,6 @@ class ExitRecord:
         """Whether ``wait`` has no end by it. Of a rank that was killed nobody knows how far it had come."""
         return not self.left or holds_up(self.status, wait)
 
-    def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "status": self.status.as_data()}
-
-    @classmethod
-    def read(cls, data: Any, size: int) -> "ExitRecord | None":
-        """What :meth:`as_data` has made, of one of ``size`` ranks."""
-        try:
-            read = cls(
-                member=int(data["member"]),
-                left=bool(data["left"]),
-                words=str(data["words"])[:MOST_LETTERS],
-                at=float(data["at"]),
-                status=RankStatus.read(data["status"]),
-                age=float(data["age"]),
-            )
-            return read if 0 <= read.member < size else None
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class RaisedError:
@@ -158,27 +139,6 @@ class Suspect:
     what: str
     status: RankStatus
     raised: str = ""
-
-    def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "status": self.status.as_data()}
-
-    @classmethod
-    def read(cls, data: Any, size: int) -> "Suspect | None":
-        """What :meth:`as_data` has made, of one of ``size`` ranks."""
-        try:
-            kind: Kind = data["kind"]
-            read = cls(
-                member=int(data["member"]),
-                kind=kind if kind in ("silent", "behind", "at odds") else "behind",
-                seconds=float(data["seconds"]),
-                waiters=tuple(int(each) for each in data["waiters"]),
-                what=str(data["what"]),
-                status=RankStatus.read(data["status"]),
-                raised=str(data.get("raised", ""))[:MOST_LETTERS],
-            )
-            return read if all(0 <= each < size for each in (read.member, *read.waiters)) else None
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-            return None
 
 
 class Detector:
@@ -248,7 +208,7 @@ class Detector:
 
     def standing_of(self, member: int, now: float) -> tuple[RankStatus, float]:
         """The last status received from a rank, and how many seconds ago."""
-        status, at = self._standings.get(member, (NOWHERE, now))
+        status, at = self._standings.get(member, (UNKNOWN, now))
         return status, now - at
 
     def silence_of(self, member: int, now: float) -> float:
@@ -338,9 +298,6 @@ class Detector:
             )
             for rank, (other, its, theirs) in at_odds(statuses, SLOW_SECONDS).items()
         ]
-
-
-NOWHERE = RankStatus(windows=0, phase="", progress="", seconds=0.0)
 
 
 def _waits(status: RankStatus, seconds: float) -> bool:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import whole_file
+from gradsync.base.json_data import from_json
 from gradsync.communicator.logs import listed
 from gradsync.health.watch.agent import Agent
 from gradsync.health.watch.detector import at_odds, longest, roots
@@ -133,7 +134,7 @@ def _describe(posts: list[Agent]) -> dict[str, Any]:
         "groups": [
             {
                 "ranks": [member.rank for member in agent.plan.members],
-                "status": agent.sampler.look(now).as_data(),
+                "status": asdict(agent.sampler.look(now)),
                 **agent.describe(),
             }
             for agent in posts
@@ -195,9 +196,9 @@ def read_dump(path: Path) -> Dump:
             raise ConfigurationError(f"{path} has format {data['format']}, and {FORMAT} is read here: update gradsync")
         main: list[str] = next((lines for name, lines in data["stacks"].items() if name.startswith("MainThread")), [])
         return Dump(
-            member=Member.read(data),
+            member=from_json(Member, data),
             time=datetime.fromisoformat(data["time"]),
-            groups=tuple((tuple(each["ranks"]), RankStatus.read(each["status"])) for each in data["groups"]),
+            groups=tuple((tuple(each["ranks"]), from_json(RankStatus, each["status"])) for each in data["groups"]),
             known=next((each["known"] for each in data["groups"] if each["known"]), ""),
             stack=tuple(main),
         )
