@@ -25,7 +25,6 @@ from gradsync.communicator import (
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
     fit_communicator,
-    host_peers,
     shared_heap,
 )
 from gradsync.communicator.rendezvous import ANSWER, Rendezvous, code
@@ -115,9 +114,9 @@ def fail_to_start(self: threading.Thread) -> None:
 original_start = threading.Thread.start
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "listens": lambda patch: patch.setattr(host_peers.Rendezvous, "_listen", fail_with(errno.EMFILE)),
-    "connects": lambda patch: patch.setattr(host_peers.HostPeers, "_connect", fail_with(errno.EMFILE)),
-    "accepts": lambda patch: patch.setattr(host_peers.Rendezvous, "take", fail_with(errno.EMFILE)),
+    "listens": lambda patch: patch.setattr(shared_heap.Rendezvous, "_listen", fail_with(errno.EMFILE)),
+    "connects": lambda patch: patch.setattr(shared_heap.HostPeers, "_connect", fail_with(errno.EMFILE)),
+    "accepts": lambda patch: patch.setattr(shared_heap.Rendezvous, "take", fail_with(errno.EMFILE)),
     "makes": lambda patch: patch.setattr(shared_heap, "_make_memory", fail_with(errno.EMFILE)),
     "receives": lambda patch: patch.setattr("socket.recv_fds", without_descriptors),
     "maps": lambda patch: patch.setattr(shared_heap, "_map", fail_with(errno.ENOMEM)),
@@ -244,7 +243,7 @@ def test_memory_that_one_rank_cannot_have_later_is_had_by_none(name: str) -> Non
 def set_up_with_little_patience() -> bool:
     """Rank 1 is late by more than the wire's own timeout, which is for collectives."""
     wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
-    share = host_peers.HostPeers.share
+    share = shared_heap.HostPeers.share
 
     def share_late(*args: Any) -> Any:
         threading.Event().wait(0.3)
@@ -252,7 +251,7 @@ def set_up_with_little_patience() -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         if wire.rank == 1:
-            patch.setattr(host_peers.HostPeers, "share", share_late)
+            patch.setattr(shared_heap.HostPeers, "share", share_late)
         shared: Communicator = SharedMemoryCommunicator(wire, timeout=0.1)
     dist.barrier()
     return shared.failure is None
@@ -325,7 +324,7 @@ def meet_among_strangers() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 0:
             patch.setattr(Rendezvous, "_welcome", welcome_later)
-            patch.setattr(host_peers, "Rendezvous", listen_to_strangers)
+            patch.setattr(shared_heap, "Rendezvous", listen_to_strangers)
         wire = SharedMemoryCommunicator(group)
     assert sums_up(wire)
     kept = []
@@ -361,7 +360,7 @@ def meet_behind_a_full_queue() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "SOMAXCONN", 4)
         if group.rank == 0:
-            patch.setattr(host_peers, "Rendezvous", listen_to_many)
+            patch.setattr(shared_heap, "Rendezvous", listen_to_many)
         wire = SharedMemoryCommunicator(group)
     for caller in callers:
         caller.close()

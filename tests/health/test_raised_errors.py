@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json
 from gradsync.errors import PeerFailedError
 from gradsync.health.watch import exit_causes, set_up
 from gradsync.health.watch.detector import RaisedError, Suspect

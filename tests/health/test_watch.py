@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from gradsync.base.json_data import from_json, from_json_or
+from gradsync.base.files import from_json, from_json_or
 from gradsync.communicator import InProcessWorld
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.rendezvous import ANSWER, Invitation, Rendezvous, code, enter, own_addresses

@@ -281,7 +281,7 @@ class HierarchicalCommunicator(Wire):
         for sender, part in enumerate(output.split(arriving)):
             part.copy_(parts[sender * self.world_size + self.rank])
 
-    def _start_inside(self, piece: "_Piece", step: ReduceOp) -> Work:
+    def _start_inside(self, piece: "_Slice", step: ReduceOp) -> Work:
         """Afterwards every leader has at least the sum of its part."""
         if self.inside.world_size == 1:
             return DONE
@@ -289,14 +289,14 @@ class HierarchicalCommunicator(Wire):
             return self.inside.reduce_scatter(piece.mine, piece.whole)
         return self.inside.all_reduce(piece.whole, step)
 
-    def _start_between(self, piece: "_Piece", step: ReduceOp, way: Way | None) -> Work:
+    def _start_between(self, piece: "_Slice", step: ReduceOp, way: Way | None) -> Work:
         if self.between is None or piece.mine is None:
             return DONE
         if way is not None:
             return way(piece.mine, self.between)
         return self.between.all_reduce(piece.mine, step)
 
-    def _start_spread(self, piece: "_Piece") -> list[Handle]:
+    def _start_spread(self, piece: "_Slice") -> list[Handle]:
         """Every rank of this host gets every leader's part."""
         if self.inside.world_size == 1:
             return []
@@ -314,7 +314,7 @@ class HierarchicalCommunicator(Wire):
     def _everybody_leads(self) -> bool:
         return self.topology.is_even and self.leaders == self.inside.world_size
 
-    def _pieces(self, flat: torch.Tensor) -> "Iterator[_Piece]":
+    def _pieces(self, flat: torch.Tensor) -> "Iterator[_Slice]":
         """What divides by the leaders in as many parts, slice after slice, and the few elements left in one."""
         divided = 0
         if self.leaders > 1 and flat.nbytes > ONE_LEADER_BYTES:
@@ -325,9 +325,9 @@ class HierarchicalCommunicator(Wire):
         for start in range(divided, flat.numel(), size):
             yield self._piece(flat[start : start + size], 1)
 
-    def _piece(self, whole: torch.Tensor, parts: int) -> "_Piece":
+    def _piece(self, whole: torch.Tensor, parts: int) -> "_Slice":
         mine = whole.chunk(parts)[self._local] if self._local < parts else None
-        return _Piece(whole=whole, parts=parts, mine=mine)
+        return _Slice(whole=whole, parts=parts, mine=mine)
 
     def _lane(self, number: int) -> list[int]:
         """The leaders of one number, in the order in which ``between`` counts them."""
@@ -377,7 +377,7 @@ class HierarchicalCommunicator(Wire):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _Slice:
     """What goes through the steps together: ``parts`` leaders per host take equal parts; this rank takes ``mine``."""
 
     whole: torch.Tensor

@@ -25,7 +25,6 @@ from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import (
@@ -38,7 +37,7 @@ from gradsync.communicator.reducing import (
     offsets_of,
     put_back,
 )
-from gradsync.communicator.shared_heap import Heap, Location
+from gradsync.communicator.shared_heap import Heap, HostPeers, Location
 from gradsync.communicator.shared_signals import (
     Call,
     Signals,

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsync.base.json_data import from_json_or
+from gradsync.base.files import from_json_or
 from gradsync.communicator import Wire
 from gradsync.communicator.root_cause import BEFORE
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect

@@ -24,8 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.base.files import whole_file
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json, whole_file
 from gradsync.communicator.logs import listed
 from gradsync.health.watch.agent import Agent
 from gradsync.health.watch.detector import at_odds, longest, roots

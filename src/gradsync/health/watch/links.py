@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradsync.base.json_data import from_json_or
+from gradsync.base.files import from_json_or
 
 __all__ = ["LinkMeter", "Sent", "SlowLink", "find_slow_link", "read_links", "read_sent"]
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from gradsync.base.json_data import from_json_or
+from gradsync.base.files import from_json_or
 from gradsync.communicator.collective import waited_here
 from gradsync.communicator.device_stage import DeviceClock
 

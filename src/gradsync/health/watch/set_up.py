@@ -20,7 +20,7 @@ import weakref
 from typing import Any
 
 from gradsync.base.errors import ConfigurationError, PeerFailedError
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json
 from gradsync.communicator import Communicator, ProcessGroupCommunicator
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.logs import global_rank
