@@ -92,7 +92,7 @@ def _reader(kind: Any) -> Reader:
     if is_dataclass(kind):
         return lambda told: _object(kind, told)
     if origin is tuple and inner[-1] is Ellipsis:
-        return lambda told: _tuple(told, (inner[0],) * len(_wanted(list, told, "an array")))
+        return lambda told: _tuple(told, (inner[0],) * len(_array(told)))
     if origin is tuple:
         return lambda told: _tuple(told, inner)
     if origin in (dict, Mapping):
@@ -118,6 +118,11 @@ def _wanted(kind: type[T], told: Any, words: str) -> T:
     return told
 
 
+def _array(told: Any) -> Any:
+    # dataclasses.asdict() leaves tuples as they are.
+    return told if type(told) is tuple else _wanted(list, told, "an array")
+
+
 def _whole(told: Any) -> int:
     # In JSON it may have any number of digits, and nobody computes with those.
     if abs(_wanted(int, told, "a whole number")) >= LARGEST:
@@ -138,7 +143,7 @@ def _one_of(told: Any, names: tuple[Any, ...]) -> Any:
 
 
 def _tuple(told: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(_wanted(list, told, "an array")) != len(kinds):
+    if len(_array(told)) != len(kinds):
         raise _ValueError(f"expected {len(kinds)} values, got {len(told)}")
     made = []
     for place, (kind, each) in enumerate(zip(kinds, told, strict=True)):
@@ -161,7 +166,7 @@ def _mapping(told: Any, name_kind: Any, kind: Any) -> dict[Any, Any]:
 
 def _object(kind: Any, told: Any) -> Any:
     readers = _readers(kind)
-    if type(told) is list and len(told) <= len(readers):
+    if type(told) in (list, tuple) and len(told) <= len(readers):
         # Of one that was written before the class had its last fields.
         told = dict(zip(readers, told, strict=False))
     values = {}

@@ -30,7 +30,7 @@ from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
 from gradsync.communicator.root_cause import Circle, find_root_cause
 from gradsync.communicator.topology import CommunicatorFactory, Topology, find_topology, make_subgroups
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["HierarchicalCommunicator", "Way"]
 
@@ -172,12 +172,7 @@ class HierarchicalCommunicator(Wire):
         return self._start(collective, output, lambda flat: scatter(flat, tensor, op, shares))
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         if self._is_one_host:
             return self.inside.all_to_all(output, tensor, arriving, leaving)
@@ -238,7 +233,7 @@ class HierarchicalCommunicator(Wire):
         for host, ranks in enumerate(hosts):
             self._rows(output)[list(ranks)] = blocks[host, : len(ranks)]
 
-    def _gather_uneven(self, output: torch.Tensor, tensor: torch.Tensor, shares: tuple[int, ...]) -> None:
+    def _gather_uneven(self, output: torch.Tensor, tensor: torch.Tensor, shares: Sizes) -> None:
         """As if all shares were as large as the largest."""
         most = max(shares)
         filled = tensor.new_zeros(most)
@@ -262,9 +257,7 @@ class HierarchicalCommunicator(Wire):
         self._reduce(total, op)
         output.copy_(total.split(shares or (output.numel(),) * self.world_size)[self.rank])
 
-    def _exchange(
-        self, output: torch.Tensor, tensor: torch.Tensor, arriving: tuple[int, ...], leaving: tuple[int, ...]
-    ) -> None:
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes) -> None:
         """Everybody gets everything, and takes what is its own: simple, and as many bytes as a gather of it all."""
         counts = torch.tensor(leaving, device=tensor.device)
         everybodys = counts.new_empty(self.world_size**2)

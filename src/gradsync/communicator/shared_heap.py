@@ -86,9 +86,7 @@ class HostPeers:
         later = set(range(self.rank + 1, self.world_size))
         with contextlib.ExitStack() as opened:
             rendezvous = make_together(
-                communicator,
-                "make a Unix socket",
-                lambda: opened.enter_context(contextlib.closing(Rendezvous(later))),
+                communicator, "make a Unix socket", lambda: opened.enter_context(contextlib.closing(Rendezvous(later)))
             )
             told = [Invitation.read(each) for each in gather_bytes(communicator, rendezvous.invitation.pack())]
             make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
