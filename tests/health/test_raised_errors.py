@@ -240,7 +240,7 @@ def test_only_a_process_that_ends_says_goodbye(monkeypatch: pytest.MonkeyPatch) 
 
     def told(trained_by: int | None, raise_in: Any) -> list[str]:
         agent = _Post(trained_by)
-        monkeypatch.setattr(set_up, "posts", lambda: [agent])
+        monkeypatch.setattr(set_up, "agents", lambda: [agent])
         raise_in(ValueError("no luck"))
         return agent.said
 

@@ -24,7 +24,7 @@ from gradsync.health.watch import straggling as said_so_far
 from gradsync.health.watch.messages import Member, straggling
 from gradsync.health.watch.messages import slow_wire as slow_wire_words
 from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
-from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceJudge, PaceTeller, Pacing, Ways
+from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceTeller, Pacing, Ways
 from gradsync.health.watch.rounds import Round, Rounds, against_the_others, median
 from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import (
@@ -233,7 +233,7 @@ def test_whatever_a_rank_says_of_its_pace_does_no_harm(data: object) -> None:
     read = read_pace(data)
     assert all(math.isfinite(value) and value >= 0 for value in (*read.own, *read.waited))
     assert len(read.own) == len(read.waited)
-    PaceJudge(MEMBERS).hear(1, read, 0.0)
+    PaceDetector(MEMBERS).hear(1, read, 0.0)
     true = Pace(model=1, last=7, own=(0.5, 0.25), waited=(0.125, 0.0))
     assert read_pace(dataclasses.asdict(true)) == true
 
@@ -316,7 +316,7 @@ def test_of_several_models_the_pace_is_always_that_of_the_first_that_is_left() -
 
 def test_a_straggler_is_named_also_where_the_last_window_told_of_was_not_measured_by_all() -> None:
     """Of short windows on devices one rank may know all, and another one every second."""
-    detector, said = PaceJudge(MEMBERS[:2]), []
+    detector, said = PaceDetector(MEMBERS[:2]), []
     for last in range(8, 161, 8):
         numbers = range(last - 7, last + 1)
         every_second = tuple(0.013 if number % 2 == 0 else 0.0 for number in numbers)

@@ -451,7 +451,7 @@ def lines_that_end() -> dict[str, Any]:
         lines[3].close()
         exits = hub.agent._detector.exits
         assert until(lambda: {1, 3} <= set(exits) and 2 not in hub.agent._lines)
-        told = hub.agent.testify("The wire failed")
+        told = hub.agent.failure_message("The wire failed")
         return {"endings": {rank: each.left for rank, each in exits.items()}, "told": told}
 
 

@@ -39,7 +39,6 @@ _YES, _NO = b"y", b"n"
 # What accompanies a descriptor: the number of bytes behind it, or -1 from a rank that could not make it.
 _OFFER = struct.Struct("<q")
 
-
 _all: "weakref.WeakSet[HostPeers]" = weakref.WeakSet()
 
 
@@ -90,7 +89,7 @@ class HostPeers:
             )
             told = [Invitation.read(each) for each in gather_bytes(communicator, rendezvous.invitation.pack())]
             make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
-            self._sockets |= make_together(communicator, _REACH, rendezvous.take)
+            make_together(communicator, _REACH, lambda: self._sockets.update(rendezvous.take()))
         self.process_ids = {peer: Credentials.of(each).process for peer, each in self._sockets.items()}
 
     def _connect(self, invitations: list[Invitation]) -> None:

@@ -140,9 +140,9 @@ class Agent:
             # Those that it has its collectives from know what the device has finished.
             for part in getattr(wire, "communicators", ()):
                 self.guard(part)
-        self._guards.add(wire, self.testify)
+        self._guards.add(wire, self.failure_message)
 
-    def testify(self, story: str) -> str:
+    def failure_message(self, story: str) -> str:
         """The message of a failure, with what is known of the ranks that may have caused it."""
         patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
         with self._news:

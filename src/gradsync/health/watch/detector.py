@@ -15,7 +15,7 @@ A rank that raises, outside of backward, reports it at once. Its script may catc
 out-of-memory error, so ranks that wait for it only get a warning. The report is dropped when the rank continues.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -252,52 +252,25 @@ class Detector:
             rank: _aged(status, now - at) for rank, (status, at) in self._standings.items() if rank not in self.exits
         }
 
-    def _silent(self, statuses: dict[int, RankStatus], waiting: list[int], now: float) -> list[Suspect]:
-        found = []
+    def _silent(self, statuses: dict[int, RankStatus], waiting: list[int], now: float) -> Iterator[Suspect]:
         for rank, last in self._last.items():
             waiters = tuple(each for each in waiting if each != rank)
             if now - last >= SLOW_SECONDS and waiters:
-                wait = longest(statuses[waiters[0]])
-                found.append(
-                    Suspect(
-                        member=rank,
-                        kind="silent",
-                        seconds=now - last,
-                        waiters=waiters,
-                        what="" if wait is None else wait.what,
-                        status=self.standing_of(rank, now)[0],
-                    )
-                )
-        return found
+                wait, status = longest(statuses[waiters[0]]), self.standing_of(rank, now)[0]
+                what = "" if wait is None else wait.what
+                seconds = now - last
+                yield Suspect(member=rank, kind="silent", seconds=seconds, waiters=waiters, what=what, status=status)
 
-    def _behind(self, statuses: dict[int, RankStatus]) -> list[Suspect]:
-        found = []
-        for rank, waiters in roots(statuses, SLOW_SECONDS).items():
-            wait = max(waiters.values(), key=lambda each: each.seconds)
-            found.append(
-                Suspect(
-                    member=rank,
-                    kind="behind",
-                    seconds=wait.seconds,
-                    waiters=tuple(sorted(waiters)),
-                    what=wait.what,
-                    status=statuses[rank],
-                )
-            )
-        return found
+    def _behind(self, statuses: dict[int, RankStatus]) -> Iterator[Suspect]:
+        for rank, waits in roots(statuses, SLOW_SECONDS).items():
+            wait, waiters = max(waits.values(), key=lambda each: each.seconds), tuple(sorted(waits))
+            seconds, what, status = wait.seconds, wait.what, statuses[rank]
+            yield Suspect(member=rank, kind="behind", seconds=seconds, waiters=waiters, what=what, status=status)
 
-    def _at_odds(self, statuses: dict[int, RankStatus]) -> list[Suspect]:
-        return [
-            Suspect(
-                member=rank,
-                kind="at odds",
-                seconds=min(its.seconds, theirs.seconds),
-                waiters=(other,),
-                what=theirs.what,
-                status=statuses[rank],
-            )
-            for rank, (other, its, theirs) in at_odds(statuses, SLOW_SECONDS).items()
-        ]
+    def _at_odds(self, statuses: dict[int, RankStatus]) -> Iterator[Suspect]:
+        for rank, (other, its, theirs) in at_odds(statuses, SLOW_SECONDS).items():
+            seconds, what, status = min(its.seconds, theirs.seconds), theirs.what, statuses[rank]
+            yield Suspect(member=rank, kind="at odds", seconds=seconds, waiters=(other,), what=what, status=status)
 
 
 def _waits(status: RankStatus, seconds: float) -> bool:

@@ -22,7 +22,7 @@ from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.rounds import Rounds
 from gradsync.health.watch.stragglers import SlowWire, Stragglers
 
-__all__ = ["PaceJudge", "PaceTeller", "Pacing", "Ways"]
+__all__ = ["PaceDetector", "PaceTeller", "Pacing", "Ways"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -59,7 +59,7 @@ class PaceTeller:
         return pace
 
 
-class PaceJudge:
+class PaceDetector:
     """The hub's evaluation of the reports."""
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -137,7 +137,7 @@ class Pacing:
 
     def __init__(self, members: Sequence[Member], me: int, ways: Ways) -> None:
         self._me, self._ways = me, ways
-        self._teller, self._detector, self._links = PaceTeller(len(members)), PaceJudge(members), LinkMeter()
+        self._teller, self._detector, self._links = PaceTeller(len(members)), PaceDetector(members), LinkMeter()
         self._has_failed = False
 
     @property

@@ -36,9 +36,9 @@ from gradsync.health.watch.status import Model
 __all__ = [
     "MODES",
     "VARIABLE",
+    "agents",
     "leave_watch",
     "look_at",
-    "posts",
     "say_goodbye",
     "set_watch",
     "straggling",
@@ -95,7 +95,7 @@ def tell_error(communicator: Communicator, error: BaseException, place: str) -> 
         agent.tell_error(described(error, place))
 
 
-def posts() -> list[Agent]:
+def agents() -> list[Agent]:
     """The agents of this process."""
     return [agent for agent in _agents.values() if agent is not None]
 
@@ -138,7 +138,7 @@ def _set_up(wire: ProcessGroupCommunicator) -> Agent | None:
     # What multiprocessing has forked ends by os._exit, and calls this before.
     multiprocessing.util.Finalize(None, say_goodbye, exitpriority=0)
     tell_uncaught(_script_raised, _thread_raised)
-    agent.on_dump = lambda: write_dump(posts())
+    agent.on_dump = lambda: write_dump(agents())
     agent.on_words = _said.append
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
     agent.guard(wire)
@@ -197,7 +197,7 @@ def say_goodbye(error: BaseException | None = None) -> None:
     Also for processes that end by ``os._exit`` after all, which otherwise would look as if they had been killed.
     """
     words = farewell(error)
-    for agent in posts():
+    for agent in agents():
         agent.leave(words)
 
 
@@ -223,17 +223,17 @@ def _thread_raised(error: BaseException, thread: int) -> None:
 
 
 def _tell_all(words: str) -> None:
-    for agent in posts():
+    for agent in agents():
         agent.tell_error(words)
 
 
 def _trained_by(thread: int | None) -> bool:
     """Whether that thread has run the last forward of a model."""
-    return any(getattr(model, "thread", None) == thread for agent in posts() for model in agent.sampler.models)
+    return any(getattr(model, "thread", None) == thread for agent in agents() for model in agent.sampler.models)
 
 
 def _after_fork() -> None:
-    for agent in posts():
+    for agent in agents():
         agent.after_fork()
     _agents.clear()
     _said.clear()
@@ -242,4 +242,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 # Now, so that a signal that comes before the first model is wrapped does not end the process.
-listen_for_requests(posts)
+listen_for_requests(agents)
