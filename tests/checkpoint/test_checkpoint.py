@@ -33,11 +33,9 @@ from gradsync.checkpoint import (
     encode,
     files,
     folder,
-    layout,
     manifest,
     rng_state,
     set_rng_state,
-    tensor_file,
 )
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
@@ -88,9 +86,9 @@ def there_and_back(tree: Any, path: Path) -> Any:
     """Through real files."""
     structure, tensors = encode(tree)
     files.write_file(path / "tree.json", [files.dump_json(structure)])
-    tensor_file.write_tensors(path / "tree.safetensors", tensors)
+    files.write_tensors(path / "tree.safetensors", tensors)
     text = files.read_file(path / "tree.json")
-    return decode(files.parse_json(path / "tree.json", text), tensor_file.read_tensors(path / "tree.safetensors"))
+    return decode(files.parse_json(path / "tree.json", text), files.read_tensors(path / "tree.safetensors"))
 
 
 def double(pattern: int) -> float:
@@ -98,7 +96,7 @@ def double(pattern: int) -> float:
 
 
 DTYPES = [
-    *tensor_file.DTYPE_NAMES,
+    *files.DTYPE_NAMES,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
@@ -236,7 +234,7 @@ def test_parts_of_one_memory_are_not_taken_for_the_same(tmp_path: Path) -> None:
 def test_the_files_are_safetensors_files(tmp_path: Path) -> None:
     """For everybody's tools. An odd number of bytes first, so that what follows would lie at an odd place."""
     tensors = {"flags": torch.tensor([True, False, True]), "wide": torch.randn(3, dtype=torch.float64)}
-    tensor_file.write_tensors(tmp_path / "x.safetensors", tensors)
+    files.write_tensors(tmp_path / "x.safetensors", tensors)
     data = (tmp_path / "x.safetensors").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     assert start % 8 == 0
@@ -247,8 +245,8 @@ def test_the_files_are_safetensors_files(tmp_path: Path) -> None:
 
 def test_read_tensors_outlive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    tensor_file.write_tensors(path, {"x": torch.ones(1000)})
-    tensor = tensor_file.read_tensors(path)["x"]
+    files.write_tensors(path, {"x": torch.ones(1000)})
+    tensor = files.read_tensors(path)["x"]
     with open(path, "r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert tensor.sum() == 1000
@@ -617,7 +615,7 @@ def test_a_corrupt_file_is_one_of_gradsync_s_errors(tmp_path: Path) -> None:
         files.parse_json(tmp_path / "x.json", b"{")
     (tmp_path / "x").write_bytes(b"12345678{}")
     with pytest.raises(CorruptFileError, match="not a safetensors file"):
-        tensor_file.read_tensors(tmp_path / "x")
+        files.read_tensors(tmp_path / "x")
 
 
 # -- failure ----------------------------------------------------------------------------------------------------------
@@ -642,7 +640,7 @@ def save_with_failure(root: Path, rank: int, file: str, number: int) -> tuple[st
     with pytest.MonkeyPatch.context() as patch:
         failing = fail_on(rank, file, number)
         if choose_communicator().rank == rank:  # in threads, one of them for all
-            for module in (folder, tensor_file, manifest):
+            for module in (folder, files, manifest):
                 patch.setattr(module, "write_file", failing)
         return outcome(save, root, 110)
 
@@ -800,7 +798,7 @@ def test_what_cannot_be_removed_is_warned_of(root: Path, monkeypatch: pytest.Mon
     def failing(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(layout.shutil, "rmtree", failing)
+    monkeypatch.setattr(manifest.shutil, "rmtree", failing)
     with pytest.warns(UserWarning, match="step-00000090.*could not be removed.*Permission denied"):
         TWO.run(save, root, 110)
     for rank, loaded in enumerate(TWO.run(load, root)):
@@ -960,11 +958,11 @@ def test_a_process_that_is_killed_at_any_moment_leaves_good_checkpoints(
 SLOW = """
     import sys, time
     from pathlib import Path
-    from gradsync.checkpoint import tensor_file
+    from gradsync.checkpoint import files
     from gradsync.testing import run_ranks
     from tests.checkpoint.test_checkpoint import save
 
-    pieces = tensor_file._bytes_of
+    pieces = files._bytes_of
 
     def slowly(tensor):
         for piece in pieces(tensor):
@@ -972,7 +970,7 @@ SLOW = """
             print("writing", flush=True)
             time.sleep(60)
 
-    tensor_file._bytes_of = slowly
+    files._bytes_of = slowly
     run_ranks(save, 2, Path(sys.argv[1]), 110)
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, sweeper
+from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, background
 from gradsync.communicator.background import Background
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
@@ -30,7 +30,7 @@ def wait_in_two_orders(kind: str, numel: int, looks: bool) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         if not looks:
             # Whoever sleeps must hand the other one over by itself.
-            patch.setattr(sweeper._Sweeper, "_look", lambda *_: None)
+            patch.setattr(background._Sweeper, "_look", lambda *_: None)
         handles = [wire.all_reduce(tensor) for wire, tensor in zip((one, other), tensors, strict=True)]
         for handle in handles if one.rank == 0 else reversed(handles):
             handle.wait()
@@ -100,7 +100,7 @@ class Leisurely:
 
 
 def test_only_what_was_seen_before_is_moved_on() -> None:
-    walk = sweeper._Sweeper()
+    walk = background._Sweeper()
     one, other = object(), object()
     queue = Leisurely(one, one, other, None, None)
     for seen, wakes, looked_after in ((None, 0, True), (one, 1, True), (one, 1, True), (other, 1, False)):
@@ -111,7 +111,7 @@ def test_only_what_was_seen_before_is_moved_on() -> None:
 
 
 def test_what_is_added_while_the_patrol_leaves_is_looked_after() -> None:
-    walk = sweeper._Sweeper()
+    walk = background._Sweeper()
     queue = Leisurely(None, object())
     walk._queues[queue] = None
     walk._look(queue, None)
@@ -122,7 +122,7 @@ def test_what_is_added_while_the_patrol_leaves_is_looked_after() -> None:
 @pytest.mark.parametrize("lazy", [True, False])
 def test_who_looks_on_hurries_nothing(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be another training that is recorded than the one that is not."""
-    monkeypatch.setattr(sweeper._Sweeper, "_look", lambda *_: None)
+    monkeypatch.setattr(background._Sweeper, "_look", lambda *_: None)
     queue, threads = Background("of a test"), list[str]()
     task = queue.start(lambda: threads.append(threading.current_thread().name), lazy=lazy)
     task.when_done(lambda: threads.append("told"))
@@ -140,7 +140,7 @@ def test_who_looks_on_hurries_nothing(lazy: bool, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(20)
 def test_a_thread_that_was_interrupted_in_the_middle_holds_nobody_up() -> None:
     """The handler of a signal may wait for another thread, which comes by here."""
-    looking, woken = sweeper._Sweeper(), list[bool]()
+    looking, woken = background._Sweeper(), list[bool]()
 
     class Queue:
         is_looked_after = False

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.communicator import Wire
-from gradsync.communicator.lost_sends import end_wait
+from gradsync.communicator.peer_link import end_wait
 from gradsync.errors import WireLostError
 from tests.ranks import RankError, RankPool
 from tests.wires import fresh_wire

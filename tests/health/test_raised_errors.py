@@ -1,6 +1,7 @@
 """An error of one rank outside of backward: the others hear of it when it is raised, not when its process ends."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -17,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync.base.files import from_json
 from gradsync.errors import PeerFailedError
-from gradsync.health.watch import set_up, uncaught_errors
+from gradsync.health.watch import exit_causes, set_up
 from gradsync.health.watch.detector import RaisedError, Suspect
 from gradsync.health.watch.messages import described, raised_error, suspected
 from tests.health.test_watch import MEMBERS, hear_all, judge_of, stands
@@ -73,7 +75,7 @@ def test_an_error_is_forgotten_when_the_rank_goes_on() -> None:
     assert "It raised ValueError: no luck in its forward, and has not gone on since" in suspected(
         MEMBERS, suspect, is_here=False
     )
-    assert Suspect.read(json.loads(json.dumps(suspect.as_data())), 4) == suspect
+    assert from_json(Suspect, json.loads(json.dumps(dataclasses.asdict(suspect)))) == suspect
     hear_all(detector, 107.0, stands(14, waits=14, seconds=6.0), stands(13), stands(14))
     assert [each.raised for each in detector.suspects(107.0)] == [""]
 
@@ -189,7 +191,7 @@ def test_an_uncaught_error_is_heard_before_the_process_has_ended(tmp_path: Path,
 def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was called, with hooks of the process as they would be in one that has none yet."""
     called: list[Any] = []
-    monkeypatch.setattr(uncaught_errors, "_is_installed", False)
+    monkeypatch.setattr(exit_causes, "_is_installed", False)
     monkeypatch.setattr(sys, "excepthook", lambda *args: called.append(("before", args[0])))
     monkeypatch.setattr(threading, "excepthook", lambda args: called.append(("before in thread", args.exc_type)))
     return called
@@ -200,8 +202,8 @@ def test_whoever_had_a_hook_is_called_as_before(hooks: list[Any]) -> None:
         hooks.append(("main", type(error)))
         raise RuntimeError("whatever goes wrong here")
 
-    uncaught_errors.tell_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
-    uncaught_errors.tell_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
+    exit_causes.tell_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
+    exit_causes.tell_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
     with contextlib.suppress(RuntimeError):
         sys.excepthook(ValueError, ValueError(), None)
     thread = threading.Thread(target=lambda: 1 / 0)
@@ -238,7 +240,7 @@ def test_only_a_process_that_ends_says_goodbye(monkeypatch: pytest.MonkeyPatch) 
 
     def told(trained_by: int | None, raise_in: Any) -> list[str]:
         agent = _Post(trained_by)
-        monkeypatch.setattr(set_up, "posts", lambda: [agent])
+        monkeypatch.setattr(set_up, "agents", lambda: [agent])
         raise_in(ValueError("no luck"))
         return agent.said
 

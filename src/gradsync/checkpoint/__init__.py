@@ -7,11 +7,9 @@
 Needs the ``safetensors`` package, which the extra ``checkpoint`` brings. Nothing is pickled.
 """
 
-from gradsync.checkpoint.files import CorruptFileError
+from gradsync.checkpoint.files import CorruptFileError, write_tensors
 from gradsync.checkpoint.folder import CheckpointFolder, Loaded
-from gradsync.checkpoint.rng import rng_state, set_rng_state
-from gradsync.checkpoint.tensor_file import write_tensors
-from gradsync.checkpoint.tree import decode, encode
+from gradsync.checkpoint.tree import decode, encode, rng_state, set_rng_state
 
 __all__ = [
     "CheckpointFolder",

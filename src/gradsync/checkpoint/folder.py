@@ -31,23 +31,29 @@ from gradsync.checkpoint.files import (
     dump_json,
     fsync_directory,
     parse_json,
+    read_tensors,
     read_verified,
+    require_safetensors,
     verify_file,
     write_file,
+    write_tensors,
 )
-from gradsync.checkpoint.layout import create_hidden, find_checkpoints, publish, remove_old, step_name
 from gradsync.checkpoint.manifest import (
     SHARED_STEM,
     Manifest,
+    create_hidden,
     file_names,
+    find_checkpoints,
+    publish,
     rank_stem,
     read_manifest,
+    remove_old,
+    step_name,
     write_manifest,
 )
-from gradsync.checkpoint.tensor_file import read_tensors, require_safetensors, write_tensors
-from gradsync.checkpoint.together import refuse, together
 from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import refuse, together
 
 __all__ = ["CheckpointFolder", "Loaded"]
 

@@ -1,9 +1,14 @@
 """Communicators: one small class per transport, all behind the interface :class:`Communicator`."""
 
 from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
-from gradsync.communicator.choose import ambient_communicator, choose_communicator
+from gradsync.communicator.choose import (
+    Choice,
+    ambient_communicator,
+    choose_communicator,
+    fit_communicator,
+    scattering_over,
+)
 from gradsync.communicator.collective import Collective, Finishing, Together
-from gradsync.communicator.fitting import Choice, fit_communicator, scattering_over
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.in_process import InProcessCommunicator, InProcessWorld
 from gradsync.communicator.logs import configure_logging

@@ -8,7 +8,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator.base import Counts, ReduceOp
-from gradsync.communicator.naming import listed
+from gradsync.communicator.logs import listed
 
 __all__ = [
     "SUMMED_BY_TORCH",

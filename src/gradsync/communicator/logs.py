@@ -1,28 +1,27 @@
-"""Logging to stderr by ``GRADSYNC_LOG=debug`` (or ``info``, ``warning``, ``error``), from that level up.
+"""Logging, and how messages name a rank: by its number in the world, which the user and the launcher know.
 
-The logger is ``gradsync``; a program may also configure it itself. At ``debug``, every collective logs when it starts
-and when it ends; the level is read when a communicator is created.
+``GRADSYNC_LOG=debug`` (or ``info``, ``warning``, ``error``) logs to stderr from that level up. The logger is
+``gradsync``; a program may also configure it itself. At ``debug``, every collective logs when it starts and when it
+ends; the level is read when a communicator is created.
 """
 
+import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import DistError
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
 
-__all__ = ["LOGGER", "VARIABLE", "configure_logging", "log_errors"]
+__all__ = ["LOGGER", "VARIABLE", "absent", "configure_logging", "global_rank", "listed", "log_errors", "rank_name"]
 
 LOGGER = logging.getLogger("gradsync")
 VARIABLE = "GRADSYNC_LOG"
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # Where launchers say which rank this is: torchrun, Open MPI, MPICH and its kin, srun.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -62,3 +61,37 @@ def configure_logging() -> None:
             logging.Formatter(f"%(asctime)s.%(msecs)03d [{who}] %(levelname)s %(message)s", datefmt="%H:%M:%S")
         )
         LOGGER.addHandler(handler)
+
+
+# Of ranks that are missing.
+NAMED = 5
+
+
+def global_rank(group: Any, rank: int) -> int:
+    """The number in the world of what is number ``rank`` in ``group``, which may be None, or gone by now."""
+    try:
+        return rank if group is None else int(dist.get_global_rank(group, rank))
+    except (ValueError, RuntimeError):
+        return rank
+
+
+def rank_name(group: Any, rank: int) -> str:
+    """Its number in the world, with that in its group where they differ."""
+    known = global_rank(group, rank)
+    return f"rank {known}" if known == rank else f"rank {known} ({rank} in its group)"
+
+
+def listed(names: list[str]) -> str:
+    """``rank 1, rank 2 and rank 5``."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def absent(found: Collection[int], world_size: int) -> str:
+    """``rank 1, rank 2 and rank 5``: who is not among those that were ``found``; of many only the first are named.
+    Empty if nobody is missing."""
+    count = world_size - len(set(found))
+    if count <= 0:
+        return ""
+    first = itertools.islice((rank for rank in range(world_size) if rank not in found), NAMED)
+    more = [f"{count - NAMED:,} others"] if count > NAMED else []
+    return listed([*(f"rank {rank}" for rank in first), *more])

@@ -4,12 +4,24 @@ A collective of ours is an :class:`Exchange`: receives and sends with separate t
 of several communicators over one group, never mix. Tags are taken when a collective is *started*, which every rank does
 in the same order, and not when it runs. The collectives of a stage are started when the stage runs, so the stage takes
 tags for all of them when it is chained.
+
+[Note: lost sends] A send waits until its receiver says that it is ready. If that message is the last one that arrived
+before the connection was reset, Gloo takes the send off its list, fails to write it, and reports the error to all
+operations on its lists; this one is no longer on any. Waiting for it then takes until the timeout of the group,
+whatever is closed or times out meanwhile. Python cannot end another thread's wait in C++. torch could
+(``SendWork::abort``), but does not expose that to Python, so it is called through its symbol in torch's library. Only
+objects that are ``SendWork`` beyond doubt are touched: their first word points to that class's vtable. If any of this
+is not found, the wait ends at the timeout.
 """
 
+import ctypes
+import functools
 import re
 import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,12 +30,46 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError, WireLostError
 from gradsync.communicator.background import GivenUpError, Numbering
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.lost_sends import end_wait
-from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.logs import listed, rank_name
 from gradsync.communicator.process_group import is_timeout
 from gradsync.communicator.root_cause import find_root_cause
 
-__all__ = ["Exchange", "Message", "PeerLink"]
+__all__ = ["Exchange", "Message", "PeerLink", "end_wait"]
+
+LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+ABORT = "_ZN4c10d16ProcessGroupGloo8SendWork5abortEv"
+METHODS = "_ZTVN4c10d16ProcessGroupGloo8SendWorkE"
+# A table begins with an offset and the class's name, in front of the methods.
+BEFORE_METHODS = 2 * ctypes.sizeof(ctypes.c_void_p)
+
+
+def end_wait(work: Any) -> bool:
+    """Make ``work.wait()`` of a send return False, now or when it is called. Returns False if that cannot be done."""
+    known = _methods()
+    if known is None or work is None:
+        return False
+    methods, abort = known
+    # Behind what every object has, one of pybind11's has the address of what it stands for.
+    address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
+    if not address or ctypes.c_void_p.from_address(address).value != methods:
+        return False
+    abort(address)
+    return True
+
+
+@functools.cache
+def _methods() -> tuple[int, Callable[[int], None]] | None:
+    for path in (Path(torch.__file__).parent / "lib" / name for name in LIBRARIES):
+        try:
+            library = ctypes.CDLL(str(path))
+            table = ctypes.addressof(ctypes.c_char.in_dll(library, METHODS))
+            abort = library[ABORT]
+        except (OSError, ValueError, AttributeError):
+            continue
+        abort.argtypes, abort.restype = [ctypes.c_void_p], None
+        return table + BEFORE_METHODS, abort
+    return None
+
 
 # A user's own dist.send and dist.recv on the group count from 0.
 FIRST_TAG = 1 << 30

@@ -1,12 +1,26 @@
-"""How values of all ranks are combined: in rank order, rounding each time, so all communicators give the same bits."""
+"""Sums over ranks, and the shares in which they are computed.
 
-from collections.abc import Sequence
+Values are combined in rank order, rounding each time, so all communicators give the same bits.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from gradsync.communicator.base import ReduceOp
 
-__all__ = ["combine", "combine_in_order", "divide", "offsets_of"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Blocks",
+    "combine",
+    "combine_in_order",
+    "cut_share",
+    "divide",
+    "flatten",
+    "in_pieces",
+    "offsets_of",
+    "put_back",
+]
 
 
 def combine(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, into: torch.Tensor) -> None:
@@ -38,3 +52,36 @@ def offsets_of(counts: Sequence[int]) -> list[int]:
     for count in counts:
         offsets.append(offsets[-1] + count)
     return offsets
+
+
+# Sums are written while their summands are still in a cache, and the cost of an operation does not show: 25 MB take
+# a sixth longer in blocks of a quarter of this, and 100 MB longer in one.
+BLOCK_BYTES = 1024 * 1024
+
+Blocks = list[tuple[torch.Tensor, ...]]
+
+
+def cut_share(everybodys: list[torch.Tensor], rank: int) -> Blocks:
+    """The share of ``rank``, in blocks; each with the tensors of all ranks."""
+    numel, itemsize = everybodys[0].numel(), everybodys[0].itemsize
+    # Shares begin at whole cache lines, so that no two ranks write to one.
+    line = max(64 // itemsize, 1)
+    share = -(-numel // (len(everybodys) * line)) * line
+    first, end = min(rank * share, numel), min((rank + 1) * share, numel)
+    step = BLOCK_BYTES // itemsize
+    return [tuple(tensor[start : min(start + step, end)] for tensor in everybodys) for start in range(first, end, step)]
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)
+
+
+def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Where ``flat`` is a copy and not a view, ``tensor`` gets what it holds."""
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+    """At least one, so that all ranks meet also for nothing."""
+    return iter(tensor.split(max(nbytes // tensor.itemsize, 1)) if tensor.numel() else [tensor])

@@ -1,4 +1,4 @@
-"""Signals between the ranks of one host: semaphores in shared memory, by which ranks announce that they have arrived.
+"""Signals between the ranks of one host: headers of collectives, and semaphores by which ranks announce their arrival.
 
 Each rank has one semaphore for every other rank, which that rank posts. POSIX semaphores order memory, cost no system
 call when no thread sleeps, and sleep in the kernel when one must. In addition, every rank counts its posts, so that
@@ -8,32 +8,99 @@ A rank's control memory, one cache line per item, with more at the end::
 
     semaphore posted by rank 0 ┃ … by rank N-1 ┃ posts of this rank ┃ header of even collectives ┃ of odd ones ┃ reason
 
-A rank that gives up writes down the reason before it releases the others.
+A header says what a rank is about to run, and where its tensor is: a few numbers, because all ranks compare them in
+every collective; they become text only when they differ. A rank that gives up writes down the reason before it releases
+the others.
 """
 
 import ctypes
 import errno
 import os
+import struct
 import time
+import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from gradsync.base.errors import WireLostError
-from gradsync.communicator.host_peers import HostPeers
-from gradsync.communicator.sweeper import flush_lazy
+from gradsync.communicator.background import flush_lazy
+from gradsync.communicator.base import ReduceOp
+from gradsync.communicator.shared_heap import HostPeers
+from gradsync.communicator.wire import Shares
 
-__all__ = ["HEADER_BYTES", "Signals"]
+__all__ = ["Call", "Signals", "all_somewhere", "describe_header", "detail_of", "differ", "places_in"]
+
+_NOWHERE = -1
+# Kind, detail, dtype and number of elements, which must be the same on all ranks; segment and offset, which may differ.
+_HEADER = struct.Struct("=6q")
+_SAME_BYTES = 4 * 8
+_KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_OPERATIONS: tuple[ReduceOp, ...] = ("sum", "average", "max")
+# The detail of shares that differ: a checksum of their sizes, above all operations.
+_UNEVEN = 1 << 8
+_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(dict.fromkeys(_DTYPES))}
+_DTYPE_NAMES = {number: str(dtype) for dtype, number in _DTYPE_NUMBERS.items()}
+
+
+class Call(NamedTuple):
+    """The collective a rank wants. ``numel`` counts what must be equal on all ranks; ``describe`` is for errors."""
+
+    kind: str
+    detail: int
+    dtype: torch.dtype
+    numel: int
+    describe: Callable[[], str]
+
+    def header(self, segment: int = _NOWHERE, offset: int = 0) -> bytes:
+        """What all ranks must agree on, and where the tensor lies in shared memory."""
+        kind, dtype = _KIND_NUMBERS[self.kind], _DTYPE_NUMBERS[self.dtype]
+        return _HEADER.pack(kind, self.detail, dtype, self.numel, segment, offset)
+
+
+def detail_of(op: ReduceOp, shares: Shares = None) -> int:
+    """The operation, and a number that tells sizes of shares apart."""
+    checksum = 0 if shares is None else 1 + zlib.crc32(repr(shares).encode())
+    return _OPERATIONS.index(op) + checksum * _UNEVEN
+
+
+def differ(headers: list[bytes]) -> bool:
+    """Whether ranks came for different collectives."""
+    return len({header[:_SAME_BYTES] for header in headers}) > 1
+
+
+def all_somewhere(headers: list[bytes]) -> bool:
+    """Whether the tensors of all ranks lie in shared memory."""
+    return all(segment != _NOWHERE for segment, _ in places_in(headers))
+
+
+def places_in(headers: list[bytes]) -> list[tuple[int, int]]:
+    """Segment and offset, of every rank."""
+    return [_HEADER.unpack(header)[4:] for header in headers]
+
+
+def describe_header(header: bytes) -> str:
+    number, detail, dtype, numel, *_ = _HEADER.unpack(header)
+    kind, name = _KINDS[number], _DTYPE_NAMES[dtype]
+    if kind == "all_to_all":
+        return f"{kind} of {name}"
+    if kind == "broadcast":
+        return f"{kind} from {detail} of {numel} × {name}"
+    operation = "" if kind == "all_gather" else f" {_OPERATIONS[detail % _UNEVEN]}"
+    return f"{kind}{operation} of {numel} × {name}" + (" in uneven shares" if detail >= _UNEVEN else "")
+
 
 LINE_BYTES = 64
-HEADER_BYTES = 48
 REASON_BYTES = 1024
 # A rank that comes within microseconds is not worth going to sleep for.
 SPINS = 100
 # Sleep is interrupted only to look at the time; a peer's coming or end wakes it at once.
 SLEEP_SECONDS = 1.0
 
-_Header = ctypes.c_char * HEADER_BYTES
+_Header = ctypes.c_char * _HEADER.size
 
 
 class _Timespec(ctypes.Structure):

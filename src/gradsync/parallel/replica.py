@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import require_agreement
-from gradsync.communicator.device_clock import DeviceClock
+from gradsync.communicator.device_stage import DeviceClock
 from gradsync.core.bucket.cost_model import auto_caps, measure_link
 from gradsync.core.bucket.layout import BucketCaps, ParameterSpec
 from gradsync.core.bucket.precise import widened

@@ -29,7 +29,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator import Communicator
-from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import ParameterSpec
 from gradsync.core.engine.keeper import ParameterKeeper
 

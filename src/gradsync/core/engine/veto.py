@@ -32,7 +32,7 @@ import torch
 from gradsync.base.errors import VetoError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.finite import FiniteCheck
 from gradsync.core.bucket.requests import Requests

@@ -1,4 +1,4 @@
-"""``GRADSYNC_DUMP=FOLDER``: on SIGUSR1 every rank writes its status to a file of its own in that folder.
+"""``GRADSYNC_DUMP=FOLDER``: on SIGUSR1 every rank writes its status there; ``explain`` says who waits for whom.
 
 Signal one rank, and it tells the others over the watch; without a watch each rank writes only when it is signalled
 itself. A rank that hangs in a collective runs no Python in its main thread, where signal handlers are called. So a
@@ -15,17 +15,33 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from gradsync.base.files import whole_file
+from gradsync.base.errors import ConfigurationError
+from gradsync.base.files import from_json, whole_file
+from gradsync.communicator.logs import listed
 from gradsync.health.watch.agent import Agent
-from gradsync.health.watch.status import Model, stack_of
+from gradsync.health.watch.detector import at_odds, longest, roots
+from gradsync.health.watch.messages import Member, where
+from gradsync.health.watch.status import Model, RankStatus, stack_of
 
-__all__ = ["FORMAT", "VARIABLE", "listen_for_requests", "note_model", "write_dump"]
+__all__ = [
+    "FORMAT",
+    "VARIABLE",
+    "Dump",
+    "explain_dumps",
+    "find_dumps",
+    "listen_for_requests",
+    "note_model",
+    "read_dump",
+    "write_dump",
+]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -42,7 +58,7 @@ def note_model(model: Model) -> None:
     _models.add(model)
 
 
-def listen_for_requests(posts: Callable[[], list[Agent]]) -> None:
+def listen_for_requests(agents: Callable[[], list[Agent]]) -> None:
     """If the environment names a folder: write there on request, from now on. Nothing is agreed on with others."""
     global _listens
     if _listens or not os.environ.get(VARIABLE):
@@ -59,7 +75,7 @@ def listen_for_requests(posts: Callable[[], list[Agent]]) -> None:
         return
     _listens = True
     _chain_handler()
-    arguments = (ours, theirs, posts)
+    arguments = (ours, theirs, agents)
     threading.Thread(target=_listen, args=arguments, name="gradsync dump", daemon=True).start()
 
 
@@ -76,17 +92,17 @@ def _chain_handler() -> None:
     signal.siginterrupt(REQUEST, False)
 
 
-def _listen(ours: socket.socket, theirs: socket.socket, posts: Callable[[], list[Agent]]) -> None:
+def _listen(ours: socket.socket, theirs: socket.socket, agents: Callable[[], list[Agent]]) -> None:
     # Its other end is held here, too: the interpreter only knows its number.
     with ours, theirs:
         while numbers := ours.recv(64):
             if REQUEST in numbers:
-                write_dump(posts())
-                for agent in posts():
+                write_dump(agents())
+                for agent in agents():
                     agent.ask_for_dumps()
 
 
-def write_dump(posts: list[Agent]) -> None:
+def write_dump(agents: list[Agent]) -> None:
     """Write this rank's status, if the environment names a folder."""
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -95,7 +111,7 @@ def write_dump(posts: list[Agent]) -> None:
         path = Path(folder) / f"rank-{_rank()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
-            file.write(json.dumps(_describe(posts), indent=1).encode())
+            file.write(json.dumps(_describe(agents), indent=1).encode())
     except OSError as error:
         LOGGER.warning("where this rank stands could not be written: %s", error)
 
@@ -106,7 +122,7 @@ def _rank() -> int:
     return 0
 
 
-def _describe(posts: list[Agent]) -> dict[str, Any]:
+def _describe(agents: list[Agent]) -> dict[str, Any]:
     now = time.monotonic()
     return {
         "format": FORMAT,
@@ -117,10 +133,10 @@ def _describe(posts: list[Agent]) -> dict[str, Any]:
         "groups": [
             {
                 "ranks": [member.rank for member in agent.plan.members],
-                "status": agent.sampler.look(now).as_data(),
+                "status": asdict(agent.sampler.look(now)),
                 **agent.describe(),
             }
-            for agent in posts
+            for agent in agents
         ],
         "models": [_described(model) for model in list(_models)],
         "stacks": _stacks(),
@@ -148,3 +164,101 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
+
+
+PATTERN = "rank-*.json"
+FRAMES_SHOWN = 3
+# What was written longer before the newest is of another request.
+SAME_REQUEST_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """One rank's dump. ``groups``: the ranks of each of its process groups, and its status there."""
+
+    member: Member
+    time: datetime
+    groups: tuple[tuple[tuple[int, ...], RankStatus], ...]
+    known: str
+    stack: tuple[str, ...]
+
+
+def find_dumps(folder: Path) -> list[Path]:
+    return sorted(folder.glob(PATTERN))
+
+
+def read_dump(path: Path) -> Dump:
+    """Raises ConfigurationError for what no rank has written."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        if data["format"] != FORMAT:
+            raise ConfigurationError(f"{path} has format {data['format']}, and {FORMAT} is read here: update gradsync")
+        main: list[str] = next((lines for name, lines in data["stacks"].items() if name.startswith("MainThread")), [])
+        return Dump(
+            member=from_json(Member, data),
+            time=datetime.fromisoformat(data["time"]),
+            groups=tuple((tuple(each["ranks"]), from_json(RankStatus, each["status"])) for each in data["groups"]),
+            known=next((each["known"] for each in data["groups"] if each["known"]), ""),
+            stack=tuple(main),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{path} is not what a rank writes on request: {error!r}") from error
+
+
+def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
+    """The status of each rank, and which rank waits for which, in lines."""
+    newest = max(dump.time for dump in dumps)
+    old = [dump for dump in dumps if (newest - dump.time).total_seconds() > SAME_REQUEST_SECONDS]
+    dumps = [dump for dump in dumps if dump not in old]
+    by_rank = {dump.member.rank: dump for dump in sorted(dumps, key=lambda dump: dump.member.rank)}
+    lines = [f"{dump.member} wrote before, at {dump.time:%H:%M:%S}, and not with the others." for dump in old]
+    for ranks in sorted({ranks for dump in dumps for ranks, _ in dump.groups}):
+        statuses = {
+            rank: status
+            for rank, dump in by_rank.items()
+            for group, status in dump.groups
+            if group == ranks and rank in ranks
+        }
+        lines += [_place(by_rank[rank], status) for rank, status in statuses.items()]
+        lines += ["", *_conclusions(ranks, statuses, by_rank)]
+    if not any(dump.groups for dump in dumps):
+        lines += [f"{dump.member}: at {_innermost(dump)}" for dump in by_rank.values()]
+        lines += ["", "No watch was set up between these ranks, so who waits for whom is not known."]
+    # Of those who have written themselves it adds nothing.
+    everybody = {rank for dump in dumps for ranks, _ in dump.groups for rank in ranks}
+    known = [f"{dump.member} knew: {dump.known}" for dump in by_rank.values() if dump.known]
+    return [*lines, *(known if everybody - by_rank.keys() else ())]
+
+
+def _place(dump: Dump, status: RankStatus) -> str:
+    wait = longest(status)
+    waits = f", for {wait.seconds:.0f} s" if wait is not None else f", for {status.seconds:.0f} s"
+    return f"{dump.member} at {dump.time:%H:%M:%S}: {where(status)}{waits}"
+
+
+def _conclusions(ranks: Sequence[int], statuses: dict[int, RankStatus], by_rank: dict[int, Dump]) -> list[str]:
+    lines = []
+    missing = [rank for rank in ranks if rank not in statuses]
+    if missing:
+        names = listed([f"rank {rank}" for rank in missing])
+        lines.append(f"{names} wrote nothing: ended, stopped, or without GRADSYNC_DUMP.")
+    for rank, (other, its, theirs) in at_odds(statuses).items():
+        lines.append(f"rank {rank} is in {its.what}, where rank {other} is in {theirs.what}.")
+    for rank, waiters in roots(statuses).items():
+        names = listed([f"rank {waiter}" for waiter in sorted(waiters)])
+        verb = "waits" if len(waiters) == 1 else "wait"
+        what = max(waiters.values(), key=lambda wait: wait.seconds).what
+        lines.append(f"{names} {verb} for rank {rank} in {what}. rank {rank} is at {_innermost(by_rank[rank])}.")
+    waiting = [rank for rank, status in statuses.items() if status.waits]
+    if not lines and waiting:
+        names = listed([f"rank {rank}" for rank in waiting])
+        lines.append(f"All ranks have come to what {names} waited for: the wire was at work on it.")
+    if waiting and missing and len(lines) == 1:
+        lines.append(f"{listed([f'rank {rank}' for rank in waiting])} may wait for what wrote nothing.")
+    return lines or ["Nobody waits for anybody."]
+
+
+def _innermost(dump: Dump) -> str:
+    return " < ".join(reversed(dump.stack[-FRAMES_SHOWN:])) or "an unknown place"

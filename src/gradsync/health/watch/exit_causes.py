@@ -1,7 +1,15 @@
-"""SystemExit in words: which call of ``sys.exit`` ended a process, with which status, and on which line of the script.
+"""Why a process ends: calls of ``sys.exit``, and exceptions that nobody catches, reported as soon as they are known.
 
 Python does not report a SystemExit: no hook is called for it, and nothing of it remains when ``atexit`` handlers run.
 So calls of ``sys.exit`` are recorded as they are made. Whether one was caught again is unknown, and not claimed.
+
+An uncaught exception is reported when it leaves the script. A long time may lie between that and the end of the
+process: threads that are joined, exit handlers, uploads. ``sys.excepthook`` runs before all of these, and a hook
+installed earlier is still called. This cannot report:
+
+- an exception still in flight, through ``finally`` or ``with``: nobody knows yet that it will not be caught;
+- one in a process whose launcher catches it, such as a spawned child of torch.multiprocessing: it is reported at exit;
+- SystemExit: all that is known of it at exit is the last call of ``sys.exit``.
 """
 
 import functools
@@ -10,10 +18,10 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __all__ = [
     "ENDED",
@@ -25,6 +33,7 @@ __all__ = [
     "note_exit",
     "note_exits",
     "noted_exit",
+    "tell_uncaught",
 ]
 
 ENDED, EXITED = "has ended its script", "called sys.exit("
@@ -102,3 +111,34 @@ def _is_library(file: str) -> bool:
     path = os.path.abspath(file)
     # <frozen runpy> and the like have no file.
     return file.startswith("<") or path.startswith(LIBRARIES) or not PACKAGE_FOLDERS.isdisjoint(path.split(os.sep))
+
+
+_is_installed = False
+
+
+def tell_uncaught(in_main: Callable[[BaseException], None], in_thread: Callable[[BaseException, int], None]) -> None:
+    """Call ``in_main`` with an exception that ends the script, and ``in_thread`` with one that ends a thread, and the
+    number of the thread. Once per process."""
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed = True
+    note_exits()
+    before, before_in_thread = sys.excepthook, threading.excepthook
+
+    # With the names of the one before: others look at these to know whose hook it is.
+    @functools.wraps(before)
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        try:
+            in_main(error)
+        finally:
+            before(kind, error, trace)
+
+    def thread_hook(args: Any) -> None:
+        try:
+            if args.exc_value is not None:
+                in_thread(args.exc_value, threading.get_ident())
+        finally:
+            before_in_thread(args)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook

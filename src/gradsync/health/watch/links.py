@@ -1,4 +1,4 @@
-"""Measures how fast the links to other hosts carry this process's data, from the kernel's counters of its connections.
+"""Measures how fast the links to other hosts carry this process's data, and finds the host whose link is slow.
 
 For each connection the kernel counts the bytes that have arrived, and the time during which there was data to send. On
 a slow link that time grows with the bytes; on a fast one it does not, however long the sender waits for its next data.
@@ -11,10 +11,13 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
-__all__ = ["LinkMeter", "Sent", "read_links"]
+from gradsync.base.files import from_json_or
+
+__all__ = ["LinkMeter", "Sent", "SlowLink", "find_slow_link", "read_links", "read_sent"]
 
 # In the kernel's struct tcp_info: tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited, in microseconds.
 INFO_BYTES = 256
@@ -24,8 +27,6 @@ ACKED_AT, BUSY_AT = 120, 168
 WINDOWS = 5
 MOST_SECONDS = 5.0
 MOST_LINKS = 256
-MOST_BYTES = 1 << 64
-MOST_LETTERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +38,11 @@ class Sent:
     size: int
     seconds: float
 
-    def as_data(self) -> list[Any]:
-        return [self.source, self.target, self.size, self.seconds]
 
-    @classmethod
-    def read(cls, data: Any) -> "list[Sent]":
-        """What a list of :meth:`as_data` has become; without what is nothing of the kind."""
-        found = []
-        for each in data[:MOST_LINKS] if isinstance(data, list) else ():
-            if not isinstance(each, list) or len(each) != 4:
-                continue
-            source, target, size, seconds = each
-            is_named = all(isinstance(name, str) and len(name) <= MOST_LETTERS for name in (source, target))
-            is_counted = type(size) is int and type(seconds) in (int, float)
-            if is_named and is_counted and 0 <= size < MOST_BYTES and 0 <= seconds < 1e9:
-                found.append(cls(source=source, target=target, size=size, seconds=float(seconds)))
-        return found
+def read_sent(data: object) -> list[Sent]:
+    """What another rank has sent of these; nothing if it is something else."""
+    told = from_json_or(tuple[Sent, ...], data, ())
+    return [each for each in told[:MOST_LINKS] if each.size >= 0 and each.seconds >= 0]
 
 
 def read_links() -> dict[tuple[str, str], tuple[int, float]]:
@@ -101,3 +91,56 @@ class LinkMeter:
             # Connections may have been closed meanwhile.
             if (old := before.get((source, target), (0, 0.0)))[0] <= size and old[1] <= seconds
         ]
+
+
+# Less says nothing of a link: some packets, which wait for nobody.
+LEAST_BYTES = 128 * 1024
+# The kernel counts whole ticks of its clock.
+LEAST_SECONDS = 1e-3
+# Slow are those that no quick one is near to.
+TIMES_SLOWER = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLink:
+    """A slow link from one host to another; ``target`` is empty if all links of a host are slow.
+
+    Speeds are in bytes a second; ``others`` is the speed of the slowest of the other links.
+    """
+
+    source: str
+    target: str
+    rate: float
+    others: float
+
+
+def find_slow_link(sent: Iterable[Sent], hosts: Mapping[str, str]) -> SlowLink | None:
+    """``hosts`` are names by addresses. None where all are about as fast, or neither a host nor a link explains it."""
+    rates = _rates(sent, hosts)
+    ordered = sorted(rates.values())
+    gaps = [(quick / slow, slow, quick) for slow, quick in pairwise(ordered)]
+    gap, rate, others = max(gaps, default=(0.0, 0.0, 0.0))
+    if gap < TIMES_SLOWER:
+        return None
+    slow = {link for link, each in rates.items() if each <= rate}
+    if len(slow) == 1:
+        ((source, target),) = slow
+        return SlowLink(source=source, target=target, rate=rate, others=others)
+    # A host's link is in all that are slow, and in none that is not.
+    guilty = [
+        host for host in {host for link in slow for host in link} if {link for link in rates if host in link} == slow
+    ]
+    return SlowLink(source=guilty[0], target="", rate=rate, others=others) if len(guilty) == 1 else None
+
+
+def _rates(sent: Iterable[Sent], hosts: Mapping[str, str]) -> dict[tuple[str, str], float]:
+    sums: dict[tuple[str, str], tuple[int, float]] = {}
+    for each in sent:
+        link = hosts.get(each.source, each.source), hosts.get(each.target, each.target)
+        size, seconds = sums.get(link, (0, 0.0))
+        sums[link] = size + each.size, seconds + each.seconds
+    return {
+        link: size / max(seconds, LEAST_SECONDS)
+        for link, (size, seconds) in sums.items()
+        if size >= LEAST_BYTES and link[0] != link[1]
+    }

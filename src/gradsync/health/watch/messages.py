@@ -5,16 +5,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gradsync.communicator.checks import missing_step
-from gradsync.communicator.naming import listed
+from gradsync.communicator.logs import listed
 from gradsync.health.watch.detector import ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.exit_causes import ENDED, EXITED, exit_words, noted_exit
-from gradsync.health.watch.slow_links import SlowLink
-from gradsync.health.watch.slow_wire import WireVerdict
+from gradsync.health.watch.links import SlowLink
 from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
-from gradsync.health.watch.stragglers import Verdict
+from gradsync.health.watch.stragglers import Verdict, WireVerdict
 
 __all__ = [
     "RAISED",
@@ -47,10 +45,6 @@ class Member:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host})"
-
-    @classmethod
-    def read(cls, data: dict[str, Any]) -> "Member":
-        return cls(rank=int(data["rank"]), host=str(data["host"]), process=int(data["process"]))
 
 
 def where(status: RankStatus) -> str:

@@ -2,27 +2,54 @@
 
 From the end of one synchronization to the end of the next, a rank either does its own work (data, forward, backward,
 update) or waits in a collective. The rank that all others wait for waits the least itself, and what it does wait is
-communication time. The host's clock can measure this where the host computes and waits. Where the host only queues work
-for a CUDA device it sees neither, and the device is asked: see :mod:`gradsync.health.watch.device_pace`. For other
-accelerators nothing is known.
+communication time. The host's clock can measure this where the host computes and waits.
+
+Where the host only queues work for a CUDA device it sees neither. There, events on the device's own timeline are used::
+
+    began   waiting             work ended      ended
+      │ own ├───────┤ own work      │  waiting    │    the compute stream: what it does, and what it waits for
+    ──┴─────┴───────┴───────────────┴─────────────┴──▶
+
+Time that a device waits for its host (slow data, a slow process) lies between the same events, and counts as the rank's
+own. So does the time that a forward waits for parameters of a sharded optimizer: all ranks wait for these alike.
+
+At the end of a window, the training thread reads the events that the device has passed by then. It never waits for one,
+and no other thread touches them: a separate thread would have device 0 as its current device, and create a context
+there; and any CUDA call of its would break a graph that the training captures meanwhile. For other accelerators nothing
+is known.
 """
 
 import contextlib
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from gradsync.base.files import from_json_or
 from gradsync.communicator.collective import waited_here
+from gradsync.communicator.device_stage import DeviceClock
 
-__all__ = ["MOST_WINDOWS", "NO_PACE", "Pace", "PaceMeter"]
+__all__ = [
+    "MOST_WINDOWS",
+    "NO_PACE",
+    "DevicePaceMeter",
+    "Neighbours",
+    "Pace",
+    "PaceMeter",
+    "UnknownPaceMeter",
+    "is_marked",
+    "make_meter",
+]
 
 # What is kept for a watch that comes late; older windows are not told of.
 MOST_WINDOWS = 64
 MOST_SECONDS = 1e6
-MICROSECOND = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,37 +65,15 @@ class Pace:
     own: tuple[float, ...] = ()
     waited: tuple[float, ...] = ()
 
-    def as_data(self) -> dict[str, Any]:
-        """In whole microseconds, which are short."""
-        return {
-            "model": self.model,
-            "last": self.last,
-            "own": [round(each / MICROSECOND) for each in self.own],
-            "waited": [round(each / MICROSECOND) for each in self.waited],
-        }
-
-    @classmethod
-    def read(cls, data: Any) -> "Pace":
-        """What :meth:`as_data` has made. Whatever else it may be becomes one of no windows."""
-        fields = data if isinstance(data, dict) else {}
-        model, last, own, waited = (fields.get(name) for name in ("model", "last", "own", "waited"))
-        if not isinstance(own, list) or not isinstance(waited, list) or len(own) != len(waited):
-            return NO_PACE
-        if len(own) > MOST_WINDOWS or not all(map(_is_whole, (model, last, *own, *waited))):
-            return NO_PACE
-        return cls(model=int(model or 0), last=int(last or 0), own=_seconds(own), waited=_seconds(waited))
-
 
 NO_PACE = Pace()
 
 
-def _is_whole(number: object) -> bool:
-    # Not a bool, which is an int, too.
-    return type(number) is int and 0 <= number <= MOST_SECONDS / MICROSECOND
-
-
-def _seconds(microseconds: Sequence[int]) -> tuple[float, ...]:
-    return tuple(each * MICROSECOND for each in microseconds)
+def read_pace(data: object) -> Pace:
+    """What another rank has sent of it; one of no windows if it is something else."""
+    pace = from_json_or(Pace, data, NO_PACE)
+    is_sound = len(pace.own) == len(pace.waited) <= MOST_WINDOWS and min(pace.model, pace.last) >= 0
+    return pace if is_sound and all(0 <= each <= MOST_SECONDS for each in (*pace.own, *pace.waited)) else NO_PACE
 
 
 class PaceMeter:
@@ -125,4 +130,230 @@ class PaceMeter:
         if not new:
             return NO_PACE
         numbers, own, waited = zip(*new, strict=True)
+        # In whole microseconds, which are short where they are sent.
+        own, waited = (tuple(round(each, 6) for each in seconds) for seconds in (own, waited))
         return Pace(model=model, last=numbers[-1], own=own, waited=waited)
+
+
+LOGGER = logging.getLogger("gradsync")
+
+# To mark a window costs the host some hundredths of a millisecond. Of shorter ones one in two, four, eight is marked,
+# which are the same on all ranks. Not each eighth: what a rank does once in eight windows, as writing a log, would be
+# in all that are marked, or in none. Steps of the golden section round a circle keep to no rhythm.
+SHORTEST_SECONDS = 0.02
+MOST_APART = 32
+ROUND = 1 << 32
+GOLDEN_STEP = 0x9E3779B1
+# Forwards that no backward follows have waits, too, and their window may never end.
+MOST_WAITS = 64
+
+
+class Marks(Protocol):
+    """Calling it queues a mark and returns it. A mark can be asked for the time until another mark."""
+
+    def __call__(self) -> Any: ...
+
+    def reuse(self, mark: Any) -> None:
+        """Nobody asks for this one any more."""
+
+
+class Marked(NamedTuple):
+    """A window that has not been read yet. It has no mark for the end of its work where nothing is known of that."""
+
+    number: int
+    began: Any
+    work_ended: Any
+    ended: Any
+    waits: list[tuple[Any, Any]]
+
+    @property
+    def marks(self) -> tuple[Any, ...]:
+        return self.began, self.work_ended, self.ended, *(mark for wait in self.waits for mark in wait)
+
+
+class Neighbours:
+    """The meters of one device that are in use. Where several models are trained, waiting in one of them is not work of
+    another one whose window contains the wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: list[weakref.ref[DevicePaceMeter]] = []
+
+    def add(self, meter: "DevicePaceMeter") -> None:
+        with self._lock:
+            # Another list: training may be going through this one.
+            self._asked = [*(each for each in self._asked if each() is not None), weakref.ref(meter)]
+
+    def of(self, meter: "DevicePaceMeter") -> "Iterator[DevicePaceMeter]":
+        return (other for each in self._asked if (other := each()) is not None and other is not meter)
+
+
+class DevicePaceMeter(PaceMeter):
+    """A meter that uses ``marks`` of the device. If other models use them, too, their meters are its ``neighbours``."""
+
+    def __init__(self, marks: Marks, neighbours: Neighbours | None = None) -> None:
+        super().__init__()
+        self._marks = marks
+        self._neighbours = Neighbours() if neighbours is None else neighbours
+        # Of the window that goes on, if it is marked.
+        self._began: Any = None
+        self._work_ended: Any = None
+        self._waits: list[tuple[Any, Any]] = []
+        # In how many waits it is, one in the other, and where the first of them began.
+        self._depth = 0
+        self._stopped: Any = None
+        self._unread: deque[Marked] = deque()
+        self._last_read = 0
+        self._ended_at = 0.0
+        # By the watch. Where there is none, nothing is marked.
+        self._is_asked = False
+        self._has_failed = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._stop()
+        self._stop_neighbours()
+        try:
+            yield
+        finally:
+            self._go_on()
+            self._let_neighbours_go_on()
+
+    def work_ended(self) -> None:
+        self._unless_failed(self._end_work)
+        self._stop_neighbours()
+
+    def window_ended(self, *, worked: bool = True) -> None:
+        now = time.perf_counter()
+        if self._ended_at:
+            self.seconds = now - self._ended_at
+        self._ended_at = now
+        self.count += 1
+        self._unless_failed(self._end_window, worked)
+        self._let_neighbours_go_on()
+
+    def _stop_neighbours(self) -> None:
+        for other in self._neighbours.of(self):
+            other._stop()
+
+    def _let_neighbours_go_on(self) -> None:
+        for other in self._neighbours.of(self):
+            other._go_on()
+
+    def _stop(self) -> None:
+        self._unless_failed(self._begin_wait)
+
+    def _go_on(self) -> None:
+        self._unless_failed(self._end_wait)
+
+    def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Pace is useful but not essential. A device that cannot be asked ends only this part: if it is lost, the
+        training learns of it from its next call.
+        """
+        if self._has_failed:
+            return
+        try:
+            action(*arguments)
+        except Exception as error:
+            self._has_failed = True
+            self._began, self._work_ended, self._stopped = None, None, None
+            self._waits, self._unread = [], deque()
+            LOGGER.warning("slow ranks are not looked for any more, as this device could not be asked: %s", error)
+
+    def _begin_wait(self) -> None:
+        self._depth += 1
+        if self._began is None or self._depth > 1:
+            return
+        if len(self._waits) < MOST_WAITS:
+            self._stopped = self._marks()
+        else:
+            # Those that are not known would be its work.
+            self._began, self._waits = None, []
+
+    def _end_wait(self) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._stopped is not None and not self._depth:
+            self._waits.append((self._stopped, self._marks()))
+            self._stopped = None
+
+    def _end_work(self) -> None:
+        if self._began is not None:
+            self._work_ended = self._marks()
+
+    def _end_window(self, worked: bool) -> None:
+        began, marks_next = self._began, self._is_asked and is_marked(self.count + 1, self._apart)
+        ended = self._marks() if began is not None or marks_next else None
+        if began is not None:
+            # Nor is anything known of one that ends while it waits.
+            work_ended = self._work_ended if worked and self._stopped is None else None
+            self._unread.append(Marked(self.count, began, work_ended, ended, self._waits))
+        self._began, self._work_ended, self._waits = ended if marks_next else None, None, []
+        self._depth, self._stopped = 0, None
+        while self._unread and self._unread[0].ended.query():
+            self._read(self._unread.popleft())
+
+    @property
+    def _apart(self) -> int:
+        """A power of two: ranks whose windows differ a little mark at least one of two alike."""
+        apart = 1
+        while apart < MOST_APART and apart * self.seconds < SHORTEST_SECONDS:
+            apart *= 2
+        return apart
+
+    def _read(self, window: Marked) -> None:
+        # Those between were not marked. Told of are windows in a row, and nothing is known of these.
+        first = max(self._last_read + 1, window.number - MOST_WINDOWS) if self._last_read else window.number
+        self._windows.extend((number, 0.0, 0.0) for number in range(first, window.number))
+        self._windows.append((window.number, *_times(window)))
+        self._last_read = window.number
+        for mark in window.marks:
+            # Where the next one is marked, too, it begins with the end of this one.
+            if mark is not None and mark is not (self._unread[0].began if self._unread else self._began):
+                self._marks.reuse(mark)
+
+    def since(self, number: int, *, model: int = 0) -> Pace:
+        if not self._is_asked:
+            self._is_asked = True
+            self._neighbours.add(self)
+        return super().since(number, model=model)
+
+
+def is_marked(number: int, apart: int) -> bool:
+    """Whether the window of that number is, of one in ``apart``. Those of one in four are among those of one in two."""
+    return number * GOLDEN_STEP % ROUND * apart < ROUND
+
+
+def _times(window: Marked) -> tuple[float, float]:
+    """Own work and waiting, in seconds."""
+    if window.work_ended is None:
+        return 0.0, 0.0
+    before = sum(_seconds(*wait) for wait in window.waits)
+    own = _seconds(window.began, window.work_ended) - before
+    waited = before + _seconds(window.work_ended, window.ended)
+    return (own, waited) if own > 0 and waited >= 0 else (0.0, 0.0)
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+# By device. All models of a process are there: whatever group one of them waits for, no other works meanwhile.
+_neighbours: defaultdict[torch.device, Neighbours] = defaultdict(Neighbours)
+
+
+class UnknownPaceMeter(PaceMeter):
+    """For a device whose times cannot be read: reporting the host's times instead would be wrong."""
+
+    def since(self, number: int, *, model: int = 0) -> Pace:
+        return NO_PACE
+
+
+def make_meter(device: torch.device) -> PaceMeter:
+    """Of a model whose gradients are computed there."""
+    match device.type:
+        case "cuda":
+            return DevicePaceMeter(DeviceClock(device), _neighbours[device])
+        case "cpu":
+            return PaceMeter()
+    return UnknownPaceMeter()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradsync.communicator.naming import listed
+from gradsync.communicator.logs import listed
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import frame, heading, lines, strip, table
 from gradsync.observe.charts.numbers import count, duration, saving, size

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from gradsync.base.version import __version__
+from gradsync.base import __version__
 from gradsync.communicator import Handle
-from gradsync.communicator.device_clock import DeviceClock
+from gradsync.communicator.device_stage import DeviceClock
 from gradsync.communicator.topology import host_identity
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.cost_model import known_link

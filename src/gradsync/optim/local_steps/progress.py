@@ -16,7 +16,7 @@ import torch
 
 from gradsync.base.errors import MismatchError, PeerFailedError
 from gradsync.communicator import Communicator
-from gradsync.communicator.naming import listed, rank_name
+from gradsync.communicator.logs import listed, rank_name
 
 __all__ = ["Agreed", "Notice", "Wish", "meet"]
 

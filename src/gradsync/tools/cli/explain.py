@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.health.watch.explain import explain_dumps, find_dumps, read_dump
+from gradsync.health.watch.dump import explain_dumps, find_dumps, read_dump
 from gradsync.observe.recording import find_recordings, read_models, read_recordings
 from gradsync.tools.cli.options import refusing
 

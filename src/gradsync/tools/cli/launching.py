@@ -19,7 +19,7 @@ from functools import partial
 
 from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError
-from gradsync.communicator.naming import listed
+from gradsync.communicator.logs import listed
 from gradsync.tools.cli.failure_message import WRONG_USE, Statements
 from gradsync.tools.cli.root_cause import FailureReport
 from gradsync.tools.lab import SharedGpu, SharedGpuPlan

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gradsync.communicator.naming import absent
+from gradsync.communicator.logs import absent
 from gradsync.observe.charts.numbers import count, duration, size
 from gradsync.tools.run.account import Account, Kind, WrapperAccount
 from gradsync.tools.run.clock import PHASES, REST
