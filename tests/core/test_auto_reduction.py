@@ -10,9 +10,9 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator import Communicator, choose_communicator
-from gradsync.core.engine.saved_window import load_window, save_window
+from gradsync.core.engine.synchronizer import load_window, save_window
 from gradsync.core.reduction.auto import DECIDED_AFTER, predict
-from gradsync.core.reduction.speed import Speed
+from gradsync.core.reduction.measurement import Speed
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import Auto, Mean, Reduction, reduction_by_name
 from gradsync.testing import run_ranks

@@ -11,7 +11,7 @@ from torch import nn
 from gradsync import DistributedDataParallel, MisuseError, SyncPolicy, synchronize_gradients
 from gradsync.communicator import Communicator, Handle, choose_communicator
 from gradsync.core.bucket import Bucket, BucketLayout
-from gradsync.core.engine.saved_window import load_window, save_window
+from gradsync.core.engine.synchronizer import load_window, save_window
 from gradsync.reduction import CommHook, Mean, Reduction
 from gradsync.testing import run_ranks
 

@@ -20,7 +20,7 @@ from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state
 from gradsync.communicator import Communicator
-from gradsync.core.engine.saved_window import load_window, save_window
+from gradsync.core.engine.synchronizer import load_window, save_window
 
 __all__ = [
     "Prepared",

@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from gradsync.communicator.logs import LOGGER
-from gradsync.core.engine.abstention import Offer
+from gradsync.core.engine.state import Offer
 
 __all__ = [
     "NO_TASK",

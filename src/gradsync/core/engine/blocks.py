@@ -1,13 +1,18 @@
-"""The running micro-batch of ``accumulate()``: what it switches, and who finishes the window in it."""
+"""What other ranks wait for outside of backwards: the end of a micro-batch of ``accumulate()``, and pending work.
 
+Wrappers may have collectives of their own in a forward, such as the broadcast of buffers. A rank that runs no forward
+in a window stands in for it: it takes part in these collectives, and in nothing else.
+"""
+
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradsync.core.engine.backward import BackwardEngine
-from gradsync.core.engine.phase import Phase
+from gradsync.core.engine.state import Phase
 from gradsync.core.window import WindowState
 
-__all__ = ["Block", "Blocks"]
+__all__ = ["Block", "Blocks", "PendingWork"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +53,13 @@ class Blocks:
         self._entered = _Entered(
             block=block,
             enabled=engine.switches.enabled,
-            synchronizations=engine.synchronization.count,
-            failures=engine.failed_backwards.count,
+            synchronizations=engine.record.synchronized,
+            failures=engine.record.failed,
         )
         engine.switches.enabled = block.synchronizes and block.finish_all is None
         engine.window.weights.enter_block(deferred=block.synchronizes and not block.last)
-        engine.begin_another()
-        engine.forwards.enter_block()
+        engine.record.begin_another()
+        engine.record.any_in_block = False
         engine.store.expect_backward()
 
     def leave(self, block: Block) -> None:
@@ -69,7 +74,7 @@ class Blocks:
     @property
     def is_finished(self) -> bool:
         """Whether the running block has been synchronized: leaving it will do nothing more."""
-        return self._entered is not None and self._entered.synchronizations != self._engine.synchronization.count
+        return self._entered is not None and self._entered.synchronizations != self._engine.record.synchronized
 
     @property
     def is_owed(self) -> bool:
@@ -78,8 +83,8 @@ class Blocks:
         if entered is None or not entered.block.synchronizes:
             return False
         return (entered.synchronizations, entered.failures) == (
-            engine.synchronization.count,
-            engine.failed_backwards.count,
+            engine.record.synchronized,
+            engine.record.failed,
         )
 
     def finish(self, take_part: Callable[[], None]) -> None:
@@ -87,9 +92,64 @@ class Blocks:
         if self._entered is None or not self._entered.block.synchronizes:
             return
         engine, block = self._engine, self._entered.block
-        has_failed = engine.phase is Phase.BROKEN or engine.failed_backwards.count != self._entered.failures
+        has_failed = engine.phase is Phase.BROKEN or engine.record.failed != self._entered.failures
         unfinished = engine.window.state is not WindowState.SYNCHRONIZED and not has_failed
         if block.finish_all is not None:
             block.finish_all()
         elif engine.switches.enabled and unfinished:
             take_part()
+
+
+LOGGER = logging.getLogger("gradsync")
+
+
+class PendingWork:
+    """What one engine owes the same engine on the other ranks."""
+
+    def __init__(self, engine: BackwardEngine) -> None:
+        self._engine = engine
+        self._stand_in: Callable[[bool], bool] | None = None
+        # The others wait for a synchronization that this rank has abandoned.
+        self._owes_failure = False
+
+    # -- a forward -------------------------------------------------------------------------------------------------
+
+    def stand_in_by(self, callback: Callable[[bool], bool]) -> None:
+        """For wrappers with further collectives in a forward: ``callback`` takes part in those of the others where this
+        rank has run no forward, and returns whether it had to. Its argument tells whether the window ends."""
+        self._stand_in = callback
+
+    def stand_in_for_forward(self, *, ends_window: bool = True) -> None:
+        """Do what the others do in a forward, if this rank has left out one that they count on. Collective then."""
+        if self._stand_in is not None and self._stand_in(ends_window):
+            self._engine.record.miss_forward()
+
+    # -- a failure -------------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """Take part in the synchronization of the other ranks, reporting that this rank failed."""
+        try:
+            if not self._engine.has_told:
+                self.stand_in_for_forward()
+        finally:
+            self._engine.fail()
+
+    def fail_later(self) -> None:
+        """Do the same, but later: when this rank next touches the model."""
+        self._owes_failure = True
+
+    def has_other_word(self) -> None:
+        """This rank is about to tell the others something other than that it failed."""
+        self._owes_failure = False
+
+    def settle(self) -> None:
+        """This rank touches the model: do the work that was put off."""
+        if self._owes_failure:
+            self._owes_failure = False
+            LOGGER.warning(
+                "a loop over accumulate() was left in its last micro-batch, before its backward: the other ranks are "
+                "told that this rank failed. Call abstain() to have them skip the window"
+            )
+            # Its counts are dropped: they would contradict gradients that were not counted.
+            self._engine.window.discard()
+            self.fail()

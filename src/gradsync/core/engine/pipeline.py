@@ -20,23 +20,24 @@ from gradsync.communicator import Communicator, Handle
 from gradsync.communicator.collective import again
 from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
-from gradsync.core.bucket.host_copy import HostCopy, reads_at_once
-from gradsync.core.bucket.norm import BucketNorms
-from gradsync.core.bucket.requests import Requests
-from gradsync.core.engine.ballot import (
+from gradsync.core.bucket.ballot import (
     NOT_STEPPED,
     STEPPED,
+    HostCopy,
+    Requests,
     failed_ranks,
     mark_ballot,
     raise_for,
     raise_for_unheard,
+    reads_at_once,
+    step_gate,
 )
-from gradsync.core.engine.interrupts import CollectiveSection
+from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
+from gradsync.core.bucket.norm import BucketNorms
 from gradsync.core.engine.observer import Observers
-from gradsync.core.engine.step_gate import step_gate
-from gradsync.core.engine.veto import Veto
+from gradsync.core.engine.state import CollectiveSection
 from gradsync.core.reduction import Reduction
+from gradsync.core.window.veto import Veto
 
 __all__ = ["BucketState", "Division", "Pipeline"]
 
@@ -261,7 +262,7 @@ class Pipeline:
         """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.
 
         Late gradients are looked for before the ballot is sent: see [Note: a failed backward] in
-        :mod:`gradsync.core.engine.failed_backwards`.
+        :mod:`gradsync.core.engine.backward`.
         """
         while self._next < self._last:
             self._start(self.buckets[self._next])

@@ -27,8 +27,8 @@ import torch
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.arrangement import Place
 from gradsync.core.bucket.chunk import Chunk
-from gradsync.core.engine.phase import Phases
 from gradsync.core.engine.pipeline import Pipeline
+from gradsync.core.engine.state import Phases
 
 __all__ = ["BackwardListener", "ReadyHooks"]
 

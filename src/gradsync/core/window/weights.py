@@ -37,7 +37,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator, Handle
-from gradsync.core.bucket.host_copy import HostCopy, reads_at_once
+from gradsync.core.bucket.ballot import HostCopy, reads_at_once
 
 __all__ = ["Counting", "Weights", "checked_weight"]
 
