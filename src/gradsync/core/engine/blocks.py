@@ -1,4 +1,4 @@
-"""What other ranks wait for outside of backwards: the end of a micro-batch of ``accumulate()``, and pending work.
+"""Unfinished windows: the running micro-batch of ``accumulate()``, work that others wait for, and what is saved.
 
 Wrappers may have collectives of their own in a forward, such as the broadcast of buffers. A rank that runs no forward
 in a window stands in for it: it takes part in these collectives, and in nothing else.
@@ -7,12 +7,15 @@ in a window stands in for it: it takes part in these collectives, and in nothing
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.state import Phase
 from gradsync.core.window import WindowState
 
-__all__ = ["Block", "Blocks", "PendingWork"]
+__all__ = ["Block", "Blocks", "PendingWork", "load_window", "save_window"]
+
+LOGGER = logging.getLogger("gradsync")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +30,12 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entered:
-    """A running block: what was enabled before it, and how many synchronizations had succeeded or failed."""
+    """A running block: what was enabled before it, and how many windows had been synchronized or had failed."""
 
     block: Block
     enabled: bool
-    synchronizations: int
-    failures: int
+    synchronized: int
+    failed: int
 
 
 class Blocks:
@@ -53,8 +56,8 @@ class Blocks:
         self._entered = _Entered(
             block=block,
             enabled=engine.switches.enabled,
-            synchronizations=engine.record.synchronized,
-            failures=engine.record.failed,
+            synchronized=engine.record.synchronized,
+            failed=engine.record.failed,
         )
         engine.switches.enabled = block.synchronizes and block.finish_all is None
         engine.window.weights.enter_block(deferred=block.synchronizes and not block.last)
@@ -74,33 +77,27 @@ class Blocks:
     @property
     def is_finished(self) -> bool:
         """Whether the running block has been synchronized: leaving it will do nothing more."""
-        return self._entered is not None and self._entered.synchronizations != self._engine.record.synchronized
+        return self._entered is not None and self._entered.synchronized != self._engine.record.synchronized
 
     @property
     def is_owed(self) -> bool:
         """Whether the other ranks wait for a synchronization of the running block, and have not heard of it."""
-        entered, engine = self._entered, self._engine
+        entered, record = self._entered, self._engine.record
         if entered is None or not entered.block.synchronizes:
             return False
-        return (entered.synchronizations, entered.failures) == (
-            engine.record.synchronized,
-            engine.record.failed,
-        )
+        return (entered.synchronized, entered.failed) == (record.synchronized, record.failed)
 
     def finish(self, take_part: Callable[[], None]) -> None:
         """Ensure that the window is synchronized in its last micro-batch, without a backward if there was none."""
         if self._entered is None or not self._entered.block.synchronizes:
             return
         engine, block = self._engine, self._entered.block
-        has_failed = engine.phase is Phase.BROKEN or engine.record.failed != self._entered.failures
+        has_failed = engine.phase is Phase.BROKEN or engine.record.failed != self._entered.failed
         unfinished = engine.window.state is not WindowState.SYNCHRONIZED and not has_failed
         if block.finish_all is not None:
             block.finish_all()
         elif engine.switches.enabled and unfinished:
             take_part()
-
-
-LOGGER = logging.getLogger("gradsync")
 
 
 class PendingWork:
@@ -153,3 +150,38 @@ class PendingWork:
             # Its counts are dropped: they would contradict gradients that were not counted.
             self._engine.window.discard()
             self.fail()
+
+
+def save_window(engine: BackwardEngine) -> dict[str, Any]:
+    """This rank's part of an unfinished window, as plain values: weights, gradients, and the reduction's state."""
+    accumulated = engine.window.state is WindowState.UNSYNCHRONIZED
+    engine.pipeline.hear_end()
+    gradients = {
+        spec.name: parameter.grad.detach().clone()
+        for spec, parameter in zip(engine.arrangement.specs, engine.parameters, strict=True)
+        if accumulated and parameter.grad is not None
+    }
+    return {
+        "weights": engine.window.weights.state_dict(),
+        "accumulated": accumulated,
+        "gradients": gradients,
+        "reduction": engine.pipeline.reduction.state_dict(),
+    }
+
+
+def load_window(engine: BackwardEngine, state: dict[str, Any]) -> None:
+    """Continue in the window that was saved."""
+    engine.window.discard()
+    for spec, parameter in zip(engine.arrangement.specs, engine.parameters, strict=True):
+        saved = state["gradients"].get(spec.name)
+        parameter.grad = None
+        if saved is not None:
+            engine.store.expect_backward()
+            parameter.grad = saved.to(parameter.device)
+    for bucket in engine.buckets if state["accumulated"] else ():
+        bucket.gather()
+        bucket.reopen()
+    engine.window.weights.load_state_dict(state["weights"])
+    engine.window.reopen(engine.buckets, accumulated=state["accumulated"])
+    engine.pipeline.hear_end()
+    engine.pipeline.reduction.load_state_dict(state.get("reduction", {}))

@@ -380,23 +380,24 @@ class Pipeline:
     def _read_ballot(self) -> None:
         ballot = self._ballot
         if reads_at_once(ballot.device):
-            votes = ballot.tolist()
-            self.failed = self._raise_for(votes)
-            self.requests = Requests.read(votes)
+            self.failed, self.requests = self._hear(ballot.tolist(), late=False)
         else:
             self.require_alive()
             self._unread_ballot, self._gate = HostCopy(ballot), None
 
-    def _raise_for(self, votes: Sequence[float], since: str = "") -> list[int]:
-        """Raise if a rank's backward has failed, unless that is tolerated: then return the failed ranks."""
-        failed = failed_ranks(votes)
+    def _hear(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
+        """The failed ranks and the requests of all. Raises if a rank's backward has failed, unless that is tolerated;
+        or, where the host hears of it ``late``, if something was requested that not all ranks know of."""
+        failed, requests = failed_ranks(votes), Requests.read(votes)
         try:
             if not self.veto.tolerates:
                 raise_for(failed, since)
+            if late:
+                raise_for_unheard(requests, since)
         except PeerFailedError:
             self._tell_end(well=False)
             raise
-        return failed
+        return failed, requests
 
     def conclude(self, *, well: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
@@ -412,8 +413,7 @@ class Pipeline:
             votes = self._unread_ballot.wait()
             try:
                 self.require_alive()
-                self._raise_for(votes)
-                raise_for_unheard(Requests.read(votes))
+                self._hear(votes)
             except PeerFailedError:
                 self._tell_end(well=False)
             self._tell_end(well=True)
@@ -431,13 +431,7 @@ class Pipeline:
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
             self.require_alive()
-            self.failed = self._raise_for(ballot)
-            self.requests = Requests.read(ballot)
-            try:
-                raise_for_unheard(self.requests)
-            except PeerFailedError:
-                self._tell_end(well=False)
-                raise
+            self.failed, self.requests = self._hear(ballot)
 
     def late_failure(self) -> PeerFailedError | None:
         """The failure in the last ballot, if it was not read yet. Called where all ranks get to before the next ballot:
@@ -447,9 +441,8 @@ class Pipeline:
             self.require_alive()
             since = STEPPED if self._gate is None else NOT_STEPPED
             try:
-                self._raise_for(ballot, since)
-                raise_for_unheard(Requests.read(ballot), since)
-                self._tell_end(well=not Requests.read(ballot).late)
+                _, requests = self._hear(ballot, since)
+                self._tell_end(well=not requests.late)
             except PeerFailedError as error:
                 return error
         return None

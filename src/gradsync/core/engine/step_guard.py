@@ -29,12 +29,12 @@ The step must not be taken if
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["FoundInf", "StepListener", "forget_scaler", "guard_steps", "reads_found_inf", "unguard_steps"]
+__all__ = ["FoundInf", "forget_scaler", "guard_steps", "reads_found_inf", "unguard_steps"]
 
 
 def reads_found_inf(optimizer: Any) -> bool:
@@ -89,31 +89,13 @@ def forget_scaler(optimizer: Any) -> None:
         del optimizer.found_inf, optimizer.grad_scale
 
 
-class StepListener(Protocol):
-    """A synchronizer, as seen by the guard."""
-
-    def owns(self, parameter: Any) -> bool:
-        """Whether the parameter's gradient is synchronized by this listener."""
-
-    def before_step(self, *, by_closure: bool, gated: bool) -> torch.Tensor | None:
-        """An optimizer is about to use the gradients; ``by_closure``: to have them computed first, inside its step.
-
-        If it can be ``gated``, returns a device tensor that is 1.0 if it must change nothing, unless that is known.
-        """
-
-    def after_closure(self) -> None:
-        """The closure of a step has run, and the optimizer is about to use the gradients that it has computed."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """The optimizer has used them."""
-
-
-# By identity. A dictionary, because copying its values is one step under the interpreter's lock: ranks may be threads.
-_listeners: "dict[int, weakref.ref[StepListener]]" = {}
+# The synchronizers to notify, by identity. A dictionary, because copying its values is one step under the interpreter's
+# lock: ranks may be threads.
+_listeners: "dict[int, weakref.ref[Any]]" = {}
 _installed = False
 
 
-def guard_steps(listener: StepListener) -> None:
+def guard_steps(listener: Any) -> None:
     """Notify ``listener`` of steps. This does not keep it alive. Installs the pre-hook, once per process."""
     global _installed
     if not _installed:
@@ -124,7 +106,7 @@ def guard_steps(listener: StepListener) -> None:
     _listeners[key] = weakref.ref(listener, lambda _: _listeners.pop(key, None))
 
 
-def unguard_steps(listener: StepListener) -> None:
+def unguard_steps(listener: Any) -> None:
     """Stop notifying ``listener`` of steps."""
     _listeners.pop(id(listener), None)
 
@@ -154,7 +136,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
 
 
-def _checked(closure: Callable[[], Any], listeners: Sequence[StepListener]) -> Callable[[], Any]:
+def _checked(closure: Callable[[], Any], listeners: Sequence[Any]) -> Callable[[], Any]:
     """Wrap the closure so that listeners check, after each call of it, what it has computed."""
 
     def call() -> Any:
@@ -179,7 +161,7 @@ def _open_gate(optimizer: Optimizer) -> None:
         found.take_back(optimizer)
 
 
-def _listeners_of(optimizer: Optimizer) -> Iterator[StepListener]:
+def _listeners_of(optimizer: Optimizer) -> Iterator[Any]:
     for reference in list(_listeners.values()):
         listener = reference()
         if listener is None:

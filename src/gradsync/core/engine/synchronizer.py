@@ -13,7 +13,7 @@ other step are made after each call of the closure.
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,39 +34,16 @@ from gradsync.core.reduction import Reduction
 from gradsync.core.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
-__all__ = [
-    "Synchronizer",
-    "compiler_here",
-    "has_compiled",
-    "load_window",
-    "own",
-    "owner_of",
-    "release",
-    "save_window",
-    "synchronizer_of",
-]
+__all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
 
-_owners: Any = WeakIdKeyDictionary()
+# The synchronizer that averages a parameter's gradient: the last that was given the parameter.
+_owners: "MutableMapping[torch.Tensor, weakref.ref[Synchronizer]]" = WeakIdKeyDictionary()
 
 
-def owner_of(parameter: torch.Tensor) -> Any:
-    """The owner, or None."""
+def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
+    """The synchronizer that averages the parameter's gradient, if there is one."""
     reference = _owners.get(parameter)
     return None if reference is None else reference()
-
-
-def own(owner: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Make ``owner`` the owner of these parameters. This does not keep it alive."""
-    reference = weakref.ref(owner)
-    for parameter in parameters:
-        _owners[parameter] = reference
-
-
-def release(owner: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Remove the owner of these parameters, where it was ``owner``."""
-    for parameter in parameters:
-        if owner_of(parameter) is owner:
-            del _owners[parameter]
 
 
 # The compiler of the functions that are called from here, if any. It must be called in the very frame that asks, one
@@ -87,12 +64,6 @@ CAPTURED = (
     "in each window. Capture the module before it is wrapped, by torch.cuda.make_graphed_callables(module, (sample,)); "
     "its forwards and backwards are then replayed, and its gradients are averaged as always"
 )
-
-
-def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
-    """The synchronizer that averages the parameter's gradient, if there is one."""
-    owner: Synchronizer | None = owner_of(parameter)
-    return owner
 
 
 class Synchronizer:
@@ -116,7 +87,8 @@ class Synchronizer:
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.blocks = Blocks(self.engine)
         self.pending_work = PendingWork(self.engine)
-        own(self, self.parameters)
+        for parameter in self.parameters:
+            _owners[parameter] = weakref.ref(self)
         guard_steps(self)
 
     def __repr__(self) -> str:
@@ -458,7 +430,7 @@ class Synchronizer:
                 self.engine.exchange.counts_always = True
             self.synchronize()
 
-    # -- saving; what has accumulated is in :mod:`gradsync.core.engine.synchronizer` ------------------------------
+    # -- saving; what has accumulated is in :mod:`gradsync.core.engine.blocks` ------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What makes sums reproducible bit for bit: the layout of the buckets. The same on all ranks."""
@@ -482,7 +454,9 @@ class Synchronizer:
             self.engine.sharing.client.leave()
         self.engine.detach()
         unguard_steps(self)
-        release(self, self.parameters)
+        for parameter in self.parameters:
+            if synchronizer_of(parameter) is self:
+                del _owners[parameter]
 
     def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""
@@ -492,39 +466,3 @@ class Synchronizer:
             self.detach()
         else:
             self.engine.store.build()
-
-
-def save_window(synchronizer: Synchronizer) -> dict[str, Any]:
-    """Weights and gradients of an unfinished window, and the reduction's state."""
-    accumulated = synchronizer.window.state is WindowState.UNSYNCHRONIZED
-    synchronizer.engine.pipeline.hear_end()
-    gradients = {
-        spec.name: parameter.grad.detach().clone()
-        for spec, parameter in zip(synchronizer.specs, synchronizer.parameters, strict=True)
-        if accumulated and parameter.grad is not None
-    }
-    return {
-        "weights": synchronizer.window.weights.state_dict(),
-        "accumulated": accumulated,
-        "gradients": gradients,
-        "reduction": synchronizer.reduction.state_dict(),
-    }
-
-
-def load_window(synchronizer: Synchronizer, state: dict[str, Any]) -> None:
-    """Continue in the window that was saved."""
-    engine, window = synchronizer.engine, synchronizer.window
-    window.discard()
-    for spec, parameter in zip(synchronizer.specs, synchronizer.parameters, strict=True):
-        saved = state["gradients"].get(spec.name)
-        parameter.grad = None
-        if saved is not None:
-            engine.store.expect_backward()
-            parameter.grad = saved.to(parameter.device)
-    for bucket in engine.buckets if state["accumulated"] else ():
-        bucket.gather()
-        bucket.reopen()
-    window.weights.load_state_dict(state["weights"])
-    window.reopen(engine.buckets, accumulated=state["accumulated"])
-    engine.pipeline.hear_end()
-    synchronizer.reduction.load_state_dict(state.get("reduction", {}))
