@@ -44,9 +44,9 @@ class Training:
         )
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1))
-        synchronization: Any = self._model.synchronizer.engine.synchronization
-        self._pipeline, self._meeting = synchronization._store.pipeline, synchronization._meeting
-        self._check, self._comparison = self._pipeline._check, self._meeting.comparison
+        engine: Any = self._model.synchronizer.engine
+        self._pipeline, self._exchange = engine.pipeline, engine.exchange
+        self._check, self._comparison = self._pipeline._check, self._exchange._comparison
         self._is_watched = threading.Event()
         (agent,) = agents()
         self._hold(agent._selector)
@@ -68,7 +68,7 @@ class Training:
     def switch(self, variant: str) -> None:
         is_on = variant in ("on", COMPARED)
         self._pipeline._check = self._check if is_on else None
-        self._meeting.comparison = self._comparison if variant == COMPARED else None
+        self._exchange._comparison = self._comparison if variant == COMPARED else None
         (self._is_watched.set if is_on else self._is_watched.clear)()
 
     def run(self, variant: str, steps: int) -> Took:
@@ -83,7 +83,7 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad()
         # One comparison a block.
-        self._meeting.comparison = None
+        self._exchange._comparison = None
 
 
 def with_fingerprints(rounds: list[dict[str, Took]], steps: int) -> str:

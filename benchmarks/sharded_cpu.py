@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from interleave import interleave, table
 
-from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
 from gradsync.optim.sharded.pace import PLANNED_AFTER
 from gradsync.tools.bench.measure import Parts, Steady

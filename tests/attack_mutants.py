@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 
 from gradsync.communicator.background import Task
-from gradsync.core.bucket import shared_gradient
 from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.core.reduction import shared_gradient
 from gradsync.optim.sharded import bucket_optimizer, gather, overlapped
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.gather import Gathers

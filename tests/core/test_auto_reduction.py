@@ -10,9 +10,9 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator import Communicator, choose_communicator
-from gradsync.core.engine.saved_window import load_window, save_window
+from gradsync.core.engine.blocks import load_window, save_window
 from gradsync.core.reduction.auto import DECIDED_AFTER, predict
-from gradsync.core.reduction.speed import Speed
+from gradsync.core.reduction.measurement import Speed
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import Auto, Mean, Reduction, reduction_by_name
 from gradsync.testing import run_ranks
@@ -167,12 +167,12 @@ def go_on() -> tuple[str | None, str, str, bool]:
     first = Auto(candidates("int8", "int4"), clock=wire.clock)
     model = wrapped(wire, first)
     train(model, wire, DECIDED_AFTER + 1)
-    state = save_window(model.synchronizer)
+    state = save_window(model.synchronizer.engine)
     second = Auto(candidates("int8", "int4"), clock=wire.clock)
     model = wrapped(wire, second)
-    load_window(model.synchronizer, state)
+    load_window(model.synchronizer.engine, state)
     # Saved before a window has run, it is still there.
-    saved_again = save_window(model.synchronizer)["reduction"]["chosen"]
+    saved_again = save_window(model.synchronizer.engine)["reduction"]["chosen"]
     train(model, wire, 1)
     residuals = second.state_dict()["state"]["residuals"]
     return second.chosen, repr(second.current), saved_again, len(residuals) == 4

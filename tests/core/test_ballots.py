@@ -13,7 +13,7 @@ from torch import nn
 from gradsync import DistributedDataParallel, MisuseError, PeerFailedError, VetoError
 from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import Fate
-from gradsync.core.engine.step_gate import step_gate
+from gradsync.core.bucket.ballot import step_gate
 from gradsync.errors import WireLostError
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
@@ -93,13 +93,12 @@ class Unread:
 
 @pytest.fixture
 def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradsync.core.bucket import finite
     from gradsync.core.engine import pipeline
-    from gradsync.core.window import weights
+    from gradsync.core.window import veto, weights
 
     for module in (pipeline, weights):
         monkeypatch.setattr(module, "HostCopy", Unread)
-    for module in (pipeline, weights, finite):
+    for module in (pipeline, weights, veto):
         monkeypatch.setattr(module, "reads_at_once", lambda _: False)
 
 

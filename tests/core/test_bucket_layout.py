@@ -122,7 +122,7 @@ def test_the_shares_of_a_bucket_are_its_payload() -> None:
     parameters = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(3, 7))]
     specs = [ParameterSpec.of(str(number), parameter) for number, parameter in enumerate(parameters)]
     layout = plan_layout(specs, [1, 0], BucketCaps.uniform(10**6), ballot=1, shares=3)
-    bucket = Bucket(layout.buckets[0], parameters, specs, world)
+    bucket = Bucket(layout.buckets[0], parameters, specs, world.allocate)
     bucket.payload.copy_(torch.arange(bucket.payload.numel()))
     assert torch.equal(torch.cat([bucket.share(rank) for rank in range(3)]), bucket.payload)
     assert all(bucket.share(rank).data_ptr() % ALIGNMENT_BYTES == 0 for rank in range(3))

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from gradsync.communicator import Collective, Communicator, Handle, InProcessWorld, ReduceOp, Wire, choose_communicator
-from gradsync.core.bucket.cost_model import LinkCost
 from gradsync.core.bucket.layout import BucketCaps, ParameterSpec, plan_layout
-from gradsync.core.bucket.tuner import TUNED_AFTER, WINDOWS, BucketTuner
-from gradsync.core.engine.options import SynchronizerOptions
+from gradsync.core.bucket.sizes import TUNED_AFTER, WINDOWS, BucketTuner, LinkCost
+from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.errors import ConfigurationError
 from gradsync.testing import run_ranks
@@ -148,7 +147,7 @@ def test_where_every_bucket_is_dear_there_is_one() -> None:
 @pytest.mark.parametrize("lucky", [None, 1, 4])
 def test_luck_does_not_last(lucky: int | None) -> None:
     """Two buckets are best. Another number may look better in its first trial; tried again it is found out."""
-    wire, tuner, total = InProcessWorld(1).communicator(0), BucketTuner(), MIB
+    tuner, total = BucketTuner(), MIB
     seconds = {1: 1.5, 2: 1.0, 4: 1.2, 8: 1.4, 16: 1.6}
     caps, tried = BucketCaps.uniform(total), []
 
@@ -163,7 +162,7 @@ def test_luck_does_not_last(lucky: int | None) -> None:
         luck = 0.9 if parts == lucky and parts not in tried else seconds[parts]
         tuner._windows = [(0.0, luck)] * WINDOWS
         tried.append(parts)
-        caps = tuner.propose(wire, caps, sizes)
+        caps = tuner.propose(tuner.times, caps, sizes)
     assert total // caps.caps[0] == 2
     assert sorted(tried[-2:]) == sorted({2, lucky or 4})
 
@@ -171,12 +170,12 @@ def test_luck_does_not_last(lucky: int | None) -> None:
 @pytest.mark.parametrize("tapers", [True, False])
 def test_what_is_tried_ends_as_the_guess_does(tapers: bool) -> None:
     """Where the wire works by itself the guess ends in small buckets; elsewhere they would only cost."""
-    wire, tuner, total = InProcessWorld(1).communicator(0), BucketTuner(), 8 * MIB
+    tuner, total = BucketTuner(), 8 * MIB
     guess = BucketCaps.tapered(MIB, least=1) if tapers else BucketCaps.uniform(MIB)
     caps, tried = guess, []
     while not tuner.finished:
         tuner._windows = [(0.0, 1.0 / (1 + len(tried)))] * WINDOWS
-        caps = tuner.propose(wire, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
+        caps = tuner.propose(tuner.times, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
         tried.append(caps)
     finer = [each for each in tried if each != guess and max(each.caps) < total]
     assert finer
@@ -185,13 +184,13 @@ def test_what_is_tried_ends_as_the_guess_does(tapers: bool) -> None:
 
 @pytest.mark.parametrize(("tapers", "coarsest"), [(True, 8), (False, 1)])
 def test_whoever_wants_pieces_gets_them_where_they_cost_nothing(tapers: bool, coarsest: int) -> None:
-    wire, tuner, total = InProcessWorld(1).communicator(0), BucketTuner(), 16 * MIB
+    tuner, total = BucketTuner(), 16 * MIB
     tuner.fewest = 8
     caps = guess = BucketCaps.tapered(3 * MIB, least=1) if tapers else BucketCaps.uniform(3 * MIB)
     tried = []
     while not tuner.finished:
         tuner._windows = [(0.0, 1.0)] * WINDOWS
-        caps = tuner.propose(wire, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
+        caps = tuner.propose(tuner.times, caps, lambda proposed: [max(proposed.caps), total - max(proposed.caps)])
         tried.append(caps)
     assert max(max(each.caps) for each in tried if each != guess) == total // coarsest
     # The guess is too coarse, though nothing was faster.

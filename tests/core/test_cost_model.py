@@ -11,15 +11,9 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, synchronize_gradients
 from gradsync.communicator import InProcessWorld, choose_communicator, fit_communicator
-from gradsync.core.bucket.cost_model import (
-    HOST_SECONDS_PER_BUCKET,
-    MAX_BUCKET_BYTES,
-    MIN_BUCKET_BYTES,
-    LinkCost,
-    auto_caps,
-    measure_link,
-)
 from gradsync.core.bucket.layout import BucketCaps
+from gradsync.core.bucket.sizes import HOST_SECONDS_PER_BUCKET, MAX_BUCKET_BYTES, MIN_BUCKET_BYTES, LinkCost, auto_caps
+from gradsync.core.reduction.measurement import measure_link
 from gradsync.parallel.replica import MIB, UNMEASURED_CAP
 from tests.ranks import RankPool, Ranks, pool_of
 

@@ -21,7 +21,7 @@ from gradsync import (
     SyncPolicy,
 )
 from gradsync.communicator import choose_communicator
-from gradsync.core.engine.fingerprints import BLOCK, fingerprint
+from gradsync.core.window.fingerprints import BLOCK, fingerprint
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(60)

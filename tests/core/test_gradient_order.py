@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.communicator import choose_communicator
-from gradsync.core.bucket.order import CHECK_EVERY, CHECKS_REMEMBERED, GradientOrder, merge_order
+from gradsync.core.bucket.arrangement import CHECK_EVERY, CHECKS_REMEMBERED, GradientOrder, merge_order
+from gradsync.core.engine.exchange import agree_on_order
 from tests.ranks import Ranks
 
 # A previous order, what was observed (perhaps twice, perhaps not at all), and what was ever seen.
@@ -136,7 +137,7 @@ def agree_on(arrivals: list[list[int]]) -> tuple[bool, bool, list[int]]:
     order = GradientOrder(len(arrivals[0]))
     run_window(order, arrivals[wire.rank])
     order.window_began()
-    changed = order.agree(wire)
+    changed = agree_on_order(order, wire)
     return changed, order.due, order.order
 
 
@@ -159,7 +160,7 @@ def check_repeatedly(arrivals: list[list[int]]) -> list[list[int]]:
         while not order.observing:
             run_window(order, [])
         run_window(order, window)
-        order.agree(wire)
+        agree_on_order(order, wire)
         agreed.append(order.order)
     return agreed
 

@@ -19,8 +19,7 @@ from gradsync.communicator.choose import choose_communicator
 from gradsync.communicator.logs import log_errors
 from gradsync.core.engine import backward_watch
 from gradsync.core.engine.backward import BackwardEngine
-from gradsync.core.engine.interrupts import CollectiveSection
-from gradsync.core.engine.phase import Phase
+from gradsync.core.engine.state import CollectiveSection, Phase
 from gradsync.errors import GradsyncError, WireLostError
 from tests.ranks import ThreadRanks, pool_of
 
@@ -191,10 +190,10 @@ def recover_everywhere() -> list[tuple[str, float]]:
     seen = []
     for again in range(3):
         for _ in range(again):
-            engine.failed_backwards.recover()
+            engine.recover()
         seen.append((engine.phase.name, training.window(0)))
     training.model.synchronizer.detach()
-    engine.failed_backwards.recover()
+    engine.recover()
     assert engine.phase is Phase.DETACHED
     return seen
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from gradsync import DistributedDataParallel, LayerDrop, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
-from gradsync.core.engine.phase import Phase
+from gradsync.core.engine.state import Phase
 from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, Ranks, ThreadRanks
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import ProcessGroupCommunicator, choose_communicator
-from gradsync.core.engine.phase import Phase, Phases, Switches
 from gradsync.core.engine.pipeline import BucketState
+from gradsync.core.engine.state import Phase, Phases, Switches
 from gradsync.core.window import Counting, WindowState
 from gradsync.testing import run_ranks
 from tests.ranks import RankError, RankPool

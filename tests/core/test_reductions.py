@@ -11,7 +11,7 @@ from torch import nn
 from gradsync import DistributedDataParallel, MisuseError, SyncPolicy, synchronize_gradients
 from gradsync.communicator import Communicator, Handle, choose_communicator
 from gradsync.core.bucket import Bucket, BucketLayout
-from gradsync.core.engine.saved_window import load_window, save_window
+from gradsync.core.engine.blocks import load_window, save_window
 from gradsync.reduction import CommHook, Mean, Reduction
 from gradsync.testing import run_ranks
 
@@ -176,7 +176,7 @@ def saved_and_loaded() -> tuple[list[int], list[int]]:
     other, fresh = Told(), DistributedDataParallel(Layers(), bucket_cap_mb=CAP, reduction=Told())
     fresh.synchronizer.reduce_with(other)
     fresh.synchronizer.load_state_dict(model.synchronizer.state_dict())
-    load_window(fresh.synchronizer, save_window(model.synchronizer))
+    load_window(fresh.synchronizer.engine, save_window(model.synchronizer.engine))
     return reduction.sent, other.sent
 
 
@@ -191,9 +191,9 @@ def test_a_checkpoint_without_a_reductions_state_is_read() -> None:
 
     def read() -> None:
         model, _ = train(Mean(), [FORWARD])
-        state = save_window(model.synchronizer)
+        state = save_window(model.synchronizer.engine)
         assert state.pop("reduction") == {}
-        load_window(model.synchronizer, state)
+        load_window(model.synchronizer.engine, state)
 
     run_ranks(read, 1)
 

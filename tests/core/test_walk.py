@@ -18,8 +18,10 @@ PACKAGE = Path(gradsync.__file__).parent
 DOCUMENT = PACKAGE.parents[1] / "docs" / "architecture.md"
 # What a stop asks on its way, and does not pass the gradient on with.
 QUESTIONS = {"averages", "world_size", "rank", "device", "divides_on_the_wire", "now", "describe"}
-# Observers, and the mark by which an interrupt is noticed, are not stages.
-ONLOOKERS = {"core/engine/observer.py", "observe/recording/recorder.py", "core/engine/interrupts.py"}
+# Nor is the mark by which an interrupt is noticed.
+QUESTIONS |= {"__enter__", "__exit__"}
+# Observers are not stages.
+ONLOOKERS = {"core/engine/observer.py", "observe/recording/recorder.py"}
 
 
 def documented() -> list[tuple[str, str]]:

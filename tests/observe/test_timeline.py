@@ -12,7 +12,7 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, Timeline
 from gradsync.communicator import InProcessWorld, choose_communicator
-from gradsync.core.bucket.requests import Requests
+from gradsync.core.bucket.ballot import Requests
 from gradsync.observe import timeline
 from gradsync.observe.timeline import BucketTimes, GatherTimes, StepTimes, render
 from gradsync.optim.sharded import ShardedOptimizer

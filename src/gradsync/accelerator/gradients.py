@@ -9,8 +9,7 @@ from gradsync.accelerator.model_windows import ModelWindows
 from gradsync.accelerator.optimizer import PreparedOptimizer
 from gradsync.accelerator.precision import Precision
 from gradsync.accelerator.state_saving import Prepared
-from gradsync.core.engine.clipping import require_means_of, synchronizers_of
-from gradsync.parallel.clipping import clip_grad_norm_, clip_grad_value_
+from gradsync.parallel.clipping import clip_grad_norm_, clip_grad_value_, require_means_of, synchronizers_of
 
 __all__ = ["Gradients"]
 

@@ -20,7 +20,7 @@ from gradsync.accelerator.scheduler import PreparedScheduler
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state
 from gradsync.communicator import Communicator
-from gradsync.core.engine.saved_window import load_window, save_window
+from gradsync.core.engine.blocks import load_window, save_window
 
 __all__ = [
     "Prepared",
@@ -73,7 +73,7 @@ def save_prepared(
     own = {
         "rng": rng_state(),
         "loaders": [loader.state_dict() for loader in prepared.loaders],
-        "windows": [save_window(engine) for engine in engines],
+        "windows": [save_window(each.engine) for each in engines],
         "counts": prepared.windows.counts(engines),
     }
     if step is None:
@@ -167,7 +167,7 @@ def _load_own(prepared: Prepared, own: dict[str, Any], states: Sequence[Any]) ->
     for engine, state, window in zip(engines, states, own["windows"], strict=True):
         # The layout of the buckets, which decides in which order numbers are added up.
         engine.load_state_dict(state)
-        load_window(engine, window)
+        load_window(engine.engine, window)
     for loader, state in zip(prepared.loaders, own["loaders"], strict=True):
         loader.load_state_dict(state)
     prepared.windows.load_counts(engines, own["counts"])

@@ -11,11 +11,11 @@ from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.communicator import Choice
 from gradsync.core.bucket.norm import checked_norm
 from gradsync.core.engine.blocks import Block
-from gradsync.core.engine.clipping import clip_norm
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.window.weights import checked_weight
 from gradsync.observe.explain.explanation_text import Explanation
 from gradsync.observe.explain.model import explain_model
+from gradsync.parallel.clipping import clip_norm
 from gradsync.parallel.replica import Replica
 
 __all__ = ["Accumulation", "MicroBatches", "backward_through", "framed"]

@@ -12,7 +12,7 @@ import torch
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.communicator.agreement import require_agreement
-from gradsync.core.engine.sparse_reduction import reduce_sparse_gradients
+from gradsync.core.reduction.sparse import reduce_sparse_gradients
 
 __all__ = ["average_gradients"]
 

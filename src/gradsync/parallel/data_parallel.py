@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
-from gradsync.core.engine.compiling import compiler_here
 from gradsync.core.engine.policy import BucketSize, PolicySettings, SyncPolicy
+from gradsync.core.engine.synchronizer import compiler_here
 from gradsync.parallel.accumulation import Accumulation
 from gradsync.parallel.after_backward import InBackwardOptimizers, call_after_backward
 from gradsync.parallel.alone import TrainingAlone
@@ -157,11 +157,11 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
         """For a rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a
         join each of their forwards has asked which ranks have data."""
-        synchronizer, forwards = self.synchronizer, self.synchronizer.engine.forwards
+        synchronizer, record = self.synchronizer, self.synchronizer.engine.record
         if self._join_config.enable:
-            has_run = forwards.any_in_block if synchronizer.in_block else forwards.any_in_window
+            has_run = record.any_in_block if synchronizer.in_block else record.any_forward
             return not has_run and self._miss_forward()
-        if forwards.any_in_window or not ends_window:
+        if record.any_forward or not ends_window:
             return False
         if self.will_sync_module_buffers():
             self._sync_module_buffers()

@@ -15,14 +15,12 @@ from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import require_agreement
 from gradsync.communicator.device_stage import DeviceClock
-from gradsync.core.bucket.cost_model import auto_caps, measure_link
 from gradsync.core.bucket.layout import BucketCaps, ParameterSpec
 from gradsync.core.bucket.precise import widened
-from gradsync.core.bucket.tuner import BucketTuner
-from gradsync.core.engine.keeper import ParameterKeeper
-from gradsync.core.engine.options import SynchronizerOptions
-from gradsync.core.engine.policy import SyncPolicy
+from gradsync.core.bucket.sizes import BucketTuner, auto_caps
+from gradsync.core.engine.policy import ParameterKeeper, SynchronizerOptions, SyncPolicy
 from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.core.reduction.measurement import measure_link
 from gradsync.health.watch import look_at, set_watch
 from gradsync.observe.recording.recorder import Recorder
 from gradsync.observe.recording.setting import attach_recorder, choose_recorder, described, recorder_in

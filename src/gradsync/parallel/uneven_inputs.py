@@ -59,7 +59,7 @@ class Turnout:
     def require_in_step(self, synchronizer: Synchronizer) -> None:
         """Raise on all ranks if they could no longer get back in step. See [Note: forwards in step]."""
         if self.framed and 0 < self.active < self.present:
-            synchronizer.engine.failed_backwards.raised_on_all()
+            synchronizer.engine.raised_on_all()
             raise MisuseError(
                 f"of {self.present} ranks with data in join(), {self.active} have come to the last micro-batch of "
                 "their window and the others have not. In a join ranks may have different numbers of windows, but each "
@@ -118,7 +118,7 @@ class GradientJoinHook(JoinHook):
         source = agree_on_rank(model.communicator, candidate=is_last_joiner)
         buffers = model.replica.buffers if model.forward_sync_buffers else []
         broadcast_tensors([*model.replica.parameters, *buffers], model.communicator, source)
-        model.synchronizer.engine.synchronization.divide_by(model.communicator.world_size)
+        model.synchronizer.engine.exchange.divisor = float(model.communicator.world_size)
         if self._shadowed:
             # The last mean was for the others. The first gradient of the next epoch would be added to it.
             model.synchronizer.clear()
@@ -126,4 +126,4 @@ class GradientJoinHook(JoinHook):
 
 def set_divisor(model: JoinedModel, active: int) -> None:
     world_size = model.communicator.world_size
-    model.synchronizer.engine.synchronization.divide_by(world_size if model.divide_by_initial_world_size else active)
+    model.synchronizer.engine.exchange.divisor = float(world_size if model.divide_by_initial_world_size else active)

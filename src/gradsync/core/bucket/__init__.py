@@ -1,8 +1,8 @@
 """Gradient buckets: their plans, their memory, their sizes and their order.
 
 Stage 2 on the path of a gradient. ``layout`` is pure data; a ``bucket`` is memory for one plan of it, cut into
-``chunk``\\ s that are gathered at once; ``arrangement`` makes buckets from the agreed ``order``, with sizes that
-``cost_model`` estimates and the ``tuner`` tries.
+``chunk``\\ s that are gathered at once; ``arrangement`` makes buckets from the agreed order of gradients, with
+``sizes`` that are estimated and tried. Nothing here starts a collective.
 """
 
 from gradsync.core.bucket.bucket import Bucket

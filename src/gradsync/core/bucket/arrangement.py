@@ -1,22 +1,148 @@
-"""The current buckets: built from the agreed gradient order, and rebuilt when ranks agree on a different one."""
+"""The current buckets: built from the agreed gradient order, and rebuilt when ranks agree on a different one.
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+Buckets are cut from the order in which gradients become ready, so that they fill one after the other and start early.
+It is learned from the first synchronized backward, and checked again after 2, 4, 8, … and then every 256 windows: ranks
+then know by counting alone that a small collective is due, and nothing is exchanged in between. The collectives are in
+:mod:`gradsync.core.engine.exchange`.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradsync.communicator import Communicator
-from gradsync.communicator.agreement import agree_on_absent
+from gradsync.core.bucket.ballot import Requests
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.chunk import Chunk
 from gradsync.core.bucket.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
-from gradsync.core.bucket.order import GradientOrder
-from gradsync.core.bucket.requests import Requests
-from gradsync.core.bucket.tuner import BucketTuner
+from gradsync.core.bucket.sizes import BucketTuner
 
-__all__ = ["Arrangement", "BucketOptions", "Place"]
+__all__ = ["Arrangement", "BucketOptions", "GradientOrder", "Place"]
+
+CHECK_EVERY = 256
+
+# A parameter not seen in this many checks counts as unused: it moves to the end, where it delays nothing.
+CHECKS_REMEMBERED = 4
+
+
+class GradientOrder:
+    """The agreed order over parameter indices, and how it changes."""
+
+    def __init__(self, count: int) -> None:
+        # The initial guess: gradients come in about the reverse of the order of registration.
+        self.order = list(reversed(range(count)))
+        self.learned = False
+        self.running = False
+        self._windows = 0
+        self._due = False
+        self._observed: list[int] = []
+        self._seen: deque[set[int]] = deque(maxlen=CHECKS_REMEMBERED)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned, as plain values."""
+        return {
+            "order": list(self.order),
+            "learned": self.learned,
+            "windows": self._windows,
+            "observed": list(self._observed),
+            "seen": [sorted(seen) for seen in self._seen],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what was learned. All ranks must load the same."""
+        self.order = list(state["order"])
+        self.learned, self._windows = state["learned"], state["windows"]
+        self._observed = list(state["observed"])
+        self._seen = deque(map(set, state["seen"]), maxlen=CHECKS_REMEMBERED)
+
+    # Windows are counted when ranks negotiate: all do, even one whose backward fails, so that all counts agree.
+
+    def window_began(self) -> None:
+        """Ranks negotiate for a window."""
+        self._due = self._windows > 0 and _is_checked(self._windows)
+        self._windows += 1
+        self.running = True
+
+    def window_ended(self) -> None:
+        """The window is over, whatever its outcome."""
+        self.running = False
+
+    def observe(self, arrivals: list[int]) -> None:
+        """Note the order of the running window, which was synchronized."""
+        self._observed = list(arrivals)
+        self._seen.append(set(arrivals))
+
+    @property
+    def windows_before(self) -> int:
+        """The number of windows before the running one."""
+        return self._windows - 1
+
+    @property
+    def observing(self) -> bool:
+        """Whether the running window, or else the next, is one that is observed."""
+        return _is_checked(self._windows if self.running else self._windows + 1)
+
+    @property
+    def observed(self) -> bool:
+        """Whether anything was observed. A window that failed teaches nothing."""
+        return bool(self._seen)
+
+    @property
+    def due(self) -> bool:
+        """Whether the ranks must now agree on the order. The same answer on all ranks."""
+        return self._due
+
+    def keep(self) -> None:
+        """Keep the current order, whatever was observed. All ranks must call this alike."""
+        self._due = False
+
+    def propose(self) -> list[int]:
+        """Ranks are about to agree: the order by what this one has seen."""
+        self._due = False
+        self.learned = True
+        return merge_order(self.order, self._observed, set().union(*self._seen))
+
+    def adopt(self, agreed: list[int]) -> bool:
+        """Take the agreed order. True when it differs."""
+        changed = agreed != self.order
+        self.order = agreed
+        return changed
+
+
+def _is_checked(window: int) -> bool:
+    return window % CHECK_EVERY == 0 if window >= CHECK_EVERY else window & (window - 1) == 0
+
+
+def merge_order(previous: Sequence[int], observed: Sequence[int], seen: Collection[int]) -> list[int]:
+    """The observed order; parameters not seen this time stay right after the one that preceded them before.
+
+    Unused parameters would otherwise wander to the end and back with every draw of a dropped layer; those that are not
+    in ``seen``, a longer memory, do go to the end. A parameter observed several times counts at its last appearance:
+    only then is its gradient whole.
+    """
+    last_seen = {parameter: place for place, parameter in enumerate(observed)}
+    merged = sorted(last_seen, key=last_seen.__getitem__)
+    place_after: dict[int, list[int]] = {}
+    leading: list[int] = []
+    trailing: list[int] = []
+    anchor: int | None = None
+    for parameter in previous:
+        if parameter in last_seen:
+            anchor = parameter
+        elif parameter not in seen:
+            trailing.append(parameter)
+        elif anchor is None:
+            leading.append(parameter)
+        else:
+            place_after.setdefault(anchor, []).append(parameter)
+    result = list(leading)
+    for parameter in merged:
+        result.append(parameter)
+        result.extend(place_after.get(parameter, ()))
+    return result + trailing
+
 
 # The place of a parameter's gradient: its bucket, the chunk there, its index in the chunk.
 Place = tuple[Bucket, Chunk, int]
@@ -26,7 +152,8 @@ Place = tuple[Bucket, Chunk, int]
 class BucketOptions:
     """Options that buckets are built with: the initial ``caps``, which ``tuner`` may change in the first windows."""
 
-    communicator: Communicator
+    allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor]
+    world_size: int
     caps: BucketCaps
     tuner: BucketTuner | None = None
     before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
@@ -50,12 +177,11 @@ class Arrangement:
         # The only place that knows how large buckets may be: the tuner and a loaded state change it.
         self.caps = options.caps
         self.specs = specs
-        self._communicator = options.communicator
-        self._tuner = options.tuner
-        self._before_gather = options.before_gather
+        self.tuner = options.tuner
+        self._options = options
         self._trainable = [parameter.requires_grad for parameter in parameters]
         # Whether ranks agreed on the trained parameters since the buckets were made.
-        self._stale = False
+        self.stale = False
         self._absent: frozenset[int] = frozenset()
         self._multiplicity = [1] * len(parameters)
 
@@ -113,7 +239,7 @@ class Arrangement:
             "order": self.order.state_dict(),
             "trainable": list(self._trainable),
             "multiplicity": list(self._multiplicity),
-            "tuned": 0 if self._tuner is None else self._tuner.rounds,
+            "tuned": 0 if self.tuner is None else self.tuner.rounds,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -122,20 +248,20 @@ class Arrangement:
         self.order.load_state_dict(state["order"])
         self._trainable = list(state["trainable"])
         self._multiplicity = list(state["multiplicity"])
-        if self._tuner is not None:
-            self._tuner.rounds = state.get("tuned", 0)
+        if self.tuner is not None:
+            self.tuner.rounds = state.get("tuned", 0)
         self.repeats = max(self._multiplicity, default=1) > 1
 
     def build(self) -> None:
         """Plan the layout and make buckets for it. Only gradients that are still needed may hold the old ones."""
         self.layout = self._plan(self.caps)
-        self._stale = False
+        self.stale = False
         self.buckets = []
         self.places = [None] * len(self.parameters)
         for plan in self.layout.buckets:
-            bucket = Bucket(plan, self.parameters, self.specs, self._communicator)
-            if self._before_gather is not None:
-                bucket.before_gather(self._before_gather)
+            bucket = Bucket(plan, self.parameters, self.specs, self._options.allocate)
+            if self._options.before_gather is not None:
+                bucket.before_gather(self._options.before_gather)
             self.buckets.append(bucket)
             for number, slot in enumerate(plan.slots):
                 chunk, place = bucket.place_of(number)
@@ -161,50 +287,30 @@ class Arrangement:
             bucket.reopen()
         return changed
 
-    def agree(self, *, hold_order: bool = False) -> bool:
-        """Negotiate, if it is time: which parameters are trained, and in which order gradients come.
+    def take_stale(self) -> bool:
+        """Whether ranks agreed on other trained parameters since buckets were made. From now on it is known."""
+        stale, self.stale = self.stale, False
+        return stale
 
-        Collective. True when buckets must be rebuilt. With ``hold_order`` a different order is no reason to.
-        """
-        changed = self._stale
-        self._stale = False
-        if not self.order.due:
-            return changed
-        changed = bool(self._agree_on_trained()) or changed
-        if hold_order:
-            self.order.keep()
-            return changed
-        return self.order.agree(self._communicator) or changed
+    @property
+    def trained_here(self) -> list[bool]:
+        """Which parameters this rank trains."""
+        return [parameter.requires_grad for parameter in self.parameters]
 
-    def take_in(self) -> list[int]:
-        """Agree on parameters that some rank trains and that have no place; they get one in the next window.
-
-        Collective.
-        """
+    def train(self, agreed: Sequence[int]) -> bool:
+        """Ranks have agreed to train these parameters: True if that has changed."""
         before = self._trainable
-        self._stale = self._agree_on_trained() or self._stale
-        return [index for index, trained in enumerate(self._trainable) if trained and not before[index]]
-
-    def _agree_on_trained(self) -> bool:
-        communicator = self._communicator
-        trainable = torch.tensor(
-            [parameter.requires_grad for parameter in self.parameters], dtype=torch.int32, device=communicator.device
-        )
-        communicator.all_reduce(trainable, "max").wait()
-        before = self._trainable
-        self._trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(trainable.tolist())]
+        self._trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(agreed)]
         return self._trainable != before
 
-    def tune(self) -> bool:
-        """Switch to different caps if the measurements favour them: True when buckets must be rebuilt. Collective."""
-        tuner = self._tuner
-        if tuner is None or not tuner.due(self.order.windows_before):
-            return False
-        caps = tuner.propose(self._communicator, self.caps, self._sizes)
+    def tune(self, times: list[float]) -> bool:
+        """End the tuner's trial, which took these ``times`` over all ranks: True when buckets must be rebuilt."""
+        assert self.tuner is not None
+        caps = self.tuner.propose(times, self.caps, self._sizes)
         changed = caps != self.caps
         self.caps = caps
         # The last round ends the measurement, which the engine arranges when it builds.
-        return changed or tuner.finished
+        return changed or self.tuner.finished
 
     def _sizes(self, caps: BucketCaps) -> list[int]:
         """The bucket sizes in bytes that ``caps`` would make."""
@@ -212,7 +318,7 @@ class Arrangement:
 
     def _plan(self, caps: BucketCaps) -> BucketLayout:
         trained = [index for index in self.order.order if self._trainable[index]]
-        ballot = self._communicator.world_size + Requests.PLACES
+        ballot = self._options.world_size + Requests.PLACES
         return plan_layout(self.specs, trained, caps, ballot=ballot, shares=self.shares, unit=self.unit)
 
     def land_again(self, arrivals: Iterable[int]) -> None:
@@ -222,11 +328,9 @@ class Arrangement:
             if place is not None:
                 place[1].land(place[2])
 
-    def mark_absent(self, announced: Iterable[int]) -> None:
-        """Do not send gradients that no rank will have: absent both in ``announced`` and on all others. Collective."""
-        # Ranks may have run different forwards, or none: only what all of them left out counts.
-        here = [index for index in announced if self.parameters[index].grad is None]
-        self._absent = frozenset(agree_on_absent(self._communicator, here, len(self.parameters)))
+    def mark_absent(self, agreed: Iterable[int]) -> None:
+        """No rank will have gradients of these parameters: they are not sent."""
+        self._absent = frozenset(agreed)
         self.mark_again()
 
     def mark_again(self) -> None:

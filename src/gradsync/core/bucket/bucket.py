@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradsync.communicator import Communicator
 from gradsync.core.bucket.chunk import Chunk, Member
 from gradsync.core.bucket.layout import BucketPlan, ParameterSpec, Slot
 
@@ -32,13 +31,13 @@ class Bucket:
         plan: BucketPlan,
         parameters: Sequence[torch.nn.Parameter],
         specs: Sequence[ParameterSpec],
-        communicator: Communicator,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
     ) -> None:
         self.index = plan.index
         self.plan = plan
         self.parameters = [parameters[slot.parameter] for slot in plan.slots]
         self.specs = [specs[slot.parameter] for slot in plan.slots]
-        self.buffer = communicator.allocate(plan.numel, plan.dtype, plan.device)
+        self.buffer = allocate(plan.numel, plan.dtype, plan.device)
         self.payload = self.buffer[: plan.payload]
         # The same memory with a version counter of its own: writes by the communicator and the engine must not look
         # like a late gradient, or like a user who changed a mean.

@@ -11,7 +11,7 @@ One bucket in memory, in elements of its dtype::
 The tail is sent with the gradients and summed like them, so agreement between ranks costs no collective of its own. A
 *flag* is 1 where this rank has a gradient for the slot, so a sum of zero means that no rank has one. The *ballot* holds
 the control flags and is in the last bucket only: a rank whose backward failed puts a 1 in its own place, and a rank
-that requests something puts one in the place of the request (:mod:`gradsync.core.bucket.requests`). Where a layout is
+that requests something puts one in the place of the request (:mod:`gradsync.core.bucket.ballot`). Where a layout is
 to be divided among ranks, the payload is padded at its end, so that all shares have one size and begin aligned.
 """
 

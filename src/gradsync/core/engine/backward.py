@@ -1,4 +1,4 @@
-"""Handles one backward: from ``backward()`` to averaged gradients.
+"""The life of a backward: it begins, its gradients are ready, and it ends with means or fails.
 
 The path of a gradient::
 
@@ -7,19 +7,19 @@ The path of a gradient::
     pipeline             full buckets are settled and started        stages 3 and 4
     backward_ended       the rest is started, all are finished       stage 5
 
-The engine detects a backward, decides what kind it is, and delegates the rest::
-
-    gradient_store       where gradients lie, and who owns their memory
-    running_backward     which backward it is, and whether it has left a gradient
-    synchronization      what is done together with the other ranks
-    failed_backwards     what is done when a backward has failed, here or elsewhere
-
-What happens between two backwards, windows and steps, is in :mod:`gradsync.core.engine.synchronizer`. This module
-knows parameters, not modules.
+The engine decides what kind of backward it is. :mod:`~gradsync.core.engine.exchange` does what all ranks do together,
+and :mod:`~gradsync.core.engine.gradient_store` knows where gradients lie. What happens between two backwards, windows
+and steps, is in :mod:`gradsync.core.engine.synchronizer`. This module knows parameters, not modules.
 
 [Note: which backward synchronizes] This is decided at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
 backward runs through several forwards and one of them synchronizes, the backward does.
+
+[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the ballot (the
+control flags of the last bucket), so that the other ranks raise too, before the error reaches the user. No rank goes
+on until the half-made gradients have been zeroed. The ballot travels in the last bucket, which therefore starts only
+when backward has ended: otherwise a rank that fails at the very end could no longer tell the others.
+:mod:`gradsync.core.engine.backward_watch` detects the failure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,22 +27,27 @@ from contextlib import contextmanager
 
 import torch
 
+from gradsync.base.errors import MisuseError
+from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket import Bucket, ParameterSpec
 from gradsync.core.bucket.arrangement import Arrangement
-from gradsync.core.engine.abstention import Abstention, Offer
-from gradsync.core.engine.backward_watch import NO_TASK, accumulates, inside_inner_task, watch_backward, watch_failures
-from gradsync.core.engine.failed_backwards import FailedBackwards
-from gradsync.core.engine.forwards import Forwards
+from gradsync.core.engine.backward_watch import (
+    NO_TASK,
+    accumulates,
+    current_task,
+    inside_inner_task,
+    watch_backward,
+    watch_failures,
+)
+from gradsync.core.engine.exchange import GradientExchange
 from gradsync.core.engine.gradient_store import GradientStore
 from gradsync.core.engine.observer import Observers
-from gradsync.core.engine.options import SynchronizerOptions
-from gradsync.core.engine.phase import Phase, Phases, Switches
 from gradsync.core.engine.pipeline import Pipeline
+from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
-from gradsync.core.engine.running_backward import RunningBackward
-from gradsync.core.engine.synchronization import Synchronization
-from gradsync.core.engine.veto import Veto
-from gradsync.core.window import WindowState
+from gradsync.core.engine.state import Offer, Phase, Phases, Switches, Told, WindowRecord
+from gradsync.core.window import WindowState, has_nonzero_gradients
+from gradsync.core.window.veto import Veto
 
 __all__ = ["BackwardEngine"]
 
@@ -59,19 +64,18 @@ class BackwardEngine:
         self.options = options
         self.parameters = list(parameters)
         self.communicator = options.communicator
-        self.switches, self.phases = Switches(), Phases()
-        self.forwards, self.abstention = Forwards(), Abstention()
+        self.switches, self.phases, self.record = Switches(), Phases(), WindowRecord()
         self.veto = Veto(options.policy.on_veto, options.communicator)
         self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
         self.arrangement = Arrangement(self.parameters, specs, options.of_buckets())
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
         self.window, self.sharing, self._sparse = store.window, store.sharing, store.sparse
-        self._running = RunningBackward(store, self.phases, options.keeper)
-        self.synchronization = Synchronization(store, self._running, self.forwards, self.abstention, options)
-        self.failed_backwards = FailedBackwards(self.synchronization, store, self.abstention, self.phases)
+        self.exchange = GradientExchange(store, self.phases, self.record, options)
         # Whether the weight of the running backward has been counted.
         self._announced = False
+        # The state before the running backward of gradients that no hook reports.
+        self._unbucketed: list[tuple[torch.Tensor, int]] = []
         watch_failures()
         options.policy.reduction.examine(specs)
         store.build()
@@ -106,28 +110,28 @@ class BackwardEngine:
         """The gradient of a forward's output is there: a backward has started, or continues."""
         if self.phase is Phase.DETACHED or not accumulates():
             return
-        if self.phases.busy and forward_task == NO_TASK and not self._running.is_here:
-            self.failed_backwards.recover()
+        if self.phases.busy and forward_task == NO_TASK and self.phases.task != current_task():
+            self.recover()
         if not self.phases.busy and not any(parameter.requires_grad for parameter in self.parameters):
             # All are frozen at the moment, like a discriminator while the generator is trained.
             return
         if offer.withdrawn:
-            self.abstention.refuse_backward()
+            self.record.refuse_backward()
         if not self.phases.busy:
             self._begin()
         if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
-            self.synchronization.begin()
+            self.exchange.begin()
 
     def begin_at_parameter(self, index: int) -> None:
         """No output announced this backward; its first gradient does: :mod:`gradsync.core.engine.backward_watch`."""
-        self.synchronization.count_always()
-        if self.abstention.stands:
-            self.abstention.refuse_backward()
+        self.exchange.counts_always = True
+        if self.record.has_abstained:
+            self.record.refuse_backward()
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
             self._begin(late=True)
-            if self.switches.let_synchronize(self.forwards.last_synchronizes is not False):
-                self.synchronization.begin()
+            if self.switches.let_synchronize(self.record.last_synchronizes is not False):
+                self.exchange.begin()
         self._hooks.arrivals.append(index)
         place = self.arrangement.places[index]
         if place is None:
@@ -142,10 +146,9 @@ class BackwardEngine:
     @contextmanager
     def announced(self) -> Iterator[None]:
         """Context in which a backward runs that was already counted."""
-        self.failed_backwards.require_whole()
+        self.require_whole()
         self.store.take_back()
-        self.window.begin_backward(self.buckets)
-        self.store.expect_backward()
+        self._join_window()
         self._announced = True
         try:
             yield
@@ -153,16 +156,25 @@ class BackwardEngine:
             self._announced = False
 
     def _begin(self, *, late: bool = False) -> None:
-        self.failed_backwards.require_whole()
+        """Start the backward whose graph task calls this. As far as is known, its gradients stay local."""
+        self.require_whole()
         self.store.take_back()
         if not self._announced:
             self.window.weights.add_plain()
-            self.window.begin_backward(self.buckets, late=late)
-            self.store.expect_backward()
-        self._running.begin()
+            self._join_window(late=late)
+        self.phases.enter(Phase.LOCAL)
+        self.phases.task = current_task()
+        if self.options.keeper is not None:
+            self.options.keeper.resume()
+        self._hooks.arrivals.clear()
+        self._unbucketed = self.arrangement.unbucketed()
         watch_backward(self)
         if self.observer is not None:
             self.observer.backward_began(synchronizes=self.switches.enabled)
+
+    def _join_window(self, *, late: bool = False) -> None:
+        self.window.begin_backward(self.buckets, late=late)
+        self.store.expect_backward()
 
     def sparse_ready(self, index: int) -> None:
         """A gradient that has no place in a bucket; it is reduced after the buckets."""
@@ -177,43 +189,95 @@ class BackwardEngine:
         if self.observer is not None:
             self.observer.backward_ended()
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
-        arrived = self._running.has_arrived
+        arrived = self._has_arrived()
         if self.phase is Phase.SYNCHRONIZING and (arrived or accumulated):
             self._finish()
             return
         for bucket in self.buckets:
             bucket.gather()
-        self.synchronization.leave_backward(Phase.IDLE)
+        self._clear_backward()
+        self.phases.leave(Phase.IDLE)
         self.window.backward_ended(self.buckets, arrived=arrived)
+
+    def _has_arrived(self) -> bool:
+        """Whether the backward that ends has left a gradient."""
+        if self._hooks.arrivals or (not self._hooks.counting and self.arrangement.has_gradients()):
+            return True
+        before, now = self._unbucketed, self.arrangement.unbucketed()
+        return len(now) != len(before) or any(
+            mine is not old or version != seen for (mine, version), (old, seen) in zip(now, before, strict=True)
+        )
 
     def synchronize(self) -> None:
         """Average what has accumulated, without a backward. Collective."""
         try:
             self._hooks.arrivals.clear()
             self.window.begin_synchronization()
-            self.synchronization.begin()
+            self.exchange.begin()
         except BaseException:
             # On an interrupt too, and where nothing has started yet: the others wait for this rank.
-            self.failed_backwards.fail()
+            self.fail()
             raise
         self._finish()
 
     def _finish(self) -> None:
         try:
-            has_means = self.synchronization.exchange()
+            has_means = self.exchange.run()
         except BaseException:
-            self.failed_backwards.recover()
+            self.recover()
             raise
-        self.synchronization.finish(has_means=has_means)
+        self._hand_out(has_means=has_means)
 
-    # -- it fails ------------------------------------------------------------------------------------------------
+    def _hand_out(self, *, has_means: bool) -> None:
+        """All ranks have exchanged everything: hand out the result. Raises what the previous window has left."""
+        store, window = self.store, self.window
+        self.exchange.pace.window_ended(worked=self.exchange.contributes)
+        if has_means:
+            self.arrangement.window_finished(self._hooks.arrivals)
+        # Before the means are handed out: reopening a bucket must not look like a change to whatever watches it.
+        self._clear_window()
+        abstained = self.veto.abstains
+        self.veto.forget()
+        (window.synchronized if has_means else window.vetoed)(store.buckets)
+        store.hand_out()
+        if window.is_vetoed and window.is_stepped_by_closure:
+            self.arrangement.drop_gradients()
+            window.close()
+            window.step_was_skipped = True
+        if abstained:
+            self.abstained()
+        if store.observer is not None:
+            store.observer.synchronization_finished()
+        self.phases.leave(Phase.IDLE)
+        self.exchange.raise_late()
+
+    def abstained(self) -> None:
+        """All ranks know that this one abstains, or would."""
+        self.record.abstained(self.buckets, self.arrangement.outside())
+
+    def _clear_window(self) -> None:
+        """Clear what was noted for one synchronization only, whatever its outcome."""
+        self.arrangement.window_ended()
+        self.record.close_window()
+        self._sparse.clear()
+        self._clear_backward()
+
+    def _clear_backward(self) -> None:
+        self.exchange.give_up_lead()
+        self.record.close_backward()
+        self.pipeline.reset()
+        if self.options.keeper is not None:
+            self.options.keeper.release_all()
+        self.phases.task = None
+
+    # -- it fails: see [Note: a failed backward] -------------------------------------------------------------------
 
     def backward_failed(self, forward_synchronizes: bool) -> None:
         """Autograd has raised. A backward that was local so far may have been heading for a forward that is not."""
         if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
-            self.failed_backwards.fail()
+            self.fail()
         elif self.phases.busy:
-            self.failed_backwards.recover()
+            self.recover()
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
         """A backward failed on its way to the output of a forward: on the other ranks it has reached it, or will.
@@ -226,10 +290,70 @@ class BackwardEngine:
             return
         reaches = any(parameter.requires_grad for parameter in self.parameters)
         if reaches and self.switches.let_synchronize(forward_synchronizes):
-            self.failed_backwards.fail_again()
+            # It is a later backward than the one that the others know of.
+            self.record.told = None
+            self.fail()
 
-    def begin_another(self) -> None:
-        """Everything from here on belongs to a window after one that failed or from which this rank has abstained, and
-        which the others have not heard about. See [Note: the same window]."""
-        self.abstention.end()
-        self.failed_backwards.begin_another()
+    @property
+    def has_told(self) -> bool:
+        """Whether the other ranks know of the failure that broke this engine, and nothing has begun since."""
+        return self.phase is Phase.BROKEN and self.record.told is not None
+
+    def fail(self) -> None:
+        """Take part in the synchronization of the other ranks, reporting that this rank failed."""
+        if self.phase is Phase.DETACHED or self.has_told:
+            return
+        try:
+            with log_errors("taking the gradients back failed"):
+                self.store.take_back(worthless=True)
+            if self.phase is not Phase.SYNCHRONIZING:
+                # Whatever this raises, recovering tells the others; the caller has an error of its own to raise.
+                with log_errors("beginning the synchronization failed"):
+                    self.exchange.begin()
+        finally:
+            self.recover()
+
+    def recover(self) -> None:
+        """Complete the synchronization of a failed backward, on this rank or another.
+
+        Works in any phase, and again where an interrupt has cut it short.
+        """
+        window, record, abstained = self.window, self.record, False
+        is_told = self.phase is Phase.SYNCHRONIZING
+        record.told = Told.FAILED if is_told else None
+        if is_told:
+            # An interrupt may come after this rank has exchanged everything and counted that.
+            record.failed += not record.exchanged
+            self.exchange.abandon()
+            abstained = self.veto.abstains
+            # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
+            # compared between ranks by number.
+            self.exchange.pace.window_ended(worked=False)
+            self.veto.forget()
+            # What was skipped was a different window; a step that follows has nothing to skip.
+            window.step_was_skipped = False
+        self.store.mend_hooks()
+        self._hooks.arrivals.clear()
+        window.discard()
+        window.is_vetoed = is_told and self.veto.tolerates
+        self._clear_window()
+        self.phases.leave(Phase.BROKEN)
+        if abstained:
+            self.abstained()
+
+    def raised_on_all(self) -> None:
+        """All ranks have raised for a common reason: no rank waits for this one."""
+        self.record.failed += 1
+        self.arrangement.drop_gradients()
+        self.window.discard()
+
+    def require_whole(self) -> None:
+        """Refuse to continue with what a failed backward has left behind."""
+        if self.phase is not Phase.BROKEN:
+            return
+        if has_nonzero_gradients(self.parameters):
+            raise MisuseError(
+                "an earlier backward failed, on this rank or another, and left gradients that are no mean of anything. "
+                "Call zero_grad() before you go on"
+            )
+        self.phases.enter(Phase.IDLE)

@@ -13,18 +13,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from gradsync.communicator.logs import LOGGER
-from gradsync.core.engine.abstention import Offer
+from gradsync.core.engine.state import Offer
 
 __all__ = [
     "NO_TASK",
-    "Watcher",
     "accumulates",
     "call_at_end",
     "current_task",
@@ -43,20 +42,8 @@ def current_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class Watcher(Protocol):
-    """Receives the events of a backward; implemented by the engine."""
-
-    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
-        """A backward has reached the output of a forward, which ran inside this graph task, if in any."""
-
-    def backward_ended(self) -> None:
-        """The graph task has nothing left to do."""
-
-    def backward_failed(self, forward_synchronizes: bool) -> None:
-        """It has raised. The argument: whether a forward whose output it reached, or would have, synchronizes."""
-
-    def output_unreached(self, forward_synchronizes: bool) -> None:
-        """A backward has raised on its way to the output of a forward, and this watcher had not begun in it."""
+# What receives the events of a backward: a :class:`~gradsync.core.engine.backward.BackwardEngine`.
+Watcher = Any
 
 
 def call_at_end(action: Callable[[], None]) -> None:

@@ -11,12 +11,12 @@ from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.arrangement import Arrangement
 from gradsync.core.bucket.norm import BucketNorms
 from gradsync.core.bucket.precise import PreciseGradients
-from gradsync.core.engine.options import SynchronizerOptions
 from gradsync.core.engine.pipeline import Pipeline
+from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
 from gradsync.core.engine.sharing import Sharing
-from gradsync.core.engine.sparse_reduction import SparseGradients
 from gradsync.core.reduction import Reduction
+from gradsync.core.reduction.sparse import SparseGradients
 from gradsync.core.window import Window
 
 __all__ = ["GradientStore"]

@@ -73,16 +73,16 @@ class Observers:
     """All observers of one engine. One that raises is not called again: observing must not be able to break training,
     least of all on one rank alone, in the middle of a synchronization that the others go on with."""
 
-    def __init__(self, *observers: Observer) -> None:
+    def __init__(self, *observers: Any) -> None:
         self._observers = observers
         # The methods to call per event: looking them up takes longer than most of them run.
-        self._listeners: dict[str, list[tuple[Observer, Callable[..., None]]]] = {}
+        self._listeners: dict[str, list[tuple[Any, Callable[..., None]]]] = {}
 
     @property
-    def members(self) -> tuple[Observer, ...]:
+    def members(self) -> tuple[Any, ...]:
         return self._observers
 
-    def without(self, observer: Observer) -> "Observers | None":
+    def without(self, observer: object) -> "Observers | None":
         """All other observers, if there are any."""
         others = [each for each in self._observers if each is not observer]
         return Observers(*others) if others else None

@@ -20,23 +20,24 @@ from gradsync.communicator import Communicator, Handle
 from gradsync.communicator.collective import again
 from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
-from gradsync.core.bucket.host_copy import HostCopy, reads_at_once
-from gradsync.core.bucket.norm import BucketNorms
-from gradsync.core.bucket.requests import Requests
-from gradsync.core.engine.ballot import (
+from gradsync.core.bucket.ballot import (
     NOT_STEPPED,
     STEPPED,
+    HostCopy,
+    Requests,
     failed_ranks,
     mark_ballot,
     raise_for,
     raise_for_unheard,
+    reads_at_once,
+    step_gate,
 )
-from gradsync.core.engine.interrupts import CollectiveSection
+from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
+from gradsync.core.bucket.norm import BucketNorms
 from gradsync.core.engine.observer import Observers
-from gradsync.core.engine.step_gate import step_gate
-from gradsync.core.engine.veto import Veto
+from gradsync.core.engine.state import CollectiveSection
 from gradsync.core.reduction import Reduction
+from gradsync.core.window.veto import Veto
 
 __all__ = ["BucketState", "Division", "Pipeline"]
 
@@ -261,7 +262,7 @@ class Pipeline:
         """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.
 
         Late gradients are looked for before the ballot is sent: see [Note: a failed backward] in
-        :mod:`gradsync.core.engine.failed_backwards`.
+        :mod:`gradsync.core.engine.backward`.
         """
         while self._next < self._last:
             self._start(self.buckets[self._next])
@@ -379,23 +380,24 @@ class Pipeline:
     def _read_ballot(self) -> None:
         ballot = self._ballot
         if reads_at_once(ballot.device):
-            votes = ballot.tolist()
-            self.failed = self._raise_for(votes)
-            self.requests = Requests.read(votes)
+            self.failed, self.requests = self._hear(ballot.tolist(), late=False)
         else:
             self.require_alive()
             self._unread_ballot, self._gate = HostCopy(ballot), None
 
-    def _raise_for(self, votes: Sequence[float], since: str = "") -> list[int]:
-        """Raise if a rank's backward has failed, unless that is tolerated: then return the failed ranks."""
-        failed = failed_ranks(votes)
+    def _hear(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
+        """The failed ranks and the requests of all. Raises if a rank's backward has failed, unless that is tolerated;
+        or, where the host hears of it ``late``, if something was requested that not all ranks know of."""
+        failed, requests = failed_ranks(votes), Requests.read(votes)
         try:
             if not self.veto.tolerates:
                 raise_for(failed, since)
+            if late:
+                raise_for_unheard(requests, since)
         except PeerFailedError:
             self._tell_end(well=False)
             raise
-        return failed
+        return failed, requests
 
     def conclude(self, *, well: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
@@ -411,8 +413,7 @@ class Pipeline:
             votes = self._unread_ballot.wait()
             try:
                 self.require_alive()
-                self._raise_for(votes)
-                raise_for_unheard(Requests.read(votes))
+                self._hear(votes)
             except PeerFailedError:
                 self._tell_end(well=False)
             self._tell_end(well=True)
@@ -430,13 +431,7 @@ class Pipeline:
         if self._unread_ballot is not None:
             ballot, self._unread_ballot = self._unread_ballot.wait(), None
             self.require_alive()
-            self.failed = self._raise_for(ballot)
-            self.requests = Requests.read(ballot)
-            try:
-                raise_for_unheard(self.requests)
-            except PeerFailedError:
-                self._tell_end(well=False)
-                raise
+            self.failed, self.requests = self._hear(ballot)
 
     def late_failure(self) -> PeerFailedError | None:
         """The failure in the last ballot, if it was not read yet. Called where all ranks get to before the next ballot:
@@ -446,9 +441,8 @@ class Pipeline:
             self.require_alive()
             since = STEPPED if self._gate is None else NOT_STEPPED
             try:
-                self._raise_for(ballot, since)
-                raise_for_unheard(Requests.read(ballot), since)
-                self._tell_end(well=not Requests.read(ballot).late)
+                _, requests = self._hear(ballot, since)
+                self._tell_end(well=not requests.late)
             except PeerFailedError as error:
                 return error
         return None

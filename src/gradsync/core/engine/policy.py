@@ -1,22 +1,43 @@
-"""``SyncPolicy``: how gradients are synchronized, as one frozen object that wrappers pass on."""
+"""How gradients are synchronized: ``SyncPolicy``, which wrappers pass on, and the options of a synchronizer."""
 
 import dataclasses
 import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
 from gradsync.base.errors import ConfigurationError
+from gradsync.communicator import Communicator
+from gradsync.core.bucket import BucketCaps
+from gradsync.core.bucket.arrangement import BucketOptions
 from gradsync.core.bucket.precise import checked_dtype
-from gradsync.core.engine.fingerprints import Fingerprints
-from gradsync.core.engine.observer import Observer
-from gradsync.core.engine.veto import ON_VETO, OnVeto
+from gradsync.core.bucket.sizes import BucketTuner
+from gradsync.core.engine.observer import Observer, Observers
 from gradsync.core.reduction import Mean, Reduction, reduction_by_name
+from gradsync.core.window.fingerprints import Fingerprints
+from gradsync.core.window.veto import ON_VETO, OnVeto
 
-__all__ = ["BucketSize", "PolicySettings", "Schedule", "SyncPolicy"]
+__all__ = ["BucketSize", "ParameterKeeper", "PolicySettings", "Schedule", "SyncPolicy", "SynchronizerOptions"]
+
+
+class ParameterKeeper(Protocol):
+    """Swaps parameter values for the duration of a forward and backward, and restores them."""
+
+    def resume(self) -> None:
+        """A backward begins; an earlier one may have ended since its forward."""
+
+    def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """These parameters take no further part in the backward; their gradients are about to be gathered."""
+
+    def release_all(self) -> None:
+        """The backward has ended."""
+
+    def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The parameter's value outside of forwards and backwards, which the optimizer updates."""
+
 
 Schedule = Literal["overlapped", "bucketed", "naive"]
 BucketSize = float | Sequence[float] | Literal["auto"] | None
@@ -143,3 +164,32 @@ class SyncPolicy:
             ("setting on_veto", str(self.on_veto)),
             ("setting fingerprints", str(self.fingerprints)),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronizerOptions:
+    """``caps`` are the initial bucket sizes, which ``tuner`` may change in the first windows. ``droppable`` means that
+    modules announce parameters as absent. ``recorder`` observes in addition to the policy's observer."""
+
+    communicator: Communicator
+    caps: BucketCaps
+    policy: SyncPolicy = field(default_factory=SyncPolicy)
+    keeper: ParameterKeeper | None = None
+    droppable: bool = False
+    tuner: BucketTuner | None = None
+    recorder: Observer | None = None
+
+    def of_buckets(self) -> BucketOptions:
+        """The options that buckets are built with."""
+        return BucketOptions(
+            allocate=self.communicator.allocate,
+            world_size=self.communicator.world_size,
+            caps=self.caps,
+            tuner=self.tuner,
+            before_gather=None if self.keeper is None else self.keeper.release,
+        )
+
+    def watchers(self) -> Observers | None:
+        """The observers to notify, if there are any."""
+        watching = [each for each in (self.policy.observer, self.recorder, self.tuner) if each is not None]
+        return Observers(*watching) if watching else None

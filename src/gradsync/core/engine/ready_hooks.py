@@ -20,36 +20,26 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.arrangement import Place
 from gradsync.core.bucket.chunk import Chunk
-from gradsync.core.engine.phase import Phases
 from gradsync.core.engine.pipeline import Pipeline
+from gradsync.core.engine.state import Phases
 
-__all__ = ["BackwardListener", "ReadyHooks"]
+__all__ = ["ReadyHooks"]
 
 Hook = Callable[[torch.Tensor], None]
-
-
-class BackwardListener(Protocol):
-    """The engine, as seen by the hooks."""
-
-    def begin_at_parameter(self, index: int) -> None:
-        """No output announced this backward; its first gradient does, and is gathered here: places may have changed."""
-
-    def sparse_ready(self, index: int) -> None:
-        """A gradient that has no place in a bucket is ready."""
 
 
 class ReadyHooks:
     """Registers and replaces the hooks on one engine's parameters."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], listener: BackwardListener, pipeline: Pipeline, phases: Phases
+        self, parameters: Sequence[torch.nn.Parameter], listener: object, pipeline: Pipeline, phases: Phases
     ) -> None:
         self._parameters = parameters
         self._listener: Callable[[], Any] = weakref.ref(listener)

@@ -15,8 +15,8 @@ import torch
 from gradsync.base.errors import MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.shared_gradient import Circle, is_zeroed, unshare_views
 from gradsync.core.reduction import Reduction
+from gradsync.core.reduction.shared_gradient import Circle, is_zeroed, unshare_views
 
 __all__ = ["BucketClient", "Sharing"]
 

@@ -4,50 +4,98 @@ One pre-hook and one post-hook for all of torch's optimizers notify every synchr
 optimizer, from the moment the synchronizer is made until it is detached or gone.
 
 On an accelerator a synchronizer may not know yet whether the gradients are means. See
-:mod:`gradsync.core.engine.step_gate`.
+:mod:`gradsync.core.engine.step_guard`.
+
+The step gate: no optimizer steps on gradients that are not the mean, even where the host learns of it later.
+
+On an accelerator the host does not read the ballot before it queues the optimizer step. Whether the step may be taken
+is decided in one of two ways, and this module chooses between them:
+
+on the device
+    The ballot is converted there to a number that is 1.0 if the step must not be taken. torch's fused optimizers read
+    it as ``found_inf``, which is how ``GradScaler`` makes them skip a step: parameters, momenta and step counts keep
+    their bits. The host waits for nothing.
+by the host
+    Every other optimizer. The host waits for the ballot just before the step, so it cannot run ahead of the device.
+
+The step must not be taken if
+
+- the backward of some rank failed,
+- something was requested that not all ranks know of,
+- a rank raises at the end of this window; see [Note: late failures] in :mod:`gradsync.core.bucket.ballot`,
+- a collective was aborted, so that the buckets do not hold the mean. The flag is raised before the abort, and it is
+  copied to the device after the collectives.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradsync.core.engine.step_gate import FoundInf, forget_scaler, reads_found_inf
-
-__all__ = ["StepListener", "guard_steps", "unguard_steps"]
+__all__ = ["FoundInf", "forget_scaler", "guard_steps", "reads_found_inf", "unguard_steps"]
 
 
-class StepListener(Protocol):
-    """A synchronizer, as seen by the guard."""
+def reads_found_inf(optimizer: Any) -> bool:
+    """Whether the optimizer changes nothing where its attribute ``found_inf`` is 1.0.
 
-    def owns(self, parameter: Any) -> bool:
-        """Whether the parameter's gradient is synchronized by this listener."""
-
-    def before_step(self, *, by_closure: bool, gated: bool) -> torch.Tensor | None:
-        """An optimizer is about to use the gradients; ``by_closure``: to have them computed first, inside its step.
-
-        If it can be ``gated``, returns a device tensor that is 1.0 if it must change nothing, unless that is known.
-        """
-
-    def after_closure(self) -> None:
-        """The closure of a step has run, and the optimizer is about to use the gradients that it has computed."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """The optimizer has used them."""
+    An optimizer that is not torch's declares this with an attribute ``reads_found_inf``.
+    """
+    said = getattr(optimizer, "reads_found_inf", None)
+    if said is not None:
+        return bool(said)
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group.get("fused") and not _makes_momenta(optimizer, group) for group in optimizer.param_groups)
 
 
-# By identity. A dictionary, because copying its values is one step under the interpreter's lock: ranks may be threads.
-_listeners: "dict[int, weakref.ref[StepListener]]" = {}
+def _makes_momenta(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether this is the first step of SGD with momentum. It allocates uninitialized memory for the momenta, which a
+    skipped step would not initialize."""
+    if not group.get("momentum"):
+        return False
+    return not any("momentum_buffer" in optimizer.state.get(parameter, ()) for parameter in group["params"])
+
+
+class FoundInf:
+    """An optimizer's ``found_inf`` for one step, combined with what a ``GradScaler`` has put there."""
+
+    def __init__(self, optimizer: Any, gates: list[torch.Tensor]) -> None:
+        self._before = getattr(optimizer, "found_inf", None)
+        found = gates[0]
+        for gate in gates[1:]:
+            found = torch.maximum(found, gate.to(found.device, non_blocking=True))
+        if self._before is not None:
+            # A scaler adds up over devices. Only a value of 1.0 has an effect.
+            found = torch.maximum(found, self._before.to(found.device, non_blocking=True)).clamp(max=1.0)
+        self._own = found
+        optimizer.found_inf = found
+
+    def take_back(self, optimizer: Any) -> None:
+        """The step is over. Does nothing if the attribute was changed since."""
+        if getattr(optimizer, "found_inf", None) is not self._own:
+            return
+        if self._before is None:
+            del optimizer.found_inf
+        else:
+            optimizer.found_inf = self._before
+
+
+def forget_scaler(optimizer: Any) -> None:
+    """Remove what a ``GradScaler`` has put into the optimizer for a step that raises before it has begun. The scaler
+    would not do it, and its scale would count twice in the next step."""
+    if hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale"):
+        del optimizer.found_inf, optimizer.grad_scale
+
+
+# The synchronizers to notify, by identity. A dictionary, because copying its values is one step under the interpreter's
+# lock: ranks may be threads.
+_listeners: "dict[int, weakref.ref[Any]]" = {}
 _installed = False
 
 
-def guard_steps(listener: StepListener) -> None:
+def guard_steps(listener: Any) -> None:
     """Notify ``listener`` of steps. This does not keep it alive. Installs the pre-hook, once per process."""
     global _installed
     if not _installed:
@@ -58,7 +106,7 @@ def guard_steps(listener: StepListener) -> None:
     _listeners[key] = weakref.ref(listener, lambda _: _listeners.pop(key, None))
 
 
-def unguard_steps(listener: StepListener) -> None:
+def unguard_steps(listener: Any) -> None:
     """Stop notifying ``listener`` of steps."""
     _listeners.pop(id(listener), None)
 
@@ -88,7 +136,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
 
 
-def _checked(closure: Callable[[], Any], listeners: Sequence[StepListener]) -> Callable[[], Any]:
+def _checked(closure: Callable[[], Any], listeners: Sequence[Any]) -> Callable[[], Any]:
     """Wrap the closure so that listeners check, after each call of it, what it has computed."""
 
     def call() -> Any:
@@ -113,7 +161,7 @@ def _open_gate(optimizer: Optimizer) -> None:
         found.take_back(optimizer)
 
 
-def _listeners_of(optimizer: Optimizer) -> Iterator[StepListener]:
+def _listeners_of(optimizer: Optimizer) -> Iterator[Any]:
     for reference in list(_listeners.values()):
         listener = reference()
         if listener is None:

@@ -10,42 +10,60 @@ have accumulated before, under ``no_sync()``; the closure's backward then ends t
 other step are made after each call of the closure.
 """
 
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.base.errors import MisuseError, PeerFailedError
 from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
-from gradsync.core.engine.blocks import Block, Blocks
-from gradsync.core.engine.compiling import has_compiled
-from gradsync.core.engine.options import SynchronizerOptions
-from gradsync.core.engine.ownership import own, owner_of, release
-from gradsync.core.engine.pending_work import PendingWork
-from gradsync.core.engine.phase import Phase
+from gradsync.core.engine.blocks import Block, Blocks, PendingWork
+from gradsync.core.engine.policy import SynchronizerOptions
+from gradsync.core.engine.state import Phase, Told
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
 from gradsync.core.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
-__all__ = ["Synchronizer", "synchronizer_of"]
+__all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
+
+# The synchronizer that averages a parameter's gradient: the last that was given the parameter.
+_owners: "MutableMapping[torch.Tensor, weakref.ref[Synchronizer]]" = WeakIdKeyDictionary()
+
+
+def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
+    """The synchronizer that averages the parameter's gradient, if there is one."""
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()
+
+
+# The compiler of the functions that are called from here, if any. It must be called in the very frame that asks, one
+# that is not compiled itself.
+compiler_here: Any = get_eval_frame_callback
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Whether any part of ``module`` was given to the compiler."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and any(
+        isinstance(part, dynamo.OptimizedModule) or part._compiled_call_impl is not None for part in module.modules()
+    )
+
 
 CAPTURED = (
     "a CUDA graph is being captured around a synchronized step, whose replays would skip what ranks agree on in Python "
     "in each window. Capture the module before it is wrapped, by torch.cuda.make_graphed_callables(module, (sample,)); "
     "its forwards and backwards are then replayed, and its gradients are averaged as always"
 )
-
-
-def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
-    """The synchronizer that averages the parameter's gradient, if there is one."""
-    owner: Synchronizer | None = owner_of(parameter)
-    return owner
 
 
 class Synchronizer:
@@ -69,7 +87,8 @@ class Synchronizer:
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.blocks = Blocks(self.engine)
         self.pending_work = PendingWork(self.engine)
-        own(self, self.parameters)
+        for parameter in self.parameters:
+            _owners[parameter] = weakref.ref(self)
         guard_steps(self)
 
     def __repr__(self) -> str:
@@ -101,7 +120,7 @@ class Synchronizer:
 
     @property
     def pace(self) -> PaceMeter:
-        return self.engine.synchronization.pace
+        return self.engine.exchange.pace
 
     # -- properties for wrappers -----------------------------------------------------------------------------------
 
@@ -132,12 +151,12 @@ class Synchronizer:
     @property
     def synchronizations(self) -> int:
         """How many windows have been synchronized."""
-        return self.engine.synchronization.count
+        return self.engine.record.synchronized
 
     @property
     def ends(self) -> int:
         """How many synchronizations have ended, successfully or not."""
-        return self.engine.synchronization.count + self.engine.failed_backwards.count
+        return self.engine.record.ends
 
     @property
     def enabled(self) -> bool:
@@ -151,7 +170,7 @@ class Synchronizer:
     def switched(
         self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Set switches temporarily; see :class:`~gradsync.core.engine.phase.Switches`."""
+        """Set switches temporarily; see :class:`~gradsync.core.engine.state.Switches`."""
         return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
 
     def reduce_with(self, reduction: Reduction) -> None:
@@ -191,20 +210,20 @@ class Synchronizer:
             raise MisuseError(CAPTURED)
         self.pending_work.settle()
         if engine.phases.busy and current_task() == NO_TASK:
-            engine.failed_backwards.recover()
+            engine.recover()
         engine.pipeline.require_alive()
         self.thread = threading.get_ident()
         if engine.observer is not None:
             engine.observer.forward_began()
-        engine.forwards.begin()
-        engine.begin_another()
+        engine.record.begin_forward()
+        engine.record.begin_another()
         engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward."""
         engine = self.engine
-        synchronizes, offer = self.enabled, engine.abstention.offer
-        engine.forwards.end(synchronizes=synchronizes)
+        synchronizes, offer = self.enabled, engine.record.offer
+        engine.record.end_forward(synchronizes=synchronizes)
         if synchronizes:
             self.window.forward_ran(engine.arrangement.has_gradients)
         watch_outputs(output, engine, synchronizes, offer)
@@ -217,17 +236,17 @@ class Synchronizer:
 
     def expect_backward(self) -> None:
         """A backward is about to run: refuse it if this rank has abstained instead."""
-        if self.engine.abstention.stands:
-            self.engine.abstention.refuse_backward()
+        if self.engine.record.has_abstained:
+            self.engine.record.refuse_backward()
 
     @property
     def owes_backward(self) -> bool:
         """Whether the other ranks wait for a backward of this one, or will."""
-        return self.enabled and not self.engine.abstention.stands
+        return self.enabled and not self.engine.record.has_abstained
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
-        self.engine.forwards.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
+        self.engine.record.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
 
     # -- blocks of accumulate() --------------------------------------------------------------------------------------
 
@@ -262,8 +281,8 @@ class Synchronizer:
         self._require_attached("synchronize")
         self.pending_work.settle()
         if self.engine.phases.busy:
-            self.engine.failed_backwards.recover()
-        self.engine.failed_backwards.require_whole()
+            self.engine.recover()
+        self.engine.require_whole()
         self.engine.synchronize()
 
     def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
@@ -274,34 +293,31 @@ class Synchronizer:
         to.
         """
         engine = self.engine
-        has_run = engine.forwards.awaits_backward
+        has_run = engine.record.awaits_backward
         self._require_attached("abstain")
         # This is what it reports to the ranks that wait.
         self.pending_work.has_other_word()
         if engine.phases.busy:
-            engine.failed_backwards.recover()
-        engine.abstention.refuse_another()
-        told = (
-            engine.failed_backwards.has_told
-            and not engine.abstention.answers_failure
-            and not engine.forwards.any_in_window
-        )
-        if self._is_over() and not engine.forwards.any_in_window:
+            engine.recover()
+        engine.record.refuse_second_abstention()
+        is_broken = engine.phase is Phase.BROKEN and not engine.record.any_forward
+        has_told = is_broken and engine.record.told is Told.FAILED
+        if self._is_over() and not engine.record.any_forward:
             raise MisuseError(
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
             )
         self.clear()
-        engine.failed_backwards.require_whole()
-        if told:
+        engine.require_whole()
+        if has_told:
             # Its backward has failed, and the others know.
             self.window.is_vetoed = engine.veto.tolerates
-            engine.synchronization.abstained()
+            engine.abstained()
             return
-        has_run = engine.forwards.any_in_block if self.in_block else has_run
+        has_run = engine.record.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
-            engine.forwards.missed()
-        engine.forwards.give_up_backward()
+            engine.record.miss_forward()
+        engine.record.awaits_backward = False
         engine.store.expect_backward()
         engine.veto.abstain(reason)
         if self.enabled and (not self.in_block or self.blocks.is_finished):
@@ -327,7 +343,7 @@ class Synchronizer:
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
         self.clear()
-        self.engine.forwards.announce_all_absent(len(self.parameters))
+        self.engine.record.announce_all_absent(len(self.parameters))
         self.synchronize()
         # The means stay for now: a sharded optimizer may step on them here, too.
         self.window.close()
@@ -335,7 +351,7 @@ class Synchronizer:
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
         self.engine.arrangement.drop_gradients()
-        self.engine.abstention.end()
+        self.engine.record.end_abstention()
         self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -357,8 +373,8 @@ class Synchronizer:
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
             )
         if engine.phases.busy:
-            engine.failed_backwards.recover()
-        engine.failed_backwards.require_whole()
+            engine.recover()
+        engine.require_whole()
         self.finish_last()
         gate = None
         if not engine.switches.steps_locally:
@@ -374,7 +390,7 @@ class Synchronizer:
         self.window.is_stepped_by_closure = by_closure
         if self.window.is_vetoed:
             self.clear()
-        engine.abstention.end()
+        engine.record.end_abstention()
         if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
             self.window.close()
         if engine.observer is not None:
@@ -411,10 +427,10 @@ class Synchronizer:
         if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.unbucketed()):
             # [Note: a rank without gradients], or a backward that no hook reported.
             if not is_open:
-                self.engine.synchronization.count_always()
+                self.engine.exchange.counts_always = True
             self.synchronize()
 
-    # -- saving; what has accumulated is in :mod:`gradsync.core.engine.saved_window` ------------------------------
+    # -- saving; what has accumulated is in :mod:`gradsync.core.engine.blocks` ------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What makes sums reproducible bit for bit: the layout of the buckets. The same on all ranks."""
@@ -438,7 +454,9 @@ class Synchronizer:
             self.engine.sharing.client.leave()
         self.engine.detach()
         unguard_steps(self)
-        release(self, self.parameters)
+        for parameter in self.parameters:
+            if synchronizer_of(parameter) is self:
+                del _owners[parameter]
 
     def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""

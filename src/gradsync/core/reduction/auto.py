@@ -24,15 +24,55 @@ import torch
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator, Handle
-from gradsync.core.bucket import Bucket
+from gradsync.core.bucket import Bucket, BucketLayout
 from gradsync.core.bucket.layout import ParameterSpec
-from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.core.reduction.base import Reduction
-from gradsync.core.reduction.changing import TRIAL, Changing, StepWatch, in_ms
 from gradsync.core.reduction.mean import Mean
-from gradsync.core.reduction.speed import Speed, measure_speed
+from gradsync.core.reduction.measurement import TRIAL, Speed, StepWatch, measure_speed
 
-__all__ = ["DECIDED_AFTER", "Auto", "predict"]
+__all__ = ["DECIDED_AFTER", "Auto", "Changing", "in_ms", "predict"]
+
+
+class Changing(Reduction):
+    """Delegates to ``current``, whichever reduction that is at the moment."""
+
+    current: Reduction
+
+    @property
+    def carries_tail(self) -> bool:
+        return self.current.carries_tail
+
+    @property
+    def scatters(self) -> bool:
+        return self.current.scatters
+
+    @property
+    def keeps_layout(self) -> bool:
+        return self.current.keeps_layout
+
+    def unit(self, ranks: int) -> int:
+        return self.current.unit(ranks)
+
+    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return self.current.landing_scale(bucket, communicator, divisor)
+
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        return self.current.start(bucket, communicator, divisor)
+
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+        self.current.ended(well=well, correction=correction)
+
+    def rescaled(self, factor: float | torch.Tensor) -> None:
+        self.current.rescaled(factor)
+
+    def rebuilt(self, layout: BucketLayout) -> None:
+        self.current.rebuilt(layout)
+
+
+def in_ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
 
 LOGGER = logging.getLogger("gradsync")
 

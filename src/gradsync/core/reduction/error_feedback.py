@@ -11,8 +11,7 @@ from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator, Handle
 from gradsync.core.bucket import Bucket, BucketLayout
 from gradsync.core.bucket.layout import ParameterSpec
-from gradsync.core.reduction.base import Reduction
-from gradsync.core.reduction.compressing import Compressing, sends_nothing, wide_values
+from gradsync.core.reduction.base import Compressing, Reduction, sends_nothing, wide_values
 
 __all__ = ["ErrorFeedback"]
 

@@ -1,10 +1,22 @@
-"""The plain mean: one all-reduce per bucket. Exact, and the model for every other reduction."""
+"""The exact mean: on every rank by one all-reduce per bucket, or each rank's share of it by a reduce-scatter.
 
-from gradsync.communicator import Communicator, Handle, ReduceOp, Together
+``ScatteredMean``: each rank gets its share of the mean, by one reduce-scatter per bucket (half of an all-reduce).
+
+The other half is an all-gather. In an all-reduce it carries gradients; where an optimizer updates every rank's share,
+it carries new parameters, later.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from gradsync.communicator import Communicator, Finishing, Handle, ReduceOp, Together
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.base import Reduction
+from gradsync.core.reduction.quantize import Cast
 
-__all__ = ["Mean", "divides_on_the_wire"]
+__all__ = ["Follower", "Mean", "ScatteredMean", "divides_on_the_wire"]
 
 
 class Mean(Reduction):
@@ -34,3 +46,69 @@ def divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: flo
     """Whether the collective divides, so that gradients are gathered unscaled."""
     # Not with a single rank: NCCL would run over the whole bucket to divide it by one.
     return divisor == communicator.world_size > 1 and communicator.averages(bucket.plan.device)
+
+
+class Follower(Protocol):
+    """Interface of a component that processes shares as soon as their means are there."""
+
+    def window_began(self) -> None:
+        """The ranks are negotiating before the first bucket, and may add to it."""
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        """The bucket's reduce-scatter was started: the follower may add collectives, the same on all ranks."""
+
+    def window_ended(self, *, well: bool) -> None:
+        """Unless ``well``, the means are not, or not exactly, what was received."""
+
+
+class ScatteredMean(Reduction):
+    """The sum over the ranks divided by the divisor, in this rank's share of the bucket.
+
+    Gradients are sent and summed in ``dtype``; by default in their own. They use the communicator ``wire``, over the
+    same ranks, if it is given. A ``follower`` is notified of what happens.
+    """
+
+    carries_tail = False
+    scatters = True
+
+    def __init__(
+        self, dtype: torch.dtype | None = None, wire: Communicator | None = None, follower: Follower | None = None
+    ) -> None:
+        self.dtype = dtype
+        self._wire, self._follower = wire, follower
+
+    def __repr__(self) -> str:
+        return "ScatteredMean()" if self.dtype is None else f"ScatteredMean({self.dtype})"
+
+    @property
+    def whole(self) -> Reduction:
+        """The same reduction, but of everything on every rank: what a wrapper without this optimizer uses."""
+        return Mean() if self.dtype is None else Cast(self.dtype)
+
+    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
+
+    def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
+        if self._follower is not None:
+            self._follower.window_began()
+        return False
+
+    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+        if self._follower is not None:
+            self._follower.window_ended(well=well and isinstance(correction, float) and correction == 1.0)
+
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        handle = self._start(bucket, communicator, divisor)
+        if self._follower is not None:
+            self._follower.bucket_started(bucket, handle)
+        return handle
+
+    def _start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        wire = communicator if self._wire is None else self._wire
+        payload = bucket.wire[: bucket.plan.payload]
+        own = slice(communicator.rank * bucket.plan.share, (communicator.rank + 1) * bucket.plan.share)
+        if self.dtype is None or self.dtype == payload.dtype:
+            return wire.reduce_scatter(payload[own], payload, op)
+        cast = payload.to(self.dtype)
+        return Finishing(wire.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))

@@ -1,16 +1,260 @@
-"""Quantized gradients: 8 bits, 4 bits or one bit per number, a quarter of the bytes and less."""
+"""Reductions that send gradients in fewer bytes per number: ``Cast``, ``Quantize`` and ``Sign``.
 
+The sum over ranks through any coding; the bytes per rank do not depend on the number of ranks.
+
+::
+
+    rank 0   a0 b0 c0  ── all to all ──▶  a0 a1 a2  ── decode, sum in float32, encode ──▶  A  ── all-gather ──▶  A B C
+    rank 1   a1 b1 c1                     b0 b1 b2                                         B                     A B C
+    rank 2   a2 b2 c2                     c0 c1 c2                                         C                     A B C
+
+Each rank sums one share, in float32 and in the order of ranks, and its sum is coded once more: a number is rounded
+twice, not once per rank, and what a rank adds to its own share is not rounded first. All ranks decode the same bytes in
+the end.
+
+Two ranks on accelerators use a shortcut: each gathers what the other has coded, and adds up both. That takes the same
+number of bytes in one collective instead of two that wait for each other, and one rounding instead of two.
+
+::
+
+    rank 0   a0 b0  ── all-gather ──▶  a0 b0 a1 b1  ── decode, sum in float32 ──▶  A B
+
+Where several ranks of a host share memory, they first compute one exact sum of theirs, and "ranks" above are hosts:
+only what leaves a host is coded, by one rank for each part of it.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.communicator import Communicator
+from gradsync.communicator import Communicator, Finishing, Handle, HierarchicalCommunicator
 from gradsync.core.bucket import Bucket
-from gradsync.core.reduction.codings import Blocks, Coding, Noise, Signs
-from gradsync.core.reduction.exchanged import Exchanged
+from gradsync.core.reduction.base import Compressing, sends_nothing
+from gradsync.core.reduction.codings import Blocks, Coding, Noise, Rounded, Signs
 
-__all__ = ["Quantize", "Sign"]
+__all__ = ["Cast", "Exchanged", "Quantize", "Sign", "exchange", "gaps_of"]
+
+
+class Exchanged(Compressing):
+    """Sends gradients in the format of ``coding``."""
+
+    def __init__(self, coding: Coding) -> None:
+        self.coding = coding
+
+    def unit(self, ranks: int) -> int:
+        return self.coding.multiple * ranks
+
+    def send(
+        self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
+    ) -> Handle:
+        coding = self._coding_of(bucket, communicator)
+        return exchange(coding, values, communicator, lost, gaps=gaps_of(bucket))
+
+    def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
+        """The coding for this bucket."""
+        return self.coding
+
+
+def exchange(
+    coding: Coding,
+    values: torch.Tensor,
+    communicator: Communicator,
+    lost: torch.Tensor | None = None,
+    *,
+    gaps: Sequence[slice] = (),
+) -> Handle:
+    """Sum ``values`` over the ranks, in place; ``lost`` gets the part of this rank's values that is not in the sum.
+
+    The ``gaps`` between gradients stay empty, whatever the coding makes of them: what a block with NaN left there would
+    break the next window, and a norm of the whole would include it.
+    """
+
+    def across(part: torch.Tensor, wire: Communicator) -> Handle:
+        begin = (part.data_ptr() - values.data_ptr()) // values.element_size()
+        lost_here = None if lost is None else lost[begin : begin + part.numel()]
+        way = _gather if wire.world_size == 2 and not part.is_cpu else _exchange_shares
+        return way(coding, part, wire, lost_here)
+
+    if isinstance(communicator, HierarchicalCommunicator):
+        if lost is not None:
+            # Inside hosts sums are exact. What is lost between hosts is lost by the rank that sends it.
+            lost.zero_()
+        handle = communicator.sum_by(values, across)
+    else:
+        handle = across(values, communicator)
+    if not gaps:
+        return handle
+
+    def empty_gaps() -> None:
+        for gap in gaps:
+            values[gap].zero_()
+
+    return handle.then(empty_gaps)
+
+
+def _gather(coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None) -> Handle:
+    """All ranks get what every rank has coded."""
+    missing = -values.numel() % coding.multiple
+    padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    coded = values.new_empty(coding.nbytes(padded.numel()), dtype=torch.uint8)
+    coding.encode(padded, coded)
+    if lost is not None:
+        decoded = torch.empty_like(padded)
+        coding.decode(coded, decoded)
+        torch.sub(values, decoded[: values.numel()], out=lost)
+    arrived = coded.new_empty(communicator.world_size, coded.numel())
+
+    def add() -> None:
+        coding.decode(arrived[0], padded)
+        for row in arrived[1:]:
+            coding.decode(row, padded, add=1.0)
+        if missing:
+            values.copy_(padded[: values.numel()])
+
+    return communicator.all_gather(arrived.view(-1), coded).then(add)
+
+
+def _exchange_shares(
+    coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None
+) -> Handle:
+    return _Exchange(coding, values, communicator, lost).start()
+
+
+class _Exchange:
+    """One tensor in flight."""
+
+    def __init__(
+        self, coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None = None
+    ) -> None:
+        self._coding, self._values, self._communicator, self._lost = coding, values, communicator, lost
+        ranks = communicator.world_size
+        self._share = -(-values.numel() // (ranks * coding.multiple)) * coding.multiple
+        self._row = coding.nbytes(self._share)
+        # Rows are as long as the longest. Full rows lie in ``values``, the others are padded with zeros.
+        self._full = values.numel() // self._share
+        self._end = self._full * self._share
+        self._rows = values[: self._end].view(self._full, self._share)
+        missing = ranks * self._share - values.numel()
+        self._rest = torch.nn.functional.pad(values[self._end :], (0, missing)).view(ranks - self._full, self._share)
+
+    def start(self) -> Handle:
+        coded = self._values.new_empty((self._communicator.world_size, self._row), dtype=torch.uint8)
+        for rows, target in self._others(self._rows, self._rest, coded):
+            self._coding.encode(rows, target)
+        if self._lost is not None:
+            self._lost.copy_(self._values)
+            full, rest = self._lost[: self._end].view_as(self._rows), self._rest.clone()
+            for rows, sent in self._others(full, rest, coded):
+                self._coding.decode(sent, rows, add=-1.0)
+            self._own(full, rest).zero_()
+            self._lost[self._end :] = rest.view(-1)[: self._values.numel() - self._end]
+        self._arrived = torch.empty_like(coded)
+        return self._communicator.all_to_all(self._arrived.view(-1), coded.view(-1)).then(self._sum).then(self._spread)
+
+    def _others(
+        self, full: torch.Tensor, rest: torch.Tensor, coded: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The rows for other ranks, and the memory to code them in. This rank adds its own uncoded: it is not sent."""
+        own, ranks = self._communicator.rank, self._communicator.world_size
+        for first, end in ((0, own), (own + 1, ranks)):
+            middle = min(max(first, self._full), end)
+            yield full[first:middle], coded[first:middle]
+            yield rest[max(middle - self._full, 0) : max(end - self._full, 0)], coded[max(middle, self._full) : end]
+
+    def _own(self, full: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        own = self._communicator.rank
+        return full[own] if own < self._full else rest[own - self._full]
+
+    def _sum(self) -> Handle:
+        # In the order of ranks, where it matters: for two numbers the sum is the same either way.
+        mine = self._communicator.rank
+        own_first = len(self._arrived) == 2 or mine == 0
+        total = self._own(self._rows, self._rest) if own_first else self._values.new_zeros(self._share)
+        for rank, row in enumerate(self._arrived):
+            if rank != mine:
+                self._coding.decode(row, total, add=1.0)
+            elif not own_first:
+                total.add_(self._own(self._rows, self._rest))
+        own = self._arrived.new_empty(self._row)
+        self._coding.encode(total, own)
+        if self._lost is not None:
+            self._lose(total, own)
+        return self._communicator.all_gather(self._arrived.view(-1), own)
+
+    def _lose(self, total: torch.Tensor, own: torch.Tensor) -> None:
+        """Count as lost by this rank what the second coding has lost of the share that this rank summed."""
+        assert self._lost is not None
+        self._coding.decode(own, total, add=-1.0)
+        begin = self._communicator.rank * self._share
+        mine = self._lost[begin : begin + self._share]
+        mine.add_(total[: mine.numel()])
+
+    def _spread(self) -> None:
+        self._coding.decode(self._arrived[: self._full], self._rows)
+        self._coding.decode(self._arrived[self._full :], self._rest)
+        self._values[self._end :] = self._rest.view(-1)[: self._values.numel() - self._end]
+
+
+def gaps_of(bucket: Bucket) -> list[slice]:
+    """The parts of a bucket's payload that hold no gradient."""
+    ends = [slot.offset + slot.numel for slot in bucket.plan.slots]
+    starts = [*(slot.offset for slot in bucket.plan.slots[1:]), bucket.plan.payload]
+    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+class Cast(Compressing):
+    """Sends gradients in ``dtype``.
+
+    In a wider dtype they are summed in it, too. In a narrower one they are summed in float32, whatever the number of
+    ranks: see :mod:`gradsync.core.reduction.quantize`. float16, whose numbers end at 65504, gets a scale for every
+    thousand of them, so that neither large nor small gradients are lost.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigurationError(f"Cast needs a floating-point dtype such as torch.bfloat16, got {dtype}")
+        self.dtype = dtype
+        self._coding = Rounded(dtype)
+
+    def __repr__(self) -> str:
+        return f"Cast({self.dtype})"
+
+    @property
+    def carries_tail(self) -> bool:  # type: ignore[override]
+        # A flag that shared its scale with large numbers would vanish.
+        return not self._coding.scales
+
+    def unit(self, ranks: int) -> int:
+        return self._coding.multiple * ranks if self._coding.scales else 1
+
+    def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
+        wire = bucket.wire if self.carries_tail else bucket.payload.data
+        if not self.carries_tail and sends_nothing(bucket, communicator):
+            return super().start(bucket, communicator, divisor)
+        if wire.dtype == self.dtype or communicator.world_size == 1:
+            return communicator.all_reduce(wire)
+        if torch.promote_types(wire.dtype, self.dtype) == self.dtype or self._adds_alike(communicator):
+            cast = wire.to(self.dtype)
+            return Finishing(communicator.all_reduce(cast), lambda: wire.copy_(cast))
+        values = wire.float()
+        gaps = [] if self.carries_tail else gaps_of(bucket)
+        return exchange(self._coding, values, communicator, gaps=gaps).then(lambda: _put(values, wire))
+
+    def _adds_alike(self, communicator: Communicator) -> bool:
+        """Whether numbers can be summed in place equally well: with two, the sum is rounded once either way."""
+        return communicator.world_size == 2 and not self._coding.scales
+
+    def send(
+        self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
+    ) -> Handle:
+        return exchange(self._coding, values, communicator, lost, gaps=gaps_of(bucket))
+
+
+def _put(values: torch.Tensor, wire: torch.Tensor) -> None:
+    wire.copy_(values)
+
 
 BLOCK = 256
 BITS = (8, 4)

@@ -7,7 +7,7 @@ import torch
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator, Handle
 from gradsync.core.bucket import Bucket
-from gradsync.core.reduction.compressing import Compressing
+from gradsync.core.reduction.base import Compressing
 
 __all__ = ["TopK"]
 

@@ -1,8 +1,7 @@
 """Gradient accumulation windows between two optimizer steps: weights of micro-batches, and checks against tampering."""
 
-from gradsync.core.window.tamper_check import TamperCheck, has_loose_gradients, has_nonzero_gradients
 from gradsync.core.window.weights import Counting, Weights, checked_weight
-from gradsync.core.window.window import Window, WindowState
+from gradsync.core.window.window import TamperCheck, Window, WindowState, has_loose_gradients, has_nonzero_gradients
 
 __all__ = [
     "Counting",

@@ -37,7 +37,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator, Handle
-from gradsync.core.bucket.host_copy import HostCopy, reads_at_once
+from gradsync.core.bucket.ballot import HostCopy, reads_at_once
 
 __all__ = ["Counting", "Weights", "checked_weight"]
 
@@ -92,7 +92,8 @@ class Weights:
 
         What has been sent stays sent: a rank that gives up its part of a window has still told the others about it.
         """
-        self.phase = Counting.NOTHING
+        # Whether the window's gradients are means, by the sum that ranks have agreed on.
+        self.synchronized = False
         self._tally = _Tally()
         if self._block is not None:
             self._block.counted = False
@@ -116,7 +117,6 @@ class Weights:
         self._tally = _Tally(
             **{field.name: state.get(field.name, field.default) for field in dataclasses.fields(_Tally)}
         )
-        self.phase = Counting.COUNTING if self.counting else Counting.NOTHING
         self.expected, self._last_window_counted = state["expected"], state["last_window_counted"]
 
     def __repr__(self) -> str:
@@ -135,9 +135,10 @@ class Weights:
         return self._tally.backwards
 
     @property
-    def synchronized(self) -> bool:
-        """Whether the window's gradients are means, by the sum that ranks have agreed on."""
-        return self.phase is Counting.AGREED
+    def phase(self) -> Counting:
+        if self.synchronized:
+            return Counting.AGREED
+        return Counting.COUNTING if self.counting else Counting.NOTHING
 
     @property
     def total(self) -> float:
@@ -182,13 +183,7 @@ class Weights:
         elif tally.unit is None:
             tally.unit = self._new_unit(weight)
         self._takes_back = False
-        self._note_counted()
         return tally.unit
-
-    def _note_counted(self) -> None:
-        # The agreed sum stays known until the further backward that is about to run has undone the mean.
-        if self.phase is not Counting.AGREED:
-            self.phase = Counting.COUNTING
 
     def _new_unit(self, weight: float) -> float:
         if self.expected is not None:
@@ -229,7 +224,6 @@ class Weights:
             block.counted = True
         tally.plain += 1
         tally.sum += 1.0
-        self._note_counted()
         return tally.unit
 
     def take_back_plain(self) -> None:
@@ -242,8 +236,7 @@ class Weights:
         self._tally.plain -= 1
         self._tally.sum -= 1.0
         self._tally.backwards -= 1
-        if not self.counting:
-            self.phase = Counting.NOTHING
+        self.synchronized = self.synchronized and self.counting
 
     def _refuse_mixture(self, which: str) -> None:
         raise MisuseError(
@@ -274,7 +267,7 @@ class Weights:
     @property
     def unannounced(self) -> bool:
         """Whether this rank counts, but no sums were sent ahead: they must follow the buckets."""
-        return self._message is None and not self.deferred and (self.phase is not Counting.NOTHING or self.in_block)
+        return self._message is None and not self.deferred and (self.counting or self.synchronized or self.in_block)
 
     def divisor(self, plain: float) -> float:
         """The divisor of the reduction, the same on all ranks; ``plain`` where no rank counts."""
@@ -335,8 +328,7 @@ class Weights:
         return None if total in (0.0, divisor) else divisor / total
 
     def _note_agreed(self) -> None:
-        if self.counting or self.in_block:
-            self.phase = Counting.AGREED
+        self.synchronized = self.synchronized or self.counting or self.in_block
 
     def learn(self) -> None:
         """The window succeeded on all ranks: use its sum for the next one, where all ranks know it."""
@@ -346,7 +338,7 @@ class Weights:
 
     def undo(self) -> float | torch.Tensor | None:
         """The factor that converts this window's mean back into a share of the sum, so a backward may add to it."""
-        self.phase = Counting.COUNTING
+        self.synchronized = False
         if self._tally.unit is None:
             self._tally.unit = 1.0
         total = 0.0 if self._total is None else self._total

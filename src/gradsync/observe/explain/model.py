@@ -7,7 +7,7 @@ import torch
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.core.bucket.cost_model import measure_link
+from gradsync.core.reduction.measurement import measure_link
 from gradsync.observe.explain.explanation import explain_recordings
 from gradsync.observe.explain.explanation_text import Explanation
 from gradsync.observe.recording.clocks import align_clocks

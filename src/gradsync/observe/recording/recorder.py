@@ -27,9 +27,9 @@ from gradsync.communicator import Handle
 from gradsync.communicator.device_stage import DeviceClock
 from gradsync.communicator.topology import host_identity
 from gradsync.core.bucket.bucket import Bucket
-from gradsync.core.bucket.cost_model import known_link
 from gradsync.core.bucket.layout import BucketLayout
 from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.core.reduction.measurement import known_link
 from gradsync.observe.recording.files import end_line, file_name, header_line, layout_line, step_line, write_lines
 from gradsync.observe.recording.loading import listen
 from gradsync.observe.recording.marks import Kind, Marks, Read, read_step

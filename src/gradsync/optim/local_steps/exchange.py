@@ -59,7 +59,7 @@ class Exchange:
             tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor.detach(), False)
             for tensor in tensors
         ]
-        buckets = [Bucket(plan, parameters, self.specs, communicator) for plan in layout.buckets]
+        buckets = [Bucket(plan, parameters, self.specs, communicator.allocate) for plan in layout.buckets]
         self.fragments = [
             Fragment(members=tuple(run), buckets=tuple(buckets[number] for number in numbers))
             for run, numbers in zip(runs, plans, strict=True)

@@ -21,11 +21,11 @@ from torch import nn
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket, BucketCaps
-from gradsync.core.bucket.shared_gradient import SharedGradient
-from gradsync.core.bucket.tuner import SMALLEST_BUCKET, BucketTuner
-from gradsync.core.engine.phase import Phase
+from gradsync.core.bucket.sizes import SMALLEST_BUCKET, BucketTuner
+from gradsync.core.engine.state import Phase
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction import Cast, Mean, Reduction, ScatteredMean
+from gradsync.core.reduction.shared_gradient import SharedGradient
 from gradsync.optim.sharded.gather import AwaitedParameter, await_before_forward
 from gradsync.optim.sharded.mode import ChosenMode, Mode, check_mode
 from gradsync.optim.sharded.options import Options

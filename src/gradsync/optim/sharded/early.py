@@ -20,7 +20,7 @@ import torch
 
 from gradsync.communicator import Communicator, Handle, Together
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.shared_gradient import SharedGradient
+from gradsync.core.reduction.shared_gradient import SharedGradient
 from gradsync.optim.sharded.options import Options, copied, same
 from gradsync.optim.sharded.segments import Before, Segments
 from gradsync.optim.sharded.share import Share

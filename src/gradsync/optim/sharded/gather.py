@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from gradsync.base.errors import GradsyncError
-from gradsync.core.bucket.without_values import WITHOUT_VALUES
+from gradsync.core.reduction.shared_gradient import WITHOUT_VALUES
 from gradsync.optim.sharded.switched_off import end_records_at_once
 from gradsync.optim.sharded.update_thread import UpdateThread
 

@@ -31,7 +31,7 @@ __all__ = ["GatherPipeline"]
 
 class GatherPipeline:
     """The work in flight of one sharded optimizer; ``options()`` returns the current options of its groups. It follows
-    reduce-scatters: :class:`~gradsync.core.reduction.scattered.Follower`."""
+    reduce-scatters: :class:`~gradsync.core.reduction.mean.Follower`."""
 
     def __init__(self, synchronizer: Synchronizer, options: Callable[[], Options]) -> None:
         self._synchronizer = synchronizer

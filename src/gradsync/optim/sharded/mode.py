@@ -21,9 +21,10 @@ from typing import Any, Literal, get_args
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.core.reduction import Reduction, ScatteredMean
-from gradsync.core.reduction.changing import TRIAL, Changing, StepWatch, in_ms
+from gradsync.core.reduction.auto import Changing, in_ms
+from gradsync.core.reduction.measurement import TRIAL, StepWatch
 from gradsync.optim.sharded.pace import PLANNED_AFTER
 
 __all__ = ["DECIDED_AFTER", "ChosenMode", "Mode", "check_mode"]

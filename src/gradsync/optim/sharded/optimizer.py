@@ -2,7 +2,7 @@
 
 ::
 
-    backward          every bucket is reduce-scattered                       core/reduction/scattered.py
+    backward          every bucket is reduce-scattered                       core/reduction/mean.py
     step()            this rank's share of each is updated                   optim/sharded/share.py
                       new parameters are gathered, first those that the
                       next forward needs first                               optim/sharded/gather_pipeline.py, gather.py

@@ -2,7 +2,7 @@
 
 ::
 
-    backward          every bucket is reduce-scattered                       core/reduction/scattered.py
+    backward          every bucket is reduce-scattered                       core/reduction/mean.py
     step()            the means are gathered, first those of what the next
                       forward needs first
     the next forward  a layer waits for the means of its own bucket, and
@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Handle, scattering_over
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.shared_gradient import SharedGradient
 from gradsync.core.reduction import ScatteredMean
+from gradsync.core.reduction.shared_gradient import SharedGradient
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Synchronized
 from gradsync.optim.sharded.element_wise import require_parameter_wise
 from gradsync.optim.sharded.gather import Gather, Gathers, told_later

@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.layout import ParameterSpec, Slot
-from gradsync.core.bucket.shared_gradient import SharedGradient
+from gradsync.core.reduction.shared_gradient import SharedGradient
 from gradsync.optim.sharded.flat_parameters import FlatParameters
 
 __all__ = ["Part", "Place", "Share", "is_narrow"]

@@ -12,7 +12,7 @@ from enum import StrEnum
 import torch
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.observe.timeline import Timeline
 from gradsync.tools.bench.device import Device
 from gradsync.tools.bench.measure import LateParts, Parts, Rounds, Step

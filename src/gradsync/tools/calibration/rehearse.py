@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gradsync.communicator import Communicator, choose_communicator, fit_communicator
 from gradsync.communicator.choose import Choice
-from gradsync.core.bucket.cost_model import measure_link
+from gradsync.core.reduction.measurement import measure_link
 from gradsync.observe.plan.calibration import Calibration, fit_wire, no_link, slow_for_good
 from gradsync.observe.plan.schedule import REDUCTIONS
 from gradsync.observe.plan.stragglers import Jitter, steady_straggler

@@ -15,7 +15,7 @@ from gradsync.communicator import (
     scattering_over,
 )
 from gradsync.core.reduction.codings import Blocks, Coding, Rounded, Signs
-from gradsync.core.reduction.exchanged import exchange
+from gradsync.core.reduction.quantize import exchange
 from gradsync.observe.plan.calibration import Reading
 from gradsync.observe.plan.link_cost import Operation, Way, Wire
 from gradsync.observe.plan.schedule import ReductionCost

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from gradsync.accelerator.overlapping import Overlap, Overlapping
 from gradsync.base.errors import ConfigurationError
-from gradsync.core.engine.veto import ON_VETO, OnVeto
 from gradsync.core.reduction import reduction_by_name
+from gradsync.core.window.veto import ON_VETO, OnVeto
 
 __all__ = ["Precision", "TrainSettings", "option_of"]
 

@@ -8,7 +8,7 @@ own choice is measured after its tuner has finished.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.observe.charts.canvas import colour, limit_line
 from gradsync.observe.charts.kinds import draw_curves
 from gradsync.parallel.data_parallel import DistributedDataParallel

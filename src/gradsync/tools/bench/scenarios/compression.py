@@ -8,7 +8,7 @@ because that is where compression has to be fast enough.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.core.reduction import Auto
 from gradsync.core.reduction.auto import DECIDED_AFTER
 from gradsync.observe.charts.kinds import draw_rows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.core.bucket.tuner import TUNED_AFTER
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.observe.charts.canvas import SOFT
 from gradsync.observe.charts.kinds import draw_rows
 from gradsync.optim.sharded import ShardedOptimizer

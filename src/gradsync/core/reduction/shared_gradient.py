@@ -17,9 +17,22 @@ from torch.autograd.graph import increment_version
 from gradsync.base.errors import MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket.bucket import Bucket
-from gradsync.core.bucket.without_values import WITHOUT_VALUES
 
-__all__ = ["Circle", "SharedGradient", "is_zeroed", "unshare_views"]
+__all__ = ["WITHOUT_VALUES", "Circle", "SharedGradient", "is_zeroed", "unshare_views"]
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "grad", "grad_fn", "is_leaf", "requires_grad"),
+    *("is_cpu", "is_cuda", "is_sparse", "is_mkldnn", "is_nested", "is_quantized"),
+)
+
+WITHOUT_VALUES = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+        *(torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.nelement),
+        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.requires_grad_),
+        *(torch.Tensor.element_size, torch.Tensor.is_contiguous, torch.Tensor.__len__),
+    }
+)
 
 
 class SharedGradient(torch.Tensor):

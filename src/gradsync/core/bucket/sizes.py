@@ -1,6 +1,13 @@
-"""Bucket size tuner: tries sizes in the first windows of a training run.
+"""Bucket sizes: a cost model estimates the best one, and a tuner tries others in the first windows.
 
-The cost model estimates from a few all-reduces on an idle link; see :mod:`gradsync.core.bucket.cost_model`. It knows
+Reducing S bytes in buckets of b bytes costs about ``S/b · latency`` for starting them and, after backward has ended,
+``b / bandwidth`` for the last one, which nothing hides. The sum is smallest at ``b = sqrt(S · latency · bandwidth)``.
+
+This holds where the transport needs no cores. Where ranks use all cores of a machine and communicate through its
+memory, moving bytes takes time from the cores that compute. Overlap then gains nothing, and only the number of buckets
+counts. ``hidden`` is the share of a transfer during which the cores are free.
+
+The cost model estimates from a few all-reduces on an idle link (:mod:`gradsync.core.reduction.measurement`). It knows
 neither when gradients become ready nor how well a link carries several buckets at once. So the tuner tries that
 estimate, then all gradients in one bucket, in two, four, eight, …, for a few windows each. It measures the time from
 the start of a synchronizing backward to its end, on the rank that began last: the others have only waited for it. When
@@ -14,19 +21,52 @@ On a CUDA device the clock is the device's: events on its timeline, which are re
 ahead of the device, so its own clock would say nothing.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from gradsync.communicator import Communicator, Handle
-from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.layout import BucketCaps
 
-__all__ = ["TUNED_AFTER", "BucketTuner"]
+__all__ = ["TUNED_AFTER", "BucketTuner", "LinkCost", "auto_caps"]
+
+MIN_BUCKET_BYTES = 256 * 1024
+MAX_BUCKET_BYTES = 64 * 1024 * 1024
+MIN_HIDDEN = 0.02
+WORTH_OVERLAPPING = 0.5
+
+# The engine's own work for a bucket (gathering, starting, finishing) is latency too.
+HOST_SECONDS_PER_BUCKET = 100e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCost:
+    """An all-reduce of n bytes takes ``latency + n · seconds_per_byte``; compute can hide a share of it."""
+
+    latency: float
+    seconds_per_byte: float
+    hidden: float = 1.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether reducing buckets during backward gains anything."""
+        return self.hidden >= WORTH_OVERLAPPING
+
+    def best_bucket_bytes(self, total_bytes: int) -> int:
+        latency = self.latency + HOST_SECONDS_PER_BUCKET
+        best = math.sqrt(max(total_bytes, 1) * latency / (self.seconds_per_byte * self.hidden))
+        return int(min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))
+
+
+def auto_caps(cost: LinkCost, total_bytes: int) -> BucketCaps:
+    """Caps by the cost model: the best size, with smaller buckets at the end, where nothing hides them."""
+    best = cost.best_bucket_bytes(total_bytes)
+    if not cost.overlaps:
+        return BucketCaps.uniform(best)
+    return BucketCaps.tapered(best, least=MIN_BUCKET_BYTES // 4)
+
 
 PARTS = (1, 2, 4, 8, 16)
 # Windows per trial; the first one is not counted, since its memory is new.
@@ -83,40 +123,31 @@ class BucketTuner:
     def finished(self) -> bool:
         return self.rounds == len(TUNED_AFTER)
 
-    # -- watching --------------------------------------------------------------------------------------------------
-
     def backward_began(self, *, synchronizes: bool) -> None:
         self._began = self._clock()
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        pass
-
-    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        pass
-
-    def backward_ended(self) -> None:
-        pass
-
-    def bucket_finished(self, bucket: Bucket) -> None:
-        pass
 
     def synchronization_finished(self) -> None:
         # A rank without a backward in this window has waited for the others, which says nothing.
         self._windows.append(None if self._began is None else (self._began, self._clock()))
         self._began = None
 
-    # -- proposing -------------------------------------------------------------------------------------------------
-
     def due(self, windows: int) -> bool:
         """Whether ranks negotiate after this many windows: the same answer on all ranks."""
         return not self.finished and windows == TUNED_AFTER[self.rounds]
 
-    def propose(
-        self, communicator: Communicator, caps: BucketCaps, sizes: Callable[[BucketCaps], list[int]]
-    ) -> BucketCaps:
-        """End the trial of ``caps``; returns the next caps. ``sizes`` maps caps to bucket sizes. Collective."""
+    @property
+    def times(self) -> list[float]:
+        """How long this rank took for each window of the trial."""
+        measured = [float("inf") if window is None else self._seconds(*window) for window in self._windows]
+        return ([float("inf")] * WINDOWS + measured)[-(WINDOWS - 1) :]
+
+    def propose(self, times: list[float], caps: BucketCaps, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps:
+        """End the trial of ``caps``, whose windows took at least these ``times`` on all ranks; returns the next caps.
+
+        ``sizes`` maps caps to bucket sizes.
+        """
         self.rounds += 1
-        self._note(caps, self._shared_times(communicator))
+        self._note(caps, times)
         self._windows.clear()
         following = self._following(sizes)
         if following is None or self.finished:
@@ -140,15 +171,6 @@ class BucketTuner:
             ranked = sorted(self._fine, key=lambda trial: trial.seconds)
             self._finalists = [trial.caps for trial in ranked[:FINALISTS]] if len(ranked) > 1 else []
         return self._finalists.pop() if self._finalists else None
-
-    def _shared_times(self, communicator: Communicator) -> list[float]:
-        """For each window of the trial, the shortest time of any rank."""
-        measured = [float("inf") if window is None else self._seconds(*window) for window in self._windows]
-        times = ([float("inf")] * WINDOWS + measured)[-(WINDOWS - 1) :]
-        message = torch.tensor([-seconds for seconds in times], dtype=torch.float64, device=communicator.device)
-        communicator.all_reduce(message, "max").wait()
-        seconds: list[float] = message.tolist()
-        return [-each for each in seconds]
 
     @property
     def _fine(self) -> list[_Trial]:

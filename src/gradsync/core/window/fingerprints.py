@@ -21,7 +21,7 @@ Buffers are not compared: each rank's forward updates its own, until rank 0's ar
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +31,6 @@ from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator import Communicator
 from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import ParameterSpec
-from gradsync.core.engine.keeper import ParameterKeeper
 
 __all__ = ["Comparison", "Fingerprints", "fingerprint"]
 
@@ -93,10 +92,10 @@ class Comparison:
         settings: Fingerprints,
         specs: Sequence[ParameterSpec],
         communicator: Communicator,
-        keeper: ParameterKeeper | None,
+        value_of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
     ) -> None:
         self._settings, self._names = settings, [spec.name for spec in specs]
-        self._communicator, self._keeper = communicator, keeper
+        self._communicator, self._value_of = communicator, value_of or _memory_of
 
     def before_window(self, window: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Compare, if this window is due: ranks know by counting. Collective."""
@@ -121,10 +120,6 @@ class Comparison:
                 "too, replicas will differ again",
                 self._told(differences),
             )
-
-    def _value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        # Not the parameter itself: a backward is running and need not notice the repair.
-        return parameter.data if self._keeper is None else self._keeper.value_of(parameter)
 
     def _gather(self, numbers: torch.Tensor) -> list[int]:
         """Gather the numbers of all ranks, in rank order."""
@@ -156,6 +151,11 @@ class Comparison:
             f"{self._told(differences)}: a bit has flipped, or code that only some ranks run has changed it.{healing} "
             "Load the last checkpoint on all ranks, and call zero_grad() before the next backward"
         )
+
+
+def _memory_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Not the parameter itself: a backward is running and need not notice the repair."""
+    return parameter.data
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,158 @@
+"""The control flags in the tail of the last bucket: votes on failed backwards, and requests to all ranks.
+
+Sometimes only one rank knows that a parameter is trained again, that it counts micro-batches in a window where none did
+before, or that its own gradients must not be used. It must not start a collective for that: the others would not. So
+each kind of request has a place in the ballot, a rank that needs it sets a mark there, and all ranks read the same sum
+and do the same after the buckets. A rank whose backward failed marks the place of its own number.
+
+On an accelerator reading would make the host wait, so only those ranks read at once that have a request, or have
+nothing else to do. They mark that, too, and every rank marks one more place: where both sums are equal, all ranks know
+the requests and can carry them out.
+
+[Note: late failures] For the same reason ranks learn of a failed backward only in the next window, and raise at its
+end. The rank that failed does not raise again. To keep replicas equal, no rank may step on that window, so the ranks
+that are about to raise mark it as late.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from gradsync.base.errors import PeerFailedError
+
+__all__ = ["HostCopy", "Requests", "failed_ranks", "mark_ballot", "raise_for", "raise_for_unheard", "reads_at_once"]
+
+
+class HostCopy:
+    """A copy of the current values of ``numbers``, to be read later."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(numbers, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> list[float]:
+        self._event.synchronize()
+        numbers: list[float] = self._copy.tolist()
+        return numbers
+
+
+def reads_at_once(device: torch.device) -> bool:
+    """Whether the host may read what was received: on an accelerator it would wait, and no longer run ahead."""
+    return device.type == "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """The requests to carry out after the buckets. ``weights``: sums of weights; ``trained``: which parameters are
+    trained; ``vetoed``: which ranks reject the window, and why. ``late``: no rank steps on it;
+    see [Note: late failures]. ``known``: this rank reads the ballot at once, or, if it was read, all ranks do."""
+
+    weights: bool = False
+    trained: bool = False
+    vetoed: bool = False
+    late: bool = False
+    known: bool = True
+
+    # How many places they take in the ballot, and which of them signals a veto.
+    PLACES: ClassVar[int] = 6
+    VETO: ClassVar[int] = -5
+    # Places of what all ranks must know, and of the ranks that confirm that they do; see
+    # :mod:`gradsync.core.engine.step_guard`.
+    LATE: ClassVar[int] = -6
+    KNOWN: ClassVar[int] = -2
+    EVERYBODY: ClassVar[int] = -1
+
+    @classmethod
+    def read(cls, ballot: Sequence[float]) -> Self:
+        """The requests of all ranks, and whether all ranks know of them."""
+        late, vetoed, weights, trained, reading, everybody = ballot[-cls.PLACES :]
+        asked = {"weights": weights > 0, "trained": trained > 0, "vetoed": vetoed > 0}
+        return cls(**asked, late=late > 0, known=reading == everybody)
+
+    @property
+    def unheard(self) -> bool:
+        """Whether there is a request that not all ranks know of."""
+        return (self.weights or self.trained or self.vetoed) and not self.known
+
+    @property
+    def marked(self) -> list[int]:
+        """The places that this rank marks, counted from the end of the ballot: every rank marks the last one."""
+        asked = (
+            (self.LATE, self.late),
+            (self.VETO, self.vetoed),
+            (-4, self.weights),
+            (-3, self.trained),
+            (self.KNOWN, self.known),
+            (self.EVERYBODY, True),
+        )
+        return [place for place, is_marked in asked if is_marked]
+
+
+# What happened to gradients where this rank hears one window late; empty where it hears in time.
+STEPPED = (
+    " An optimizer that gradsync does not see may have used them since then, and parameters may differ over ranks by "
+    "now: go on from the last checkpoint."
+)
+NOT_STEPPED = " No optimizer step was taken on them: the one since then has changed nothing."
+
+
+@torch.no_grad()
+def mark_ballot(ballot: torch.Tensor, failed_rank: int | None, requests: Requests) -> None:
+    """Record whether this rank's backward has failed, and what it requests."""
+    ballot.zero_()
+    marked = [*([] if failed_rank is None else [failed_rank]), *(ballot.numel() + place for place in requests.marked)]
+    for place in marked:
+        # Assigning a number would make an accelerator's host wait.
+        ballot[place : place + 1].fill_(1)
+
+
+def failed_ranks(ballot: Sequence[float]) -> list[int]:
+    """The ranks whose backward failed."""
+    return [rank for rank, vote in enumerate(ballot[: -Requests.PLACES]) if vote > 0]
+
+
+def raise_for(failed: Sequence[int], since: str = "") -> None:
+    """Raise an error that names the ranks whose backward failed, if any. ``since``: what happened to the gradients."""
+    if failed:
+        names = ", ".join(f"rank {rank}" for rank in failed)
+        raise PeerFailedError(
+            f"the backward of {names} failed, so these gradients are not the mean over all ranks.{since} See "
+            "the error there; call zero_grad() before the next backward"
+        )
+
+
+def raise_for_unheard(requests: Requests, since: str = "") -> None:
+    """Where not all ranks read requests at once: raise if there are some that other ranks have not heard of."""
+    if not requests.unheard:
+        return
+    if requests.vetoed:
+        raise PeerFailedError(
+            "a rank abstains from a window. On an accelerator the others do not hear of it in time, so gradients are "
+            f"not the mean over all ranks.{since} Wrap the model with on_veto='skip-window', which has all "
+            "ranks wait for the ballot, and call zero_grad() before the next backward"
+        )
+    what = "train a parameter that was frozen before" if requests.trained else "count the micro-batches of a window"
+    raise PeerFailedError(
+        f"some ranks {what} and others do not. On an accelerator these do not hear of it in time, so gradients are not "
+        f"the mean over all ranks.{since} Do it on all ranks in the same window, and call zero_grad() before "
+        "the next backward"
+    )
+
+
+@torch.no_grad()
+def step_gate(ballot: torch.Tensor, flags: list[torch.Tensor]) -> torch.Tensor:
+    """1.0 if no rank may step on the window of ``ballot``, else 0.0, on the ballot's device. ``flags`` are numbers on
+    the host that are nonzero once the communicator has failed."""
+    numbers = ballot.float()
+    asked = ballot.numel() + Requests.VETO
+    # The votes, and after them whether some rank is late.
+    bad = numbers[:asked].sum()
+    unheard = numbers[Requests.EVERYBODY] - numbers[Requests.KNOWN]
+    bad = torch.addcmul(bad, numbers[asked : Requests.KNOWN].sum(), unheard)
+    for flag in flags:
+        bad = bad + flag.to(ballot.device, non_blocking=True)
+    return torch.gt(bad, 0, out=torch.empty_like(bad))
