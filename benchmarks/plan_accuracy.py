@@ -35,7 +35,6 @@ from gradsync.errors import GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.planner import Setting, predict, settle
-from gradsync.optim.sharded.pace import PLANNED_AFTER
 from gradsync.tools.bench.workload import EmulatedWorkload
 from gradsync.tools.calibration import Rehearsal, rehearse
 from gradsync.tools.lab.lab import fork_ranks
@@ -46,7 +45,7 @@ MODES = ("plain", "int8", "next-forward")
 PARAMETERS, LAYERS, SECONDS = 1_200_000, 12, 0.4
 # Steps in a row that are one sample, after one that is not counted; and how many samples.
 IN_A_ROW, ROUNDS, QUICK_ROUNDS = 4, 4, 2
-WARM_UP = {"plain": 3, "int8": 3, "next-forward": PLANNED_AFTER + 3}
+WARM_UP = 3
 # A block of cases may take this many times as long as foretold, and some more.
 PATIENCE, GRACE = 4.0, 60.0
 LAB_NAME = "planacc"
@@ -113,8 +112,8 @@ def measure_block(cases: Sequence[Case], rounds: int, path: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     control = dist.new_group(backend="gloo")
     variants = {case: variant(case) for case in cases}
-    for case, (step, flush) in variants.items():
-        for _ in range(WARM_UP[case.mode]):
+    for step, flush in variants.values():
+        for _ in range(WARM_UP):
             step()
         flush()
     samples: dict[Case, list[float]] = {case: [] for case in cases}

@@ -22,7 +22,6 @@ from interleave import interleave, table
 
 from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
-from gradsync.optim.sharded.pace import PLANNED_AFTER
 from gradsync.tools.bench.measure import Parts, Steady
 from gradsync.tools.bench.peers import DDP, OURS, TUNED, Gradsync, GradsyncSharded, Peer, Wrapped
 from gradsync.tools.bench.windows import settle
@@ -66,8 +65,8 @@ def measure(variants: Sequence[str], *, tokens: int, block: int, rounds: int) ->
                 torch.manual_seed(0)
                 wrapped = peer.wrap(workload.model(), partial(torch.optim.AdamW, lr=1e-4, fused=True))
                 steps[name] = steps_of(workload, wrapped, block=block, clip=clip)
-                # Until bucket sizes are chosen and early updates are planned.
-                settle(steps[name].step, after=0 if peer.name == TUNED else TUNED_AFTER[-1] + PLANNED_AFTER)
+                # Until bucket sizes are chosen.
+                settle(steps[name].step, after=0 if peer.name == TUNED else TUNED_AFTER[-1])
                 wrapped.flush()
     record = interleave(steps, warmup=1, rounds=rounds)
     if dist.get_rank() == 0:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from gradsync.errors import GradsyncError, MisuseError
-from gradsync.optim.sharded import gather_pipeline
 from tests.attack_programs import Program, Reader
 from tests.optim.test_readers import at_moment
 from tests.soak import Explosion, MicroBatch, Paths
@@ -186,9 +185,6 @@ class Disturbed:
             stack.callback(self.set_alarm, None)
             stack.callback(sys.setswitchinterval, sys.getswitchinterval())
             sys.setswitchinterval(self.program.switch_interval)
-            if self.program.optimizer.early == 1.0:
-                stack.callback(setattr, gather_pipeline, "plan_early", gather_pipeline.plan_early)
-                gather_pipeline.plan_early = lambda times, sizes, gathered: range(len(sizes))
             readers = [
                 threading.Thread(target=self._keep_reading, args=(each,), daemon=True)
                 for each in self.program.readers

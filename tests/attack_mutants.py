@@ -17,13 +17,11 @@ import torch
 
 from gradsync.communicator.background import Task
 from gradsync.core.engine.synchronizer import Synchronizer
-from gradsync.core.reduction import shared_gradient
 from gradsync.optim.sharded import bucket_optimizer, gather, overlapped
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.gather import Gathers
-from gradsync.optim.sharded.gather_pipeline import GatherPipeline
 from gradsync.optim.sharded.overlapped import OverlappedOptimizer
-from gradsync.optim.sharded.sharded_checkpoint import indexed
+from gradsync.optim.sharded.states import indexed
 from gradsync.optim.sharded.update_thread import UpdateThread
 
 __all__ = ["MUTANTS", "Mutant", "taken_out"]
@@ -85,24 +83,6 @@ def _class_switched_off() -> Patches:
     yield mock.patch.object(bucket_optimizer, "_drop_gradients", drop)
 
 
-def _first_before_agreement() -> Patches:
-    def make(self: GatherPipeline, segments: Any, gathers: Any) -> None:
-        self._place(segments)
-        claimed = self.early.claim()
-        changing = segments.prepare([share for share in segments.shares if share not in claimed])
-        for share, made in claimed.items():
-            if made is not share.flat:
-                share.flat.copy_(made)
-        by_need = segments.shares[::-1]
-        for shares in by_need[:1], by_need[1:]:
-            self._update([segment for segment in changing if segment.share in shares], segments)
-            self._send(shares, gathers, hold=bool(claimed))
-        self.early.stepped()
-        self.pace.stepped()
-
-    yield mock.patch.object(GatherPipeline, "_make", make)
-
-
 def _added_groups_lost() -> Patches:
     take = OverlappedOptimizer._take_group
 
@@ -161,10 +141,6 @@ def _asked_before_the_closure() -> Patches:
     yield mock.patch.object(Synchronizer, "before_step", ask_first)
 
 
-def _unscaling_not_counted() -> Patches:
-    yield mock.patch.object(shared_gradient, "increment_version")
-
-
 IN_BUCKETS = ("sharded", "overlapped")
 MUTANTS = {
     "turns": Mutant(
@@ -175,11 +151,6 @@ MUTANTS = {
     ),
     "zero-grad": Mutant(
         fault="a handler inherits that parameters do not wait", kinds=IN_BUCKETS, patches=_class_switched_off
-    ),
-    "early-order": Mutant(
-        fault="early shares are agreed on before all are updated",
-        kinds=("sharded",),
-        patches=_first_before_agreement,
     ),
     "added-groups": Mutant(
         fault="close() loses groups that were added", kinds=("overlapped",), patches=_added_groups_lost
@@ -194,8 +165,5 @@ MUTANTS = {
         fault="step(closure) after no_sync() is refused",
         kinds=("plain", *IN_BUCKETS),
         patches=_asked_before_the_closure,
-    ),
-    "unscaling": Mutant(
-        fault="early updates are made of scaled gradients", kinds=("sharded",), patches=_unscaling_not_counted
     ),
 }

@@ -32,12 +32,11 @@ LONGEST = 0.01
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """``late`` layers are added as a group before window ``added_at``; ``split``: those from this layer on have an
-    optimizer of their own; ``early``: the part of shares that a sharded one updates early."""
+    optimizer of their own."""
 
     kind: str
     name: str
     options: dict[str, Any]
-    early: float | None
     split: int | None
     late: frozenset[int]
     added_at: int
@@ -122,7 +121,6 @@ class Program:
     def __str__(self) -> str:
         made = self.optimizer
         extras = [name for name, has in (("scaler", self.scaler), ("scheduler", self.scheduler)) if has]
-        extras += [f"early {made.early}"] if made.early is not None else []
         extras += [f"group added at {made.added_at}"] if made.late else []
         extras += [f"{sum(window.closure for window in self.windows)} closures"]
         readers = ", ".join(f"{each.how} on rank {each.rank}" for each in self.readers) or "no threads"
@@ -191,7 +189,6 @@ def _draw_optimizer(chance: random.Random, layers: int, windows: int) -> Optimiz
         kind=kind,
         name=name,
         options=options,
-        early=chance.choice((0.4, 1.0, 1.0)) if kind == "sharded" and chance.random() < 0.5 else None,
         split=first[chance.randrange(1, len(first))] if splits else None,
         late=late,
         added_at=chance.randrange(1, windows),

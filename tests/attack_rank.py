@@ -18,7 +18,6 @@ from gradsync.errors import GradsyncError, MisuseError, PeerFailedError
 from tests.attack_disturbances import EVALUATED, Disturbed, Outcome
 from tests.attack_mutants import taken_out
 from tests.attack_programs import End, Program, Window
-from tests.optim.test_early_updates import AtOnce
 from tests.soak import Explosion, MicroBatch, Paths
 from tests.wires import fresh_wire
 
@@ -111,11 +110,7 @@ class _Rank(Disturbed):
             return self.plain[0]
         if kind == "overlapped":
             return OverlappedOptimizer(self.model, *self.plain)
-        optimizer = ShardedOptimizer.of(self.plain[0], self.model)
-        if self.program.optimizer.early is not None:
-            optimizer._gather_pipeline.pace = AtOnce(self.program.optimizer.early)
-            optimizer._gather_pipeline.early.pause = 0
-        return optimizer
+        return ShardedOptimizer.of(self.plain[0], self.model)
 
     # -- the program -----------------------------------------------------------------------------------------------
 

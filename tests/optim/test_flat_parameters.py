@@ -13,8 +13,7 @@ from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
 from gradsync.errors import MisuseError
 from gradsync.optim.sharded import ShardedOptimizer
-from gradsync.optim.sharded.flat_parameters import movable
-from gradsync.optim.sharded.share import Share
+from gradsync.optim.sharded.share import Share, movable
 from tests.optim.test_sharded import TINY, assert_same, batch, filled, make, net, parameters_of
 from tests.ranks import Ranks, ThreadRanks
 
@@ -27,7 +26,7 @@ in_threads_and_processes = pytest.mark.parametrize(
 
 
 def shares_of(optimizer: ShardedOptimizer) -> list[Share]:
-    segments = optimizer._gather_pipeline.segments
+    segments = optimizer._segments
     assert segments is not None
     return segments.shares
 

@@ -19,7 +19,7 @@ from gradsync import ConfigurationError, LocalSteps, MismatchError, MisuseError,
 from gradsync.communicator import Communicator, Handle, choose_communicator
 from gradsync.core.bucket import Bucket
 from gradsync.optim.local_steps import exchange
-from gradsync.optim.local_steps.settings import Settings, cut
+from gradsync.optim.local_steps.arguments import Settings, cut
 from gradsync.reduction import ErrorFeedback, Mean, Quantize, ScatteredMean
 from gradsync.testing import run_ranks
 from tests.on_gpu import computes_on_cpu

@@ -360,7 +360,7 @@ def measure_state() -> tuple[int, int]:
     optimizer.step()
     kept = sum(
         value.numel()
-        for state in optimizer._gather_pipeline.segments.optimizer.state.values()
+        for state in optimizer._segments.optimizer.state.values()
         for value in state.values()
         if value.dim()
     )

@@ -38,8 +38,8 @@ class BucketTimes:
 
 @dataclass(kw_only=True)
 class GatherTimes:
-    """New parameters of one bucket on their way, in seconds since the backward began: before zero behind the forward,
-    after it early ones. ``end`` is None as long as they have not arrived."""
+    """New parameters of one bucket on their way, behind the forward: in seconds since the backward began, so before
+    zero. ``end`` is None as long as they have not arrived."""
 
     index: int
     nbytes: int

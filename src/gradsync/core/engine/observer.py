@@ -35,7 +35,7 @@ class Observer(Protocol):
 
 
 class GatherObserver(Protocol):
-    """An observer that is also notified of the gathers of a sharded optimizer, which mostly run between backwards."""
+    """An observer that is also notified of the gathers of a sharded optimizer, between backwards."""
 
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
         """New parameters of the bucket are being gathered on all ranks."""

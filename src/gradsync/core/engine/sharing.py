@@ -31,9 +31,6 @@ class BucketClient(Protocol):
     def whole(self) -> Reduction:
         """The reduction that would be used without it."""
 
-    def received(self) -> None:
-        """The means of its share are there. From now on only the user changes them."""
-
     def leave(self) -> None:
         """The buckets are needed for gradients: finish what is in flight in them."""
 
@@ -61,8 +58,6 @@ class Sharing:
         self._circle = Circle(self._communicator)
         for bucket in buckets:
             self._circle.take_in(bucket)
-        if self.client is not None:
-            self.client.received()
 
     def use_up(self, buckets: Sequence[Bucket]) -> None:
         """The client takes the memory of the gradients, for the step that is about to read them."""

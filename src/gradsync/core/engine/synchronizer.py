@@ -23,11 +23,15 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.base.errors import MisuseError, PeerFailedError
+from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
+from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
 from gradsync.core.engine.blocks import Block, Blocks, PendingWork
+from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
+from gradsync.core.engine.sharing import BucketClient
 from gradsync.core.engine.state import Phase, Told
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
@@ -143,6 +147,11 @@ class Synchronizer:
         """The bucket size limits, as far as they are known by now."""
         return self.engine.arrangement.caps
 
+    @caps.setter
+    def caps(self, value: BucketCaps) -> None:
+        """They hold when buckets are next rebuilt."""
+        self.engine.arrangement.caps = value
+
     @property
     def reduction(self) -> Reduction:
         """The reduction in use."""
@@ -183,6 +192,43 @@ class Synchronizer:
             # What the reduction keeps of the last window belongs to the old scale.
             self.engine.pipeline.hear_end()
             self.reduction.rescaled(factor)
+
+    # -- for optimizers that live in the buckets, see :mod:`gradsync.core.engine.sharing` --------------------------
+
+    @property
+    def communicator(self) -> Communicator:
+        return self.engine.communicator
+
+    @property
+    def observer(self) -> Observers | None:
+        return self.engine.observer
+
+    @property
+    def tuner(self) -> BucketTuner | None:
+        """What chooses bucket sizes, unless they were given."""
+        return self.engine.options.tuner
+
+    @property
+    def bucket_client(self) -> BucketClient | None:
+        """The component that uses the buckets between two backwards."""
+        return self.engine.sharing.client
+
+    @bucket_client.setter
+    def bucket_client(self, client: BucketClient | None) -> None:
+        self.engine.sharing.client = client
+
+    def use_up_gradients(self) -> None:
+        """The client takes the memory of the gradients, for the step that is about to read them."""
+        self.engine.sharing.use_up(self.buckets)
+
+    @property
+    def steps_locally(self) -> bool:
+        """Whether this rank takes steps without the others."""
+        return self.engine.switches.steps_locally
+
+    @property
+    def is_detached(self) -> bool:
+        return self.engine.phase is Phase.DETACHED
 
     # -- forwards ------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,6 @@ The other half is an all-gather. In an all-reduce it carries gradients; where an
 it carries new parameters, later.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 
 from gradsync.communicator import Communicator, Finishing, Handle, ReduceOp, Together
@@ -16,7 +13,7 @@ from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.base import Reduction
 from gradsync.core.reduction.quantize import Cast
 
-__all__ = ["Follower", "Mean", "ScatteredMean", "divides_on_the_wire"]
+__all__ = ["Mean", "ScatteredMean", "divides_on_the_wire"]
 
 
 class Mean(Reduction):
@@ -48,34 +45,18 @@ def divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: flo
     return divisor == communicator.world_size > 1 and communicator.averages(bucket.plan.device)
 
 
-class Follower(Protocol):
-    """Interface of a component that processes shares as soon as their means are there."""
-
-    def window_began(self) -> None:
-        """The ranks are negotiating before the first bucket, and may add to it."""
-
-    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        """The bucket's reduce-scatter was started: the follower may add collectives, the same on all ranks."""
-
-    def window_ended(self, *, well: bool) -> None:
-        """Unless ``well``, the means are not, or not exactly, what was received."""
-
-
 class ScatteredMean(Reduction):
     """The sum over the ranks divided by the divisor, in this rank's share of the bucket.
 
     Gradients are sent and summed in ``dtype``; by default in their own. They use the communicator ``wire``, over the
-    same ranks, if it is given. A ``follower`` is notified of what happens.
+    same ranks, if it is given.
     """
 
     carries_tail = False
     scatters = True
 
-    def __init__(
-        self, dtype: torch.dtype | None = None, wire: Communicator | None = None, follower: Follower | None = None
-    ) -> None:
-        self.dtype = dtype
-        self._wire, self._follower = wire, follower
+    def __init__(self, dtype: torch.dtype | None = None, wire: Communicator | None = None) -> None:
+        self.dtype, self._wire = dtype, wire
 
     def __repr__(self) -> str:
         return "ScatteredMean()" if self.dtype is None else f"ScatteredMean({self.dtype})"
@@ -88,22 +69,7 @@ class ScatteredMean(Reduction):
     def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
 
-    def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
-        if self._follower is not None:
-            self._follower.window_began()
-        return False
-
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        if self._follower is not None:
-            self._follower.window_ended(well=well and isinstance(correction, float) and correction == 1.0)
-
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        handle = self._start(bucket, communicator, divisor)
-        if self._follower is not None:
-            self._follower.bucket_started(bucket, handle)
-        return handle
-
-    def _start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
         wire = communicator if self._wire is None else self._wire
         payload = bucket.wire[: bucket.plan.payload]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from gradsync.base.errors import MisuseError
 from gradsync.communicator import Communicator
@@ -211,8 +210,6 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_sca
     present = [part for part in parts if part is not None and part.numel()]
     if present:
         torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, inv_scale)
-        # torch does not count this as a change; a step recognizes by one that early updates are no longer valid.
-        increment_version(present)
     circles = {id(each.circle): each.circle for each in _shared_in(gradients)}
     for circle in circles.values():
         circle.forget()

@@ -1,8 +1,7 @@
 """Local SGD, DiLoCo and streaming: ranks train alone for many steps and periodically agree on parameters.
 
-``settings`` is the schedule of what is sent when; ``progress`` tells each rank how far the others are; ``exchange``
-sends the tensors and ``outer`` applies the result; ``state_saving`` checks what is loaded; ``local_steps`` is the
-object that users create.
+``arguments`` checks what users give, and has the schedule; ``progress`` tells each rank how far the others are;
+``exchange`` sends the tensors and applies the result; ``local_steps`` is the object that users create.
 """
 
 from gradsync.optim.local_steps.local_steps import LocalSteps

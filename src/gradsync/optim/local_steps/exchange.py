@@ -2,20 +2,42 @@
 
 The buckets are of the kind that gradients travel in, so that every reduction can carry them. They are filled here, not
 by autograd, and the model's gradients are left alone.
+
+The mean is the new value of the parameters, or the gradient of an outer optimizer. That updates *anchors*: what all
+ranks held when they last agreed, in float32 at least. Its gradient is the anchor minus the mean of the parameters.
+Every rank computes the same update of the same numbers.
+
+Whenever the whole model was sent, floating-point buffers such as batch norm statistics are averaged, too. Counters and
+masks have no mean; each rank keeps its own.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator, Handle
 from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, BucketPlan, ParameterSpec, plan_layout
 from gradsync.core.bucket.precise import widened
-from gradsync.core.reduction import Reduction
+from gradsync.core.reduction import Mean, Reduction
+from gradsync.parallel.replica import Replica
 
-__all__ = ["Exchange", "Fragment", "put_down", "wide"]
+__all__ = [
+    "AveragedBuffers",
+    "Outer",
+    "OuterFactory",
+    "TensorExchange",
+    "is_averaging",
+    "make_outer",
+    "put_down",
+    "wide",
+]
+
+OuterFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 # No computation runs meanwhile that a smaller first bucket could hide behind; this is torch's own size.
 CAP = 25 * 1024 * 1024
@@ -35,7 +57,7 @@ class Fragment:
     buckets: tuple[Bucket, ...]
 
 
-class Exchange:
+class TensorExchange:
     """Averages tensors over the ranks, through ``reduction``, fragment by fragment.
 
     ``tensors`` are the current ones, and ``runs`` of neighbours are the fragments. :meth:`start` is told what to send;
@@ -136,3 +158,134 @@ def _plan(specs: Sequence[ParameterSpec], runs: Sequence[range]) -> tuple[Bucket
         plans += [dataclasses.replace(plan, index=first + plan.index) for plan in layout.buckets]
         numbers.append(list(range(first, len(plans))))
     return BucketLayout(buckets=tuple(plans), sparse=()), numbers
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+class AveragedBuffers:
+    """The buffers of ``replica`` that have a mean. Modules may replace them by other tensors of the same shape."""
+
+    def __init__(self, replica: Replica, communicator: Communicator) -> None:
+        self._replica = replica
+        named = {name: each for name, each in replica.named_buffers.items() if each.is_floating_point()}
+        self._specs = [ParameterSpec.of(name, buffer) for name, buffer in named.items()]
+        self._sent: list[torch.Tensor] | None = None
+        self._exchange: TensorExchange | None = None
+        if named:
+            runs = [range(len(named))]
+            self._exchange = TensorExchange(list(named.values()), self._specs, runs, Mean(), communicator)
+
+    def start(self, *, keep: bool) -> bool:
+        """Start sending them; False if there are none. ``keep``: they change before they are merged."""
+        if self._exchange is None:
+            return False
+        buffers = self._current()
+        self._sent = [buffer.clone() for buffer in buffers] if keep else None
+        self._exchange.start([0], buffers, None)
+        return True
+
+    def wait(self) -> None:
+        """Wait for the means."""
+        assert self._exchange is not None
+        self._exchange.wait()
+
+    def finish(self) -> None:
+        """Write the means back, and add what has been learned since they were sent."""
+        assert self._exchange is not None
+        sent, self._sent = self._sent, None
+        means = self._exchange.results([0])
+        for index, buffer in enumerate(self._current()):
+            put_down(buffer, means[index], None if sent is None else sent[index])
+
+    def _current(self) -> list[torch.Tensor]:
+        named = self._replica.named_buffers
+        return [named[spec.name] for spec in self._specs]
+
+    @property
+    def misfit(self) -> str | None:
+        """What keeps them from being averaged, in words: one has a different shape now, or is gone."""
+        named = self._replica.named_buffers
+        for spec in self._specs:
+            found = named.get(spec.name)
+            if found is None or tuple(found.shape) != spec.shape:
+                came = "is gone" if found is None else f"has shape {tuple(found.shape)} now"
+                return f"buffer {spec.name!r}, of shape {spec.shape} when LocalSteps was made, {came}"
+        return None
+
+
+# -- the outer optimizer -----------------------------------------------------------------------------------------------
+
+
+class Outer:
+    """Anchors, and the optimizer that updates them."""
+
+    def __init__(self, anchors: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self.anchors, self.optimizer = list(anchors), optimizer
+
+    @torch.no_grad()
+    def drop(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Set the anchors to the current parameters."""
+        for anchor, parameter in zip(self.anchors, parameters, strict=True):
+            anchor.copy_(parameter)
+
+    def step(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Update the anchors for which there are gradients."""
+        try:
+            for index, gradient in gradients.items():
+                self.anchors[index].grad = gradient
+            self.optimizer.step()
+        finally:
+            # The gradients lie in buckets. Optimizers skip anchors that have none.
+            for index in gradients:
+                self.anchors[index].grad = None
+
+
+def make_outer(
+    factory: OuterFactory | None, parameters: Sequence[torch.Tensor], specs: Sequence[ParameterSpec], *, exact: bool
+) -> Outer | None:
+    """The outer optimizer over anchors of ``specs``, or None where only the mean of the parameters is wanted.
+
+    A mean that is not ``exact`` is a mean of differences, which needs anchors to be added to.
+    """
+    if factory is None:
+        if exact:
+            return None
+        factory = _one_whole_step
+    if not callable(factory):
+        raise ConfigurationError(
+            "outer makes an optimizer of parameters, as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, "
+            f"nesterov=True) does, got {factory!r}"
+        )
+    anchors = [
+        nn.Parameter(parameter.detach().to(spec.dtype, copy=True))
+        for parameter, spec in zip(parameters, specs, strict=True)
+    ]
+    try:
+        optimizer = factory(list(anchors))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"outer could not make an optimizer of the parameters: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"outer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    own = {id(anchor) for anchor in anchors}
+    if own != {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
+        raise ConfigurationError("outer must make an optimizer of all parameters that it is given, and of no other")
+    return None if exact and is_averaging(optimizer) else Outer(anchors, optimizer)
+
+
+def _one_whole_step(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def is_averaging(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step from an anchor by the outer gradient always ends at the mean of the parameters."""
+    return type(optimizer) is torch.optim.SGD and all(_is_plain(group) for group in optimizer.param_groups)
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    lr = group["lr"]
+    return (
+        not isinstance(lr, torch.Tensor)
+        and lr == 1.0
+        and not (group["momentum"] or group["weight_decay"] or group["nesterov"] or group["maximize"])
+    )

@@ -3,7 +3,7 @@
 ::
 
     optimizer.step()      one more step of the cycle
-                          what was sent ``delay`` steps ago has arrived: merge it        outer.py
+                          what was sent ``delay`` steps ago has arrived: merge it        exchange.py
                           is a fragment due?
                               how far are the others?                                    progress.py
                               send what has changed since they last agreed               exchange.py
@@ -28,20 +28,23 @@ from gradsync.communicator.agreement import make_together, require_agreement
 from gradsync.communicator.logs import log_errors
 from gradsync.core.reduction import Reduction
 from gradsync.health.watch import set_watch
-from gradsync.optim.local_steps.averaged_buffers import AveragedBuffers
-from gradsync.optim.local_steps.exchange import Exchange, put_down
-from gradsync.optim.local_steps.outer import Outer, OuterFactory
-from gradsync.optim.local_steps.parts import Optimizers, Parts, communicator_of
+from gradsync.optim.local_steps.arguments import (
+    CheckedArguments,
+    Optimizers,
+    Settings,
+    check_state,
+    communicator_of,
+    cut,
+)
+from gradsync.optim.local_steps.exchange import AveragedBuffers, Outer, OuterFactory, TensorExchange, put_down
 from gradsync.optim.local_steps.progress import Agreed, Notice, Wish, meet
-from gradsync.optim.local_steps.settings import Settings, cut
-from gradsync.optim.local_steps.state_saving import check_state
 from gradsync.parallel.replica_state import broadcast_tensors
 
 __all__ = ["LocalSteps"]
 
 
 @dataclass(kw_only=True)
-class _Round:
+class _Sending:
     """What is being sent: fragments, with a copy of their parameters if ``steps_left`` are to be taken before they are
     merged, and perhaps buffers."""
 
@@ -83,8 +86,8 @@ class LocalSteps:
         known = group if isinstance(group, Communicator) else communicator_of(model) if group is None else None
         chosen = choose_communicator(group) if known is None else known
 
-        def look() -> Parts:
-            parts = Parts(model, optimizer, self.settings)
+        def look() -> CheckedArguments:
+            parts = CheckedArguments(model, optimizer, self.settings)
             parts.choose(reduction, outer)
             return parts
 
@@ -97,13 +100,13 @@ class LocalSteps:
         if self._outer is not None:
             self._outer.drop(self._parameters)
         runs = cut([spec.nbytes for spec in parts.specs], fragments)
-        self._exchange = Exchange(self._parameters, parts.specs, runs, parts.reduction, self._communicator)
+        self._exchange = TensorExchange(self._parameters, parts.specs, runs, parts.reduction, self._communicator)
         self._buffers = AveragedBuffers(self._replica, self._communicator)
         self._schedule = self.settings.schedule
         self._step = self._rounds = 0
         # The next fragment, and how many steps were taken here since each was sent.
         self._next, self._drift = 0, [0] * fragments
-        self._running: _Round | None = None
+        self._running: _Sending | None = None
         # As text: an exception would keep everything alive that its traceback refers to.
         self._failure: str | None = None
         self._closed = False
@@ -259,7 +262,7 @@ class LocalSteps:
             self._drift[number] = 0
         if agreed.whole:
             self._step = 0
-        self._running = _Round(fragments=agreed.fragments, sent=sent, buffers=buffers, steps_left=delay)
+        self._running = _Sending(fragments=agreed.fragments, sent=sent, buffers=buffers, steps_left=delay)
         if not delay:
             self._merge()
 

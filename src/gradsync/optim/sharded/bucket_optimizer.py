@@ -19,21 +19,22 @@ import torch
 from torch import nn
 
 from gradsync.base.errors import ConfigurationError, MisuseError
-from gradsync.communicator import Communicator
+from gradsync.communicator import Communicator, Handle
 from gradsync.core.bucket import Bucket, BucketCaps
-from gradsync.core.bucket.sizes import SMALLEST_BUCKET, BucketTuner
-from gradsync.core.engine.state import Phase
+from gradsync.core.bucket.sizes import SMALLEST_BUCKET
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.core.reduction.shared_gradient import SharedGradient
 from gradsync.optim.sharded.gather import AwaitedParameter, await_before_forward
 from gradsync.optim.sharded.mode import ChosenMode, Mode, check_mode
-from gradsync.optim.sharded.options import Options
-from gradsync.optim.sharded.sharded_checkpoint import indexed
 from gradsync.optim.sharded.share import is_narrow
+from gradsync.optim.sharded.states import indexed
 from gradsync.parallel.replica import Replica
 
-__all__ = ["BucketOptimizer", "Synchronized", "constructor_options", "trained_parameters"]
+__all__ = ["BucketOptimizer", "Options", "Synchronized", "constructor_options", "trained_parameters"]
+
+# One entry per parameter group.
+Options = list[dict[str, Any]]
 
 # Minimum number of buckets on an asynchronous transport: a forward should not wait for parameters it does not need.
 PIECES = 11
@@ -82,28 +83,12 @@ class BucketOptimizer(torch.optim.Optimizer):
         """Called once, before it becomes the client of the buckets."""
 
     @abstractmethod
-    def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
-        """The reduction used with it; gradients are sent in ``dtype``, if there is one."""
-
-    @abstractmethod
     def _update(self) -> None:
         """Use the means. Everything from the previous step has arrived."""
 
     @abstractmethod
     def flush(self) -> None:
         """Wait until all parameters have their new values."""
-
-    @abstractmethod
-    def _settle(self) -> None:
-        """Complete the last step, because its state and parameters are needed."""
-
-    @abstractmethod
-    def received(self) -> None:
-        """The means are there: :class:`~gradsync.core.engine.sharing.BucketClient`."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """The buckets are needed for gradients: :class:`~gradsync.core.engine.sharing.BucketClient`."""
 
     @abstractmethod
     def move_out(self) -> None:
@@ -131,27 +116,27 @@ class BucketOptimizer(torch.optim.Optimizer):
                     )
 
     def _move_in(self) -> None:
-        engine = self._synchronizer.engine
-        if engine.sharing.client is not None:
+        synchronizer = self._synchronizer
+        if synchronizer.bucket_client is not None:
             raise ConfigurationError(
                 "another sharded optimizer has this model's parameters. One optimizer takes several parameter groups: "
                 "pass them as params; or close() the other one"
             )
-        narrow = any(is_narrow(p, bucket) for bucket in engine.buckets for p in bucket.parameters)
-        self._reduction_before = self._synchronizer.reduction
+        narrow = any(is_narrow(p, bucket) for bucket in synchronizer.buckets for p in bucket.parameters)
+        self._reduction_before = synchronizer.reduction
         reduction = self._reduction(needs_shares=narrow)
         # A single rank has nothing to share: steps are plain, if that is precise enough.
-        in_buckets = reduction is not None and (engine.communicator.world_size > 1 or narrow)
+        in_buckets = reduction is not None and (synchronizer.communicator.world_size > 1 or narrow)
         self.lives_in_buckets = False
-        engine.sharing.client = self
+        synchronizer.bucket_client = self
         if reduction is None or not in_buckets:
             return
-        if reduction.scatters and self._tuner is not None:
-            self._tuner.fewest = PIECES
+        if reduction.scatters and synchronizer.tuner is not None:
+            synchronizer.tuner.fewest = PIECES
         try:
-            self._synchronizer.reduce_with(reduction)
+            synchronizer.reduce_with(reduction)
         except BaseException:
-            engine.sharing.client = None
+            synchronizer.bucket_client = None
             raise
         self.lives_in_buckets = True
 
@@ -165,12 +150,16 @@ class BucketOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} needs means, or shares of them, and {before!r} sends something else. Wrap the "
                 "model without it"
             )
-        scattered = self._scattered(None if isinstance(before, Mean) else before.dtype)
+        scattered = ScatteredMean(None if isinstance(before, Mean) else before.dtype, self._wire)
         # The precise copies of narrow parameters exist in shares only.
         if self.mode == "next-forward" or needs_shares:
             return scattered
         # Parameter hooks hold the reduction. They must not hold the optimizer, whose engine removes them.
         return ChosenMode(self.whole, scattered, partial(type(self)._mode_changed, weakref.proxy(self)))
+
+    def leave(self) -> None:
+        """The buckets are needed for gradients: :class:`~gradsync.core.engine.sharing.BucketClient`."""
+        self.flush()
 
     @property
     def whole(self) -> Reduction:
@@ -186,25 +175,38 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     def _mode_changed(self, scatters: bool) -> None:
         """Buckets are about to be rebuilt for shares, or for whole means again."""
-        arrangement = self._synchronizer.engine.arrangement
+        synchronizer = self._synchronizer
         if not scatters:
-            arrangement.caps = arrangement.caps if self._plain_caps is None else self._plain_caps
+            if self._plain_caps is not None:
+                synchronizer.caps = self._plain_caps
             return
-        self._plain_caps = caps = arrangement.caps
-        total = sum(plan.numel * plan.dtype.itemsize for plan in arrangement.layout.buckets)
+        self._plain_caps = caps = synchronizer.caps
+        total = sum(plan.numel * plan.dtype.itemsize for plan in synchronizer.layout.buckets)
         # Sizes that were requested stay; and so do those on transports that are not asynchronous.
-        if self._tuner is not None and caps.from_the_end and max(caps.caps) > total // PIECES:
+        if synchronizer.tuner is not None and caps.from_the_end and max(caps.caps) > total // PIECES:
             cap = max(total // PIECES_AT_ONCE, SMALLEST_BUCKET)
-            arrangement.caps = BucketCaps.tapered(cap, least=SMALLEST_BUCKET)
-
-    @property
-    def _tuner(self) -> BucketTuner | None:
-        return self._synchronizer.engine.options.tuner
+            synchronizer.caps = BucketCaps.tapered(cap, least=SMALLEST_BUCKET)
 
     @property
     def _scatters(self) -> bool:
         """Whether each rank has shares of the means instead of the whole."""
         return self._synchronizer.reduction.scatters
+
+    def _start_gather(self, bucket: Bucket, gathered: torch.Tensor, own: torch.Tensor) -> Handle:
+        """Have all ranks gather what belongs to this bucket."""
+        handle = self._synchronizer.communicator.all_gather(gathered, own)
+        observer = self._synchronizer.observer
+        if observer is not None:
+            observer.gather_started(bucket, handle)
+        return handle
+
+    def _await_gather(self, bucket: Bucket, handle: Handle) -> None:
+        observer = self._synchronizer.observer
+        if observer is not None:
+            observer.gather_needed(bucket)
+        handle.wait()
+        if observer is not None:
+            observer.gather_arrived(bucket)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -222,12 +224,12 @@ class BucketOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_open()
-        if self._synchronizer.engine.phase is Phase.DETACHED:
+        if self._synchronizer.is_detached:
             raise MisuseError(
                 "the engine that this optimizer shares out was detached from the model, or the model was given another "
                 "process group. Make the optimizer anew, and load the state of this one"
             )
-        if self._synchronizer.engine.switches.steps_locally and self._scatters:
+        if self._synchronizer.steps_locally and self._scatters:
             raise MisuseError(
                 "a sharded optimizer cannot take local steps: every rank has the means of its own share only. Use a "
                 "plain optimizer for them"
@@ -247,7 +249,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         try:
             yield
         except BaseException as error:
-            wires = {self._wire, self._synchronizer.engine.communicator} if self._scatters else ()
+            wires = {self._wire, self._synchronizer.communicator} if self._scatters else ()
             for wire in wires:
                 wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
             raise
@@ -281,7 +283,7 @@ class BucketOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._require_open()
-        self._settle()
+        self.flush()
         given = param_group["params"]
         param_group = {**param_group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
         self._check_parameters([param_group])
@@ -305,17 +307,17 @@ class BucketOptimizer(torch.optim.Optimizer):
         """
         if self._is_closed:
             return
-        self._settle()
+        self.flush()
         if self._scatters and any(p.grad is not None for p in indexed(self.param_groups)):
             raise MisuseError(
                 "a sharded optimizer was to be closed while gradients are there, of which every rank has its share "
                 "only. Call step() and zero_grad() before close()"
             )
         self._is_closed = True
-        self._synchronizer.engine.sharing.client = None
+        self._synchronizer.bucket_client = None
         if self.lives_in_buckets:
-            if self._tuner is not None:
-                self._tuner.fewest = 1
+            if self._synchronizer.tuner is not None:
+                self._synchronizer.tuner.fewest = 1
             self._synchronizer.reduce_with(self._reduction_before)
 
 

@@ -29,8 +29,7 @@ from torch import nn
 
 from gradsync.base.errors import GradsyncError
 from gradsync.core.reduction.shared_gradient import WITHOUT_VALUES
-from gradsync.optim.sharded.switched_off import end_records_at_once
-from gradsync.optim.sharded.update_thread import UpdateThread
+from gradsync.optim.sharded.update_thread import UpdateThread, end_records_at_once
 
 __all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "told_later"]
 

@@ -4,8 +4,7 @@
 
     windows    …  plain │ plain again   next-forward     plain │ whatever was faster, for good
                   ▲                     ▲                      ▲
-                  the tuner's sizes     finer buckets; early   the verdict
-                                        updates are planned
+                  the tuner's sizes     finer buckets          the verdict
 
 Where backward hides all communication, the ``next-forward`` mode has nothing to gain, and its copies cost time. That
 depends on the model, the link and the machine, so it is tried. Trials are interleaved because machine speed drifts.
@@ -25,7 +24,6 @@ from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.core.reduction import Reduction, ScatteredMean
 from gradsync.core.reduction.auto import Changing, in_ms
 from gradsync.core.reduction.measurement import TRIAL, StepWatch
-from gradsync.optim.sharded.pace import PLANNED_AFTER
 
 __all__ = ["DECIDED_AFTER", "ChosenMode", "Mode", "check_mode"]
 
@@ -36,8 +34,7 @@ Mode = Literal["next-forward", "plain", "auto"]
 # Bucket sizes have been chosen by then.
 SETTLED_AFTER = TUNED_AFTER[-1] + 1
 # Each trial ends after this many further windows: of plain steps, of the next forward, of plain steps again.
-PLAIN, NEXT_FORWARD = TRIAL + 2, PLANNED_AFTER + TRIAL + 1
-TRIALS = (PLAIN, PLAIN + NEXT_FORWARD, PLAIN + NEXT_FORWARD + PLAIN)
+TRIALS = (TRIAL + 2, 2 * (TRIAL + 2), 3 * (TRIAL + 2))
 DECIDED_AFTER = SETTLED_AFTER + TRIALS[-1]
 # The minimum gain of the next-forward mode.
 WORTH_KEEPING = 0.01

@@ -5,7 +5,7 @@
     backward          every bucket is reduce-scattered                       core/reduction/mean.py
     step()            this rank's share of each is updated                   optim/sharded/share.py
                       new parameters are gathered, first those that the
-                      next forward needs first                               optim/sharded/gather_pipeline.py, gather.py
+                      next forward needs first                               optim/sharded/gather.py
     the next forward  a layer waits for its own parameters, if they are
                       not there yet
 
@@ -13,8 +13,8 @@ An all-reduce is a reduce-scatter and an all-gather: the same bytes are sent. Bu
 between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
 """
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from gradsync.base.errors import MisuseError
+from gradsync.communicator import Handle, HierarchicalCommunicator, SharedMemoryCommunicator, scattering_over
 from gradsync.communicator.agreement import make_together
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.precise import NARROW, restore_gradients
-from gradsync.core.reduction import ScatteredMean
 from gradsync.optim.sharded.bucket_optimizer import (
     BucketOptimizer,
     Synchronized,
@@ -33,12 +33,11 @@ from gradsync.optim.sharded.bucket_optimizer import (
     trained_parameters,
 )
 from gradsync.optim.sharded.element_wise import require_element_wise
-from gradsync.optim.sharded.gather_pipeline import GatherPipeline
+from gradsync.optim.sharded.gather import Gather, Gathers
 from gradsync.optim.sharded.mode import Mode
 from gradsync.optim.sharded.segments import MASTER, ParameterState, Segments
-from gradsync.optim.sharded.sharded_checkpoint import check_groups, from_parameter, indexed, to_parameter
 from gradsync.optim.sharded.share import Part, Place, Share
-from gradsync.optim.sharded.states import gather_states
+from gradsync.optim.sharded.states import check_groups, from_parameter, gather_states, indexed, to_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -97,31 +96,25 @@ class ShardedOptimizer(BucketOptimizer):
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        self._gather_pipeline = GatherPipeline(self._synchronizer, self._all_options)
-        self._wire = self._gather_pipeline.wire
-
-    def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
-        # Parameter hooks hold the reduction. They must not hold the optimizer, whose engine removes them.
-        return ScatteredMean(dtype, self._gather_pipeline.wire, weakref.proxy(self._gather_pipeline))
-
-    def received(self) -> None:
-        self._gather_pipeline.early.received()
-
-    def leave(self) -> None:
-        self._gather_pipeline.settle()
-        self._gather_pipeline.pace.forward_ended()
+        communicator, device = self._synchronizer.communicator, self._synchronizer.parameters[0].device
+        self._wire = scattering_over(communicator, device)
+        # None while steps are plain.
+        self._segments: Segments | None = None
+        self._gathers = Gathers(device)
+        # Ranks that share memory are faster in the communicator's own memory, where parameters do not lie.
+        self._through_bucket = isinstance(communicator, SharedMemoryCommunicator | HierarchicalCommunicator)
 
     def move_out(self) -> None:
-        self._gather_pipeline.let_go()
+        if self._segments is not None:
+            self._segments.let_go()
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
         """Buckets were rebuilt: the state follows its parameters. Collective."""
         if not self._scatters:
             buckets = []
-            if self._gather_pipeline.segments is None:
+            if self._segments is None:
                 return
-        communicator = self._synchronizer.engine.communicator
-        shares = [Share(bucket, communicator.rank) for bucket in buckets]
+        shares = [Share(bucket, self._synchronizer.communicator.rank) for bucket in buckets]
         parts = {part.index: part for share in shares for part in share.parts}
         inside = {slot.parameter for bucket in buckets for slot in bucket.plan.slots}
         states: dict[int, ParameterState] = {}
@@ -132,14 +125,14 @@ class ShardedOptimizer(BucketOptimizer):
                 self._rest(index, state)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
-        self._gather_pipeline.take(Segments(shares, group_of, self._make, states) if self._scatters else None)
+        self._segments = Segments(shares, group_of, self._make, states) if self._scatters else None
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
 
     def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
         """The state of every parameter that has any. Collective."""
         synchronizer = self._synchronizer
-        if self._gather_pipeline.segments is not None:
-            yield from gather_states(self._gather_pipeline.segments, synchronizer.engine.communicator)
+        if self._segments is not None:
+            yield from gather_states(self._segments, synchronizer.communicator)
         for index, parameter in enumerate(synchronizer.parameters):
             if self._outside.state.get(parameter):
                 yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
@@ -165,13 +158,47 @@ class ShardedOptimizer(BucketOptimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        options = self._all_options()
+        """Update this rank's shares, and have all ranks gather them, in the order in which the next forward needs them.
 
-        def step_outside() -> None:
+        What has no place in a bucket is part of the same step: no reader gets it without the rest.
+        """
+        options, segments = self._all_options(), self._segments
+        if segments is None:
             with self.told_to_others():
                 self._step_outside(options)
+            return
+        self._synchronizer.use_up_gradients()
+        by_need = segments.shares[::-1]
 
-        self._gather_pipeline.step(indexed(self._outside.param_groups), step_outside)
+        def make(gathers: Sequence[Gather]) -> None:
+            with self.told_to_others():
+                self._step_outside(options)
+            self._step_shares(segments, options, dict(zip(by_need, gathers, strict=False)))
+
+        outside = indexed(self._outside.param_groups)
+        self._gathers.change([*(share.bucket.parameters for share in by_need), outside], make)
+
+    def _step_shares(
+        self, segments: Segments, options: Sequence[dict[str, Any]], gathers: Mapping[Share, Gather]
+    ) -> None:
+        segments.place(self._synchronizer.parameters, through_bucket=self._through_bucket)
+        changing = segments.prepare()
+        # From here on parameters are neither old nor new. The bucket that started last holds what is needed first. It
+        # is sent while the others are updated.
+        by_need = segments.shares[::-1]
+        for shares in by_need[:1], by_need[1:]:
+            with self.told_to_others():
+                segments.update(options, [segment for segment in changing if segment.share in shares])
+            for share in shares:
+                share.put_down()
+                # Not through the reduce-scatter communicator: Gloo's own gather uses less of a core.
+                handle = self._start_gather(share.bucket, share.gathered, share.sent)
+                gathers[share].started(partial(self._arrive, share, handle))
+
+    def _arrive(self, share: Share, handle: Handle) -> None:
+        """Wait for the new parameters of a bucket, and replace the old ones with them."""
+        self._await_gather(share.bucket, handle)
+        share.receive()
 
     def _step_outside(self, options: Sequence[dict[str, Any]]) -> None:
         """Update what has no place in a bucket: its gradient is the mean on every rank."""
@@ -188,27 +215,24 @@ class ShardedOptimizer(BucketOptimizer):
 
     def flush(self) -> None:
         """Wait until all parameters have their new values."""
-        self._gather_pipeline.flush()
-
-    def _settle(self) -> None:
-        self._gather_pipeline.settle()
+        self._gathers.finish()
 
     def close(self) -> None:
         super().close()
-        self._gather_pipeline.segments = None
+        self._segments = None
 
     # -- groups and state ------------------------------------------------------------------------------------------
 
     def _take_group(self, group: dict[str, Any]) -> None:
         self._outside.add_param_group({**group, "params": list(group["params"])})
-        if self._gather_pipeline.segments is not None:
+        if self._segments is not None:
             self.moved(self._synchronizer.buckets)
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""
         self._require_open()
-        self._gather_pipeline.settle()
-        communicator = self._synchronizer.engine.communicator
+        self.flush()
+        communicator = self._synchronizer.communicator
         keeps = to is None or to == communicator.rank
         state: dict[int, dict[str, Any]] = {}
         places = {id(p): place for place, p in enumerate(indexed(self.param_groups))}
@@ -254,7 +278,7 @@ class ShardedOptimizer(BucketOptimizer):
     @torch.no_grad()
     def _load(self, states: Mapping[int, ParameterState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Load ``states``: this rank's part of those in its shares, and the whole of all others."""
-        self._gather_pipeline.settle()
+        self.flush()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         parts, inside = self._parts(), self._inside()
@@ -262,18 +286,18 @@ class ShardedOptimizer(BucketOptimizer):
         for index, state in states.items():
             if index not in inside:
                 self._rest(index, _narrowed(state, self._synchronizer.parameters[index]))
-        if self._gather_pipeline.segments is not None:
-            self._gather_pipeline.segments.cut({index: state for index, state in states.items() if index in parts})
+        if self._segments is not None:
+            self._segments.cut({index: state for index, state in states.items() if index in parts})
         self._consolidated = None
 
     def _parts(self) -> dict[int, Part]:
         """This rank's parts of the parameters that lie in buckets."""
-        shares = [] if self._gather_pipeline.segments is None else self._gather_pipeline.segments.shares
+        shares = [] if self._segments is None else self._segments.shares
         return {part.index: part for share in shares for part in share.parts}
 
     def _inside(self) -> set[int]:
         """The parameters that lie in buckets, on any rank."""
-        shares = [] if self._gather_pipeline.segments is None else self._gather_pipeline.segments.shares
+        shares = [] if self._segments is None else self._segments.shares
         return {slot.parameter for share in shares for slot in share.plan.slots}
 
     # -- in pieces, for torch.distributed.checkpoint ---------------------------------------------------------------
@@ -283,11 +307,11 @@ class ShardedOptimizer(BucketOptimizer):
         from gradsync.optim.sharded.pieces import pieces_of
 
         self._require_open()
-        self._gather_pipeline.settle()
+        self.flush()
         specs, parts = self._synchronizer.specs, self._parts()
-        states = {} if self._gather_pipeline.segments is None else self._gather_pipeline.segments.states()
+        states = {} if self._segments is None else self._segments.states()
         mine = {specs[index].name: (state, self._place(index, parts)) for index, state in states.items()}
-        if self._synchronizer.engine.communicator.rank == 0:
+        if self._synchronizer.communicator.rank == 0:
             # The same on every rank.
             for index, parameter in enumerate(self._synchronizer.parameters):
                 if self._outside.state.get(parameter):
@@ -307,7 +331,7 @@ class ShardedOptimizer(BucketOptimizer):
         given = {id(p) for p in indexed(self.param_groups)}
         wanted = [i for i, p in enumerate(self._synchronizer.parameters) if id(p) in given]
         sizes, groups = {specs[i].name: specs[i].wire_numel for i in wanted}, len(self.param_groups)
-        communicator = self._synchronizer.engine.communicator
+        communicator = self._synchronizer.communicator
         # A disk may exist on one host and not on another, and reading is a collective.
         reader = make_together(
             communicator, "read the checkpoint", lambda: StateReader(checkpoint, name, sizes, groups)

@@ -10,32 +10,109 @@
 
 Only the communication is spread out, nothing is sharded: every rank updates whole parameters with whole means, as
 without it. So the optimizer may look at whole matrices, as Muon, LAMB and Shampoo do, but at one parameter at a time.
-It works on shadow parameters, which share the memory of the model's and have gradients of their own: ``zero_grad()``
-clears the model's long before the last mean is used.
+
+The work of a step may be done long after the call: by then ``zero_grad()`` has cleared the model's gradients, a
+scheduler has changed its groups, and its parameters belong to the class of awaited ones. So the optimizers work on
+shadow parameters, which share the memory of the model's and have gradients of their own, with options as they were when
+the step was called.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Handle, scattering_over
 from gradsync.core.bucket import Bucket
-from gradsync.core.reduction import ScatteredMean
 from gradsync.core.reduction.shared_gradient import SharedGradient
-from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Synchronized
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Options, Synchronized
 from gradsync.optim.sharded.element_wise import require_parameter_wise
 from gradsync.optim.sharded.gather import Gather, Gathers, told_later
 from gradsync.optim.sharded.mode import Mode
-from gradsync.optim.sharded.options import copied, is_equal
-from gradsync.optim.sharded.shadow_parameters import PutOffStep, ShadowParameter, doubled
-from gradsync.optim.sharded.sharded_checkpoint import check_groups, indexed
+from gradsync.optim.sharded.states import check_groups, indexed
 
 __all__ = ["OverlappedOptimizer"]
+
+
+class ShadowParameter:
+    """``itself`` is a parameter that shares the memory of a model's parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.itself = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+    def follow(self) -> None:
+        """Point to the parameter's current memory, which may have been replaced."""
+        mine, other = self.itself, self.parameter
+        if mine.data_ptr() != other.data_ptr() or mine.stride() != other.stride() or mine.dtype != other.dtype:
+            mine.data = other.data
+
+
+Gradients = Mapping[ShadowParameter, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PutOffStep:
+    """One deferred step of ``optimizers`` over shadow parameters, made of several updates. Each uses the ``options`` of
+    all groups from when the step was called; what they write there is collected in ``written``, once per step."""
+
+    options: Options
+    optimizers: Sequence[torch.optim.Optimizer]
+    written: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def update(self, gradients: Gradients) -> None:
+        """Have the optimizers update these parameters, and no others."""
+        for shadow in gradients:
+            shadow.follow()
+        wanted = {id(shadow.itself): gradient for shadow, gradient in gradients.items()}
+        for number, optimizer in self._numbered():
+            if any(id(shadow) in wanted for group in optimizer.param_groups for shadow in group["params"]):
+                self._step(number, optimizer, wanted)
+
+    def count(self, idle: Sequence[bool]) -> None:
+        """Have optimizers that are ``idle``, because none of their parameters has a gradient, step on nothing: they may
+        count their steps."""
+        for (number, optimizer), is_idle in zip(self._numbered(), idle, strict=True):
+            if is_idle:
+                self._step(number, optimizer, {})
+
+    def _numbered(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers, each with the index of its first group."""
+        number = 0
+        for optimizer in self.optimizers:
+            yield number, optimizer
+            number += len(optimizer.param_groups)
+
+    def _step(self, number: int, optimizer: torch.optim.Optimizer, gradients: Mapping[int, torch.Tensor]) -> None:
+        groups = optimizer.param_groups
+        all_of_them = [group["params"] for group in groups]
+        for group, options in zip(groups, copied(self.options[number : number + len(groups)]), strict=True):
+            group.update(options)
+            group["params"] = [shadow for shadow in group["params"] if id(shadow) in gradients]
+        shadows: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in groups))
+        for shadow in shadows:
+            # For narrow parameters, means may be wider than an optimizer expects.
+            shadow.grad = gradients[id(shadow)].to(shadow.dtype)
+        try:
+            with torch._C._EnableTorchFunction():
+                # The optimizer must see only the shadows, not the model's parameters.
+                optimizer.step()
+        finally:
+            for shadow in shadows:
+                shadow.grad = None
+            for place, (group, params) in enumerate(zip(groups, all_of_them, strict=True), number):
+                group["params"] = params
+                old = self.options[place]
+                changed = {key: value for key, value in group.items() if key != "params"}
+                changed = {key: value for key, value in changed.items() if not is_equal(value, old.get(key))}
+                self.written.setdefault(place, {}).update(changed)
 
 
 class OverlappedOptimizer(BucketOptimizer):
@@ -74,8 +151,7 @@ class OverlappedOptimizer(BucketOptimizer):
         yield optimizer.register_load_state_dict_pre_hook(_refuse)
 
     def _prepare(self) -> None:
-        communicator = self._synchronizer.engine.communicator
-        self._wire = scattering_over(communicator, self._synchronizer.parameters[0].device)
+        self._wire = scattering_over(self._synchronizer.communicator, self._synchronizer.parameters[0].device)
         self._shadows = {id(p): ShadowParameter(p) for p in indexed(self.param_groups)}
         self._inner = [doubled(optimizer, self._shadows) for optimizer in self._originals]
         self._gathers = Gathers(self._synchronizer.parameters[0].device)
@@ -84,15 +160,6 @@ class OverlappedOptimizer(BucketOptimizer):
         self._running: PutOffStep | None = None
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
-
-    def _scattered(self, dtype: torch.dtype | None) -> ScatteredMean:
-        return ScatteredMean(dtype, self._wire)
-
-    def received(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        self.flush()
 
     def move_out(self) -> None:
         self._inside = []
@@ -134,7 +201,7 @@ class OverlappedOptimizer(BucketOptimizer):
                 gather.started(partial(self._arrive, bucket, self._gather(bucket), update))
 
         if by_need:
-            self._synchronizer.engine.sharing.use_up(self._synchronizer.buckets)
+            self._synchronizer.use_up_gradients()
             self._gathers.change([*(bucket.parameters for bucket in by_need), outside], make)
         else:
             make(())
@@ -152,22 +219,13 @@ class OverlappedOptimizer(BucketOptimizer):
         return found
 
     def _gather(self, bucket: Bucket) -> Handle:
-        communicator, plan = self._synchronizer.engine.communicator, bucket.plan
+        communicator, plan = self._synchronizer.communicator, bucket.plan
         payload = bucket.wire[: plan.payload]
         own = payload[communicator.rank * plan.share : (communicator.rank + 1) * plan.share]
-        handle = communicator.all_gather(payload, own)
-        observer = self._synchronizer.engine.observer
-        if observer is not None:
-            observer.gather_started(bucket, handle)
-        return handle
+        return self._start_gather(bucket, payload, own)
 
     def _arrive(self, bucket: Bucket, handle: Handle, update: Callable[[], None]) -> None:
-        observer = self._synchronizer.engine.observer
-        if observer is not None:
-            observer.gather_needed(bucket)
-        handle.wait()
-        if observer is not None:
-            observer.gather_arrived(bucket)
+        self._await_gather(bucket, handle)
         update()
 
     def _use(self, step: PutOffStep, gradients: Mapping[ShadowParameter, torch.Tensor]) -> None:
@@ -188,9 +246,6 @@ class OverlappedOptimizer(BucketOptimizer):
         for number, written in step.written.items():
             mine, old = self.param_groups[number], step.options[number]
             mine.update({key: value for key, value in written.items() if is_equal(mine.get(key), old.get(key))})
-
-    def _settle(self) -> None:
-        self.flush()
 
     # -- groups and state ------------------------------------------------------------------------------------------
 
@@ -244,7 +299,7 @@ class OverlappedOptimizer(BucketOptimizer):
         """Load the state of such an optimizer, or of a plain one with the same groups. Call it on all ranks."""
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
-        self._settle()
+        self.flush()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         first = 0
@@ -291,3 +346,31 @@ def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         f"this {type(optimizer).__name__} was given to an OverlappedOptimizer, which has its state. Step, save and "
         "load that one; after its close() this one goes on"
     )
+
+
+def doubled(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParameter]) -> torch.optim.Optimizer:
+    """The same optimizer with the same state, over the shadows of its parameters, by their ids."""
+    double: torch.optim.Optimizer = object.__new__(type(optimizer))
+    # Schedulers replace the optimizer's step by their own, which steps the original.
+    vars(double).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    # The hooks stay with the original: they are called once per step, not once per update.
+    for name in [name for name in vars(double) if name.endswith("_hooks")]:
+        setattr(double, name, OrderedDict())
+    double.param_groups = [
+        {**group, "params": [shadows[id(p)].itself for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    double.state = defaultdict(dict, {shadows[id(p)].itself: state for p, state in optimizer.state.items()})
+    return double
+
+
+def copied(options: Options) -> Options:
+    return [
+        {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in options
+    ]
+
+
+def is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
+    return bool(first == second)

@@ -32,15 +32,15 @@ __all__ = ["StateReader", "pieces_of"]
 STATE, GROUPS = "state", "param_groups"
 
 
-class Piece(torch.Tensor):
+class CheckpointPiece(torch.Tensor):
     """Part of a flat tensor, with the attributes that torch's planners ask for."""
 
     place: Place
     local: torch.Tensor
 
     @classmethod
-    def of(cls, values: torch.Tensor, place: Place) -> "Piece":
-        piece: Piece = torch.Tensor._make_subclass(cls, values.detach())
+    def of(cls, values: torch.Tensor, place: Place) -> "CheckpointPiece":
+        piece: CheckpointPiece = torch.Tensor._make_subclass(cls, values.detach())
         piece.local, piece.place = values.detach(), place
         return piece
 
@@ -72,7 +72,7 @@ def pieces_of(
 ) -> dict[str, Any]:
     """What this rank saves: its ``states`` by the names of parameters, and the options of ``groups``."""
     state = {
-        name: {**_scalars(state), **{key: Piece.of(value, place) for key, value in state.tensors.items()}}
+        name: {**_scalars(state), **{key: CheckpointPiece.of(value, place) for key, value in state.tensors.items()}}
         for name, (state, place) in states.items()
     }
     return {STATE: state, GROUPS: [dict(group) for group in groups]}
@@ -145,7 +145,9 @@ class StateReader:
         for key, known in self._state_of(parameter).items():
             wanted[key] = _memory(known)
             if _is_by_element(known, place.whole):
-                wanted[key] = Piece.of(torch.empty(place.count, dtype=known.properties.dtype, device=device), place)
+                wanted[key] = CheckpointPiece.of(
+                    torch.empty(place.count, dtype=known.properties.dtype, device=device), place
+                )
         return wanted
 
 
@@ -164,5 +166,5 @@ def _memory(known: Any) -> Any:
 
 
 def _read(saved: Mapping[str, Any]) -> ParameterState:
-    tensors = {key: value.local for key, value in saved.items() if isinstance(value, Piece)}
+    tensors = {key: value.local for key, value in saved.items() if isinstance(value, CheckpointPiece)}
     return ParameterState(tensors=tensors, scalars={key: value for key, value in saved.items() if key not in tensors})

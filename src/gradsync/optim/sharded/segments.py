@@ -5,7 +5,6 @@ equally often. The optimizer has one flat parameter per segment, and segments ar
 rank has used in a window is not updated, as with a plain optimizer, and from then on it is a segment by itself.
 """
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsync.optim.sharded.flat_parameters import movable, separate
-from gradsync.optim.sharded.share import Part, Share
+from gradsync.optim.sharded.share import Part, Share, movable, separate
 
-__all__ = ["MASTER", "Before", "OptimizerFactory", "ParameterState", "Segment", "Segments"]
+__all__ = ["MASTER", "OptimizerFactory", "ParameterState", "Segments", "ShareSegment"]
 
 # Makes an optimizer over flat parameters from pairs of a group's number and the parameters in it.
 OptimizerFactory = Callable[[Sequence[tuple[int, list[nn.Parameter]]]], torch.optim.Optimizer]
@@ -37,7 +35,7 @@ class ParameterState:
 States = Mapping[int, ParameterState]
 
 
-class Segment:
+class ShareSegment:
     """Neighbouring ``parts`` of a ``share``, all of one ``group``."""
 
     def __init__(self, share: Share, group: int, parts: list[Part]) -> None:
@@ -71,8 +69,6 @@ class Segments:
         self._make_optimizer = make_optimizer
         # Parameters whose current values are in the shares.
         self._loaded: set[int] = set()
-        # Before the first step shares have no memory.
-        self.are_placed = False
         # What parameters were moved out of in the last step.
         self._left: list[torch.Tensor] = []
         self.cut(states)
@@ -89,17 +85,17 @@ class Segments:
         for segment in self._segments:
             self._restore(segment, states)
 
-    def _runs(self, share: Share, states: States, apart: Collection[int]) -> Iterator[Segment]:
+    def _runs(self, share: Share, states: States, apart: Collection[int]) -> Iterator[ShareSegment]:
         run: list[Part] = []
         for part in share.parts:
             if part.index not in self._group_of:
                 continue
             if run and not self._joins(run[-1], part, states, apart):
-                yield Segment(share, self._group_of[run[0].index], run)
+                yield ShareSegment(share, self._group_of[run[0].index], run)
                 run = []
             run.append(part)
         if run:
-            yield Segment(share, self._group_of[run[0].index], run)
+            yield ShareSegment(share, self._group_of[run[0].index], run)
 
     def _joins(self, last: Part, part: Part, states: States, apart: Collection[int]) -> bool:
         return (
@@ -110,7 +106,7 @@ class Segments:
             and _alike(states.get(last.index), states.get(part.index))
         )
 
-    def _restore(self, segment: Segment, states: States) -> None:
+    def _restore(self, segment: ShareSegment, states: States) -> None:
         known = [states[part.index] for part in segment.parts if part.index in states]
         if not known:
             return
@@ -153,7 +149,6 @@ class Segments:
 
         ``through_bucket``: see :meth:`Share.place`.
         """
-        self.are_placed = True
         self._left = []
         shares = [share for share in self.shares if share.needs_place]
         if not shares:
@@ -173,36 +168,24 @@ class Segments:
         separate(each for each in parameters if id(each) in can_move and id(each) not in inside)
 
     def _follow(self, shares: Sequence[Share]) -> None:
-        for segment in self.of(shares):
-            segment.lie_in(segment.share.flat)
+        for segment in self._segments:
+            if segment.share in shares:
+                segment.lie_in(segment.share.flat)
 
-    def prepare(self, shares: Sequence[Share]) -> list[Segment]:
-        """The segments of ``shares`` that a step must :meth:`update`."""
-        self.load(shares)
-        for share in shares:
+    def prepare(self) -> list[ShareSegment]:
+        """The segments that a step must :meth:`update`."""
+        self._load()
+        for share in self.shares:
             share.take_replaced()
-        if any(0 < sum(segment.used) < len(segment.parts) for segment in self.of(shares)):
+        if any(0 < sum(segment.used) < len(segment.parts) for segment in self._segments):
             unused = {part.index for segment in self._segments for part in segment.parts if part.parameter.grad is None}
             self.cut(self.states(), apart=unused)
-        return [segment for segment in self.of(shares) if segment.used[0]]
+        return [segment for segment in self._segments if segment.used[0]]
 
-    def of(self, shares: Sequence[Share]) -> list[Segment]:
-        """The segments of ``shares``."""
-        wanted = set(shares)
-        return [segment for segment in self._segments if segment.share in wanted]
-
-    def update(
-        self, options: Sequence[dict[str, Any]], segments: Sequence[Segment], flat: torch.Tensor | None = None
-    ) -> None:
-        """Have the optimizer update ``segments``, and no others; in ``flat``, if it is not their share itself.
-
-        ``options`` are those of the parameter groups.
-        """
+    def update(self, options: Sequence[dict[str, Any]], segments: Sequence[ShareSegment]) -> None:
+        """Have the optimizer update ``segments``, and no others. ``options`` are those of the parameter groups."""
         if self.optimizer is None or not segments:
             return
-        if flat is not None:
-            for segment in segments:
-                segment.lie_in(flat)
         for group, place in self._places.items():
             self.optimizer.param_groups[place].update(options[group])
         for segment in segments:
@@ -212,16 +195,14 @@ class Segments:
             self.optimizer.step()
         for segment in segments:
             segment.flat.grad = None
-            if flat is not None:
-                segment.lie_in(segment.share.flat)
 
-    def load(self, shares: Sequence[Share]) -> None:
+    def _load(self) -> None:
         """Take the current parameters: one that has changed since the last step was changed on purpose."""
-        pairs = [pair for share in shares for pair in share.current()]
+        pairs = [pair for share in self.shares for pair in share.current()]
         if pairs:
             held, current = zip(*pairs, strict=True)
             torch._foreach_copy_(list(held), list(current))
-        self._loaded.update(part.index for share in shares for part in share.parts)
+        self._loaded.update(part.index for share in self.shares for part in share.parts)
 
     def let_go(self) -> None:
         """Release everything in the buckets, which go. States stay until they are transferred to new segments."""
@@ -229,53 +210,6 @@ class Segments:
             share.let_go()
         for segment in self._segments:
             segment.gradient = segment.share.gradient
-
-
-class Before:
-    """A snapshot of a share and its optimizer state, for undoing an update."""
-
-    def __init__(self, segments: Segments, share: Share) -> None:
-        self._share, self._optimizer = share, segments.optimizer
-        self.segments = segments.of([share])
-        self.flat = torch.empty_like(share.flat)
-        self._states: list[dict[str, Any]] = [{} for _ in self.segments]
-
-    def fits(self, segments: Segments) -> bool:
-        """Whether the segments have stayed the same since."""
-        return self._optimizer is segments.optimizer
-
-    def take(self) -> None:
-        """Take the snapshot."""
-        self.flat.copy_(self._share.flat)
-        for segment, kept in zip(self.segments, self._states, strict=True):
-            state = self._state_of(segment)
-            for key in kept.keys() - state.keys():
-                del kept[key]
-            for key, value in state.items():
-                kept[key] = _copied(value, kept.get(key))
-
-    def restore(self, made: torch.Tensor) -> None:
-        """Go back. ``made`` is what was updated, which may be the share itself."""
-        if made is self._share.flat:
-            made.copy_(self.flat)
-        for segment, kept in zip(self.segments, self._states, strict=True):
-            state = self._state_of(segment)
-            for key in state.keys() - kept.keys():
-                del state[key]
-            for key, value in kept.items():
-                state[key] = _copied(value, state.get(key))
-
-    def _state_of(self, segment: Segment) -> dict[str, Any]:
-        return {} if self._optimizer is None else self._optimizer.state[segment.flat]
-
-
-def _copied(value: Any, into: Any) -> Any:
-    """A copy of a state's value: in existing memory, if it fits."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:
-        return into.copy_(value)
-    return value.clone()
 
 
 def _alike(first: ParameterState | None, second: ParameterState | None) -> bool:

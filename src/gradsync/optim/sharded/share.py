@@ -8,12 +8,25 @@ narrow      a wide copy of the share       the copy is compared with them before
 detached    a copy of the share            they are copied into it before, and out of the bucket after
 ==========  ============================  ===================================================
 
-Attached parameters are views of flat memory: see :mod:`gradsync.optim.sharded.flat_parameters`. Parameters are detached
-if they cannot be moved there, if their bucket has several dtypes, or if they are on an accelerator. Other ranks' shares
-of attached parameters are gathered into place; over shared memory through the bucket, which is such memory.
+Attached parameters are views of flat memory with the layout of the bucket. Parameters are detached if they cannot be
+moved there, if their bucket has several dtypes, or if they are on an accelerator. Other ranks' shares of attached
+parameters are gathered into place; over shared memory through the bucket, which is such memory. ::
+
+    bucket            │ gradient of a │pad│ gradient of b │ gradient of c │pad│
+    flat parameters   │ a             │pad│ b             │ c             │pad│
+                      └──── share of rank 0 ────┘└──── share of rank 1 ─────┘
+
+Moving a parameter to different memory must not be observable. It would be if something else refers to the memory that
+it leaves: a view that was kept, another parameter at the same place, another process. Such parameters stay, and so do
+all others of their bucket.
+
+**Alternatives considered.** Memory of the communicator: on one host ranks could then write into each other's
+parameters, which saves a copy. But a rank that was wrongly given up for dead could write there much later, and a forked
+process would see parameters change.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +36,9 @@ from torch.autograd.graph import increment_version
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.layout import ParameterSpec, Slot
 from gradsync.core.reduction.shared_gradient import SharedGradient
-from gradsync.optim.sharded.flat_parameters import FlatParameters
+from gradsync.optim.sharded.gather import AwaitedParameter
 
-__all__ = ["Part", "Place", "Share", "is_narrow"]
+__all__ = ["Part", "Place", "Share", "is_narrow", "movable", "separate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,22 +179,15 @@ class Share:
             for part, (held, current) in zip(self.parts, pairs, strict=True)
         ]
 
-    def is_current(self, before: torch.Tensor) -> bool:
-        """Whether parameters still equal what the share was ``before``, rounded to their dtype."""
-        return all(
-            torch.equal(before[part.start : part.stop].to(current.dtype), current)
-            for part, (_, current) in zip(self.parts, map(self._pair, self.parts), strict=True)
-        )
-
     def put_down(self) -> None:
         """Copy the new share to where it is ``sent`` from. If that is the bucket, this overwrites its gradients."""
         if self.sent is not self.flat:
             self.sent.copy_(self.flat)
 
-    def receive(self, views: Sequence[torch.Tensor]) -> None:
-        """New parameters of all ranks have arrived in ``views``."""
-        if self._attached is None or views is not self.gathered_views:
-            torch._foreach_copy_(list(self.bucket.parameters), list(views))
+    def receive(self) -> None:
+        """New parameters of all ranks have arrived."""
+        if self._attached is None:
+            torch._foreach_copy_(list(self.bucket.parameters), list(self.gathered_views))
             return
         memory = self._attached.memory
         if self.gathered is not memory:
@@ -250,3 +256,68 @@ def _flat(parameter: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Ten
         dense = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device)
         values = dense.copy_(values)
     return values.as_strided((slot.numel,), (1,))
+
+
+# -- flat memory -------------------------------------------------------------------------------------------------------
+
+# A step that will move them may have been announced.
+_PLAIN = nn.Parameter, AwaitedParameter
+
+
+class FlatParameters:
+    """Holds all parameters of ``bucket``, from now on, in memory of ``dtype``."""
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        self.memory = torch.zeros(bucket.plan.payload, dtype=dtype, device=bucket.plan.device)
+        self.views = bucket.views_of(self.memory)
+        self._parameters = bucket.parameters
+        torch._foreach_copy_(self.views, [parameter.detach() for parameter in self._parameters])
+        for parameter, view in zip(self._parameters, self.views, strict=True):
+            parameter.data = view
+        self._places = [_place(parameter) for parameter in self._parameters]
+
+    def hold_all(self) -> bool:
+        """Whether no parameter has been given different memory since."""
+        return [_place(parameter) for parameter in self._parameters] == self._places
+
+
+def _place(parameter: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return parameter.data_ptr(), parameter.stride(), parameter.dtype
+
+
+def separate(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each of ``parameters``, which are movable, memory of its own size, so that the old memory can be freed."""
+    for parameter in parameters:
+        if parameter.untyped_storage().nbytes() > parameter.nbytes:
+            parameter.data = parameter.detach().clone(memory_format=torch.preserve_format)
+
+
+def movable(parameters: Iterable[nn.Parameter]) -> Collection[int]:
+    """The ids of those ``parameters`` whose memory only they refer to, each to its own part."""
+    by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if type(parameter) in _PLAIN and parameter.layout is torch.strided and parameter.device.type == "cpu":
+            by_storage[parameter.untyped_storage()._cdata].append(parameter)
+    return {id(each) for group in by_storage.values() if _are_alone(group) for each in group}
+
+
+def _are_alone(group: list[nn.Parameter]) -> bool:
+    """Whether the storage of these parameters has no other reference, and none overlaps another."""
+    storage = group[0].untyped_storage()
+    # The references held by the parameters and by this function.
+    if storage.is_shared() or torch._C._storage_Use_Count(storage._cdata) != len(group) + 1:
+        return False
+    ends = 0
+    for first, last in sorted(map(_extent, group)):
+        if first < ends:
+            return False
+        ends = last
+    return True
+
+
+def _extent(parameter: nn.Parameter) -> tuple[int, int]:
+    """Where a parameter begins and ends in its storage, in bytes."""
+    strides = zip(parameter.stride(), parameter.shape, strict=True)
+    last = 1 + sum(stride * (extent - 1) for stride, extent in strides) if parameter.numel() else 0
+    first = int(parameter.storage_offset())
+    return first * parameter.itemsize, (first + last) * parameter.itemsize

@@ -11,20 +11,28 @@ thread does it, and the main thread only waits. Then
 Threads other than the main one run their actions themselves, under the same lock. So does the main thread where
 parameters are on an accelerator: streams belong to the thread, and the host waits for nothing there. A handler that
 runs in the middle of that gets an error instead of half an update.
+
+[Note: switched off] torch switches ``__torch_function__`` off in some places where it runs Python code. A signal
+handler that runs there finds it off, too: awaited parameters are not asked, and it reads old values, or half of a new
+one. On the main thread of a training run that is the end of every ``record_function``, so of every
+``optimizer.step()`` and of every batch of a ``DataLoader``.
 """
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from gradsync.base.errors import MisuseError
 from gradsync.communicator.collective import add_waited, is_waiting_here, waited_here
 
-__all__ = ["UpdateThread"]
+__all__ = ["UpdateThread", "end_records_at_once"]
 
 Action = Callable[[], None]
 
@@ -136,3 +144,29 @@ def _serve(jobs: "SimpleQueue[_Job | None]", turn: _Turn) -> None:
     while (job := jobs.get()) is not None:
         job.run(turn)
         del job
+
+
+def end_records_at_once() -> None:
+    """Make records end in a single call, during which no Python code runs, and so no signal handler.
+
+    See [Note: switched off]. Alternative considered: to check wherever an attribute of a parameter is looked up.
+    ``torch.sum(parameter)`` looks up none.
+    """
+    leave = record_function.__exit__
+    end = getattr(torch.ops.profiler._record_function_exit._RecordFunction, "_op", None)
+    if end is None or hasattr(leave, "_told_to_gradsync"):
+        return
+
+    @functools.wraps(leave)
+    def leave_at_once(self: record_function, *raised: Any) -> None:
+        ends, self.run_callbacks_on_exit = self.run_callbacks_on_exit, False
+        try:
+            # Everything that the original does, except the end itself.
+            leave(self, *raised)
+        finally:
+            self.run_callbacks_on_exit = ends
+        if ends:
+            torch._C._disabled_torch_function_impl(end, (), (self.record,), {})
+
+    leave_at_once._told_to_gradsync = True  # type: ignore[attr-defined]
+    record_function.__exit__ = leave_at_once  # type: ignore[method-assign]

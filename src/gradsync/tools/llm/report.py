@@ -340,8 +340,7 @@ def _gathers(record: Mapping[str, Any], bucket: int) -> Iterator[tuple[float, fl
     for gather in record.get("gathers", ()):
         start, finish = gather.get("start"), gather.get("finish")
         if gather["bucket"] == bucket and start is not None and finish is not None and finish > start:
-            behind = "behind the forward" if start < 0 else "early, behind backward"
-            yield start, finish, f"bucket {bucket}: new parameters took {duration(finish - start)}, {behind}"
+            yield start, finish, f"bucket {bucket}: new parameters took {duration(finish - start)}, behind the forward"
 
 
 def _covered(bars: Sequence[Bar], until: float) -> float:
