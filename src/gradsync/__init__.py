@@ -23,9 +23,8 @@ from gradsync.observe.timeline import Timeline
 from gradsync.optim.local_steps import LocalSteps
 from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
 from gradsync.parallel.attach import GradientSynchronization, synchronize_gradients
-from gradsync.parallel.averaging import average_gradients
-from gradsync.parallel.clipping import clip_grad_norm_, clip_grad_value_
 from gradsync.parallel.data_parallel import DistributedDataParallel
+from gradsync.parallel.gradients import average_gradients, clip_grad_norm_, clip_grad_value_
 from gradsync.parallel.layer_drop import LayerDrop
 
 __all__ = [

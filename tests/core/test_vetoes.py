@@ -777,7 +777,7 @@ def prepared() -> list[Any]:
     wire = choose_communicator()
     policy = gradsync.SyncPolicy(on_veto="skip-window")
     accelerator = gradsync.Accelerator(
-        cpu=True, kwargs_handlers=[gradsync.accelerator.handlers.DistributedDataParallelKwargs(policy=policy)]
+        cpu=True, kwargs_handlers=[gradsync.accelerator.settings.DistributedDataParallelKwargs(policy=policy)]
     )
     module = Line()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

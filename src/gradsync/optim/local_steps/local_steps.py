@@ -35,7 +35,7 @@ from gradsync.optim.local_steps.parts import Optimizers, Parts, communicator_of
 from gradsync.optim.local_steps.progress import Agreed, Notice, Wish, meet
 from gradsync.optim.local_steps.settings import Settings, cut
 from gradsync.optim.local_steps.state_saving import check_state
-from gradsync.parallel.replica_state import broadcast_tensors
+from gradsync.parallel.replica import broadcast_tensors
 
 __all__ = ["LocalSteps"]
 

@@ -13,7 +13,7 @@ from gradsync.core.reduction import Auto, Mean, Reduction, reduction_by_name
 from gradsync.optim.local_steps.exchange import wide
 from gradsync.optim.local_steps.outer import Outer, OuterFactory, make_outer
 from gradsync.optim.local_steps.settings import Settings
-from gradsync.parallel.alone import TrainingAlone
+from gradsync.parallel.data_parallel import TrainingAlone
 from gradsync.parallel.replica import Replica
 from gradsync.parallel.torch_names import TorchDDP
 

@@ -16,7 +16,7 @@ from gradsync.observe.charts.canvas import SOFT
 from gradsync.observe.charts.kinds import draw_rows
 from gradsync.optim.sharded import ShardedOptimizer
 from gradsync.optim.sharded.mode import DECIDED_AFTER
-from gradsync.parallel.clipping import clip_grad_norm_
+from gradsync.parallel.gradients import clip_grad_norm_
 from gradsync.tools.bench.measure import Rounds, Steady
 from gradsync.tools.bench.measured import MeasuredScenario
 from gradsync.tools.bench.peers import (

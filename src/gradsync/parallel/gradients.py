@@ -1,6 +1,7 @@
-"""``average_gradients``: a single call after ``backward()``, without wrapper or hooks.
+"""Gradients between ``backward()`` and ``step()``: averaged by one call without wrapper or hooks, and clipped.
 
-It is also the reference that the engine is tested against, so it is written for clarity: compare, flatten, sum, divide.
+``average_gradients`` is also the reference that the engine is tested against, so it is written for clarity: compare,
+flatten, sum, divide.
 """
 
 from collections import defaultdict
@@ -12,9 +13,11 @@ import torch
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.communicator.agreement import require_agreement
+from gradsync.core.bucket.norm import checked_norm
+from gradsync.core.engine.clipping import clip_norm, require_means_of, synchronizers_of
 from gradsync.core.engine.sparse_reduction import reduce_sparse_gradients
 
-__all__ = ["average_gradients"]
+__all__ = ["average_gradients", "clip_grad_norm_", "clip_grad_value_"]
 
 
 @torch.no_grad()
@@ -86,3 +89,32 @@ def _average_dense(parameters: list[torch.nn.Parameter], communicator: Communica
         for parameter, gradient, mean in zip(group, gradients, flat.split([p.numel() for p in group]), strict=True):
             gradient.copy_(mean.view(gradient.shape))
             parameter.grad = gradient
+
+
+Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+def clip_grad_norm_(
+    parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.
+
+    Like ``torch.nn.utils.clip_grad_norm_``, for a model or its parameters. Where a whole model is clipped, it takes one
+    operation per bucket, with norms that are known when the last bucket arrives. Inside an unfinished window it raises
+    :class:`~gradsync.base.errors.MisuseError`.
+    """
+    return clip_norm(_listed(parameters), *checked_norm(max_norm, norm_type), error_if_nonfinite)
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
+    """Limit every element of every gradient to ±``clip_value``, like ``torch.nn.utils.clip_grad_value_``."""
+    listed = _listed(parameters)
+    require_means_of(synchronizers_of(listed))
+    torch.nn.utils.clip_grad_value_(listed, clip_value)
+
+
+def _listed(parameters: Parameters) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    return list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
