@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync.accelerator import world as world_module
-from gradsync.accelerator.process_control import DistributedType
-from gradsync.accelerator.world import World, connect
+from gradsync.accelerator.world import DistributedType, World, connect
 from gradsync.base.environment import ProcessEnvironment, first_host, read_environment
 from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from tests.ranks import RankPool, Ranks, ThreadRanks

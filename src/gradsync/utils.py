@@ -1,33 +1,33 @@
 """What scripts import from ``accelerate.utils``: ``from gradsync.utils import gather_object, set_seed``."""
 
-from gradsync.accelerator.handlers import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-)
 from gradsync.accelerator.helpers import (
     broadcast,
     broadcast_object_list,
-    extract_model_from_parallel,
+    clear_device_cache,
+    find_executable_batch_size,
     gather,
     gather_object,
     pad_across_processes,
     reduce,
+    release_memory,
     set_seed,
+    should_reduce_batch_size,
     synchronize_rng_states,
     wait_for_everyone,
 )
-from gradsync.accelerator.memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    release_memory,
-    should_reduce_batch_size,
-)
+from gradsync.accelerator.models import extract_model_from_parallel
 from gradsync.accelerator.operations import concatenate, find_batch_size, send_to_device, slice_tensors
-from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from gradsync.accelerator.process_control import DistributedType
+from gradsync.accelerator.settings import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from gradsync.accelerator.world import DistributedType
 
 __all__ = [
     "AutocastKwargs",

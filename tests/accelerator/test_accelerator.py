@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from gradsync import Accelerator, DataLoaderConfiguration, DistributedDataParallel, GradientAccumulationPlugin
+from gradsync import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from gradsync.accelerator import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from gradsync.errors import ConfigurationError, GradsyncError
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
@@ -1142,7 +1142,7 @@ def prepared_kinds(again: bool) -> list[str]:
 @pytest.mark.parametrize("again", [False, True])
 def test_only_what_is_trained_is_wrapped(thread_ranks: Ranks, again: bool) -> None:
     """Also when a model for evaluation, prepared already, is prepared again."""
-    wrapper = "Net" if thread_ranks.world_size == 1 else DistributedDataParallel.__name__
+    wrapper = "Net" if thread_ranks.world_size == 1 else "PreparedDistributedDataParallel"
     expected = [wrapper, "Net", "Identity", "str", "Net"] + ["Net"] * again
     assert thread_ranks.run(prepared_kinds, again) == [expected] * thread_ranks.world_size
 

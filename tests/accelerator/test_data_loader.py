@@ -26,9 +26,9 @@ from torch.utils.data import (
 
 import gradsync
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from gradsync.accelerator.gradient_state import GradientState
-from gradsync.accelerator.plugins import DataLoaderConfiguration
 from gradsync.accelerator.sampler_generators import draw_seed
+from gradsync.accelerator.settings import DataLoaderConfiguration
+from gradsync.accelerator.windows import GradientState
 from gradsync.communicator import choose_communicator
 from gradsync.testing import run_ranks
 from tests.ranks import RankError, RankPool, Ranks, pool_of

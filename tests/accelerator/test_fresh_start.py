@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradsync.accelerator.fresh_start import run_id
+from gradsync.accelerator.world import run_id
 from gradsync.errors import GradsyncError
 
 pytestmark = pytest.mark.timeout(60)

@@ -779,7 +779,7 @@ def prepared() -> list[Any]:
     policy = gradsync.SyncPolicy(on_veto="skip-window")
     accelerator = gradsync.Accelerator(
         cpu=computes_on_cpu(),
-        kwargs_handlers=[gradsync.accelerator.handlers.DistributedDataParallelKwargs(policy=policy)],
+        kwargs_handlers=[gradsync.accelerator.settings.DistributedDataParallelKwargs(policy=policy)],
     )
     module = Line()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -1,14 +1,16 @@
 """The Accelerator and the objects that configure it."""
 
 from gradsync.accelerator.accelerator import Accelerator
-from gradsync.accelerator.handlers import (
+from gradsync.accelerator.settings import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
 )
-from gradsync.accelerator.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 
 __all__ = [
     "Accelerator",

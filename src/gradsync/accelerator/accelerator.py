@@ -12,31 +12,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from gradsync.accelerator.choices import checked_rng_types, chosen_loaders, chosen_plugin
-from gradsync.accelerator.compat import Compatibility, launched_settings, refuse_absent
+from gradsync.accelerator.compat import Compatibility
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
-from gradsync.accelerator.gradient_state import GradientState
-from gradsync.accelerator.gradients import Gradients
-from gradsync.accelerator.handlers import ProfileKwargs, settings_of
-from gradsync.accelerator.helpers import extract_model_from_parallel
-from gradsync.accelerator.joining import Joining
-from gradsync.accelerator.model_windows import ModelWindows
+from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel
 from gradsync.accelerator.numbered_windows import NumberedWindows
-from gradsync.accelerator.optimizer import PreparedOptimizer
-from gradsync.accelerator.over_processes import OverProcesses
-from gradsync.accelerator.overlapping import Overlap, Overlapping
-from gradsync.accelerator.plugins import (
+from gradsync.accelerator.optimizer import Overlap, Overlapping, PreparedOptimizer, PreparedScheduler
+from gradsync.accelerator.prepared_state import Prepared
+from gradsync.accelerator.saving import Saving, register_accelerator
+from gradsync.accelerator.settings import (
     DataLoaderConfiguration,
+    ProfileKwargs,
     ProjectConfiguration,
+    checked_rng_types,
+    chosen_loaders,
+    chosen_plugin,
+    launched_settings,
+    refuse_absent,
     require_steps,
+    settings_of,
 )
-from gradsync.accelerator.precision import Precision
-from gradsync.accelerator.preparation import PreparedModels
-from gradsync.accelerator.saving import Saving
-from gradsync.accelerator.scheduler import PreparedScheduler
-from gradsync.accelerator.state_saving import Prepared
-from gradsync.accelerator.tracking import Tracking, register_accelerator
+from gradsync.accelerator.windows import GradientState, ModelWindows
 from gradsync.accelerator.world import World, connect, unmet
 from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, MisuseError
@@ -44,13 +40,14 @@ from gradsync.communicator import Communicator
 from gradsync.health.elastic import Elastic
 from gradsync.observe.charts.numbers import count
 from gradsync.parallel.accumulation import backward_through
+from gradsync.parallel.clipping import clip_grad_norm_, clip_grad_value_, require_means_of, synchronizers_of
 
 __all__ = ["Accelerator"]
 
 Batch = TypeVar("Batch")
 
 
-class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibility):
+class Accelerator(Saving, Compatibility):
     """Prepares models, optimizers, loaders and schedulers for all processes, and runs windows of micro-batches.
 
     ::
@@ -344,6 +341,49 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
             share = 0.0 if padding else 1.0 / self.gradient_accumulation_steps
             loss.backward(None if share == 1.0 else torch.full_like(loss, share), **kwargs)
 
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo the scaling of float16 training, before gradients are read."""
+        scaler = self.precision.scaler
+        if scaler is None:
+            return
+        named = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in self.prepared.optimizers if optimizer is None else named:
+            if isinstance(each, PreparedOptimizer):
+                if not self.windows.local.includes(each.synchronizers):
+                    require_means_of(each.synchronizers)
+                each = each.optimizer
+            scaler.unscale(each)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the averaged gradients so that their norm is at most ``max_norm``; returns the norm before."""
+        listed = self._unscaled(parameters)
+        if self.windows.local.includes(synchronizers_of(listed)):
+            return nn.utils.clip_grad_norm_(listed, max_norm, norm_type)
+        return clip_grad_norm_(listed, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit every element of the averaged gradients to ±``clip_value``."""
+        listed = self._unscaled(parameters)
+        if self.windows.local.includes(synchronizers_of(listed)):
+            nn.utils.clip_grad_value_(listed, clip_value)
+        else:
+            clip_grad_value_(listed, clip_value)
+
+    def _unscaled(self, parameters: Any) -> list[torch.Tensor]:
+        """``parameters``, and of all optimizers only theirs unscaled: another one's window may be unfinished."""
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        meant = {id(parameter) for parameter in listed}
+        for optimizer in self.prepared.optimizers:
+            if any(id(parameter) in meant for group in optimizer.param_groups for parameter in group["params"]):
+                self.unscale_gradients(optimizer)
+        return listed
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step did not take place: the scaler found gradients that are not finite, or ranks agreed to
+        skip the window."""
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+
     # -- the rest ----------------------------------------------------------------------------------------------
 
     @property
@@ -384,11 +424,7 @@ class Accelerator(OverProcesses, Gradients, Joining, Saving, Tracking, Compatibi
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything prepared; returns a None for each of ``objects``, to overwrite them with."""
-        self.models.clear()
-        self.windows.forget()
-        kept = self.prepared
-        for each in (kept.optimizers, kept.schedulers, kept.loaders, kept.others):
-            each.clear()
+        self.prepared.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return [None] * len(objects)

@@ -1,101 +1,35 @@
-"""Compatibility: Accelerate's names that scripts and libraries look up, those supported here and those that are not."""
+"""What an Accelerator offers under Accelerate's names besides training: collectives, uneven inputs, and attributes that
+scripts and libraries look up."""
 
-import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from gradsync.accelerator.plugins import DataLoaderConfiguration, require_steps
-from gradsync.accelerator.process_control import DistributedType, ProcessControl
+import torch
+from torch.distributed.algorithms.join import Join, Joinable
+
+from gradsync.accelerator import operations
+from gradsync.accelerator.prepared_state import Prepared
+from gradsync.accelerator.settings import ABSENT_ATTRIBUTES, AbsentError, DataLoaderConfiguration
+from gradsync.accelerator.windows import GradientState, ModelWindows
+from gradsync.accelerator.world import DistributedType, ProcessControl
 from gradsync.base.errors import ConfigurationError
+from gradsync.core.engine.backward_watch import tensors_in
 
-__all__ = ["AbsentError", "Compatibility", "is_dynamo_off", "launched_settings", "refuse_absent"]
-
-STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-_SHARDED = "Every process holds the whole model here. Accelerate itself, or torch's fully_shard, shards it"
-_PARALLEL = "Here there is data parallelism alone: process_index is the place in it, of num_processes"
-_BIG = "Load the model whole on every process; accelerate.dispatch_model spreads it over devices for inference"
-
-# Arguments of the constructor that would mean another kind of training, and what to do instead.
-ABSENT_ARGUMENTS = {
-    "deepspeed_plugin": _SHARDED,
-    "deepspeed_plugins": _SHARDED,
-    "fsdp_plugin": _SHARDED,
-    "torch_tp_plugin": _PARALLEL,
-    "megatron_lm_plugin": _PARALLEL,
-    "parallelism_config": _PARALLEL,
-    "dynamo_backend": "Call torch.compile(model, backend=…) before or after accelerator.prepare(model)",
-    "dynamo_plugin": "Call torch.compile(model, …) before or after accelerator.prepare(model)",
-}
-
-ABSENT = {
-    "context_parallel_rank": _PARALLEL,
-    "data_parallel_shard_rank": _PARALLEL,
-    "deepspeed_engine_wrapped": _SHARDED,
-    "deepspeed_ulysses_dl_adapter": _SHARDED,
-    "lomo_backward": "Use an optimizer that steps after backward: LOMO's updates parameters inside it, before their "
-    "gradients could be averaged",
-    "maybe_context_parallel": _PARALLEL,
-    "pipeline_parallel_rank": _PARALLEL,
-    "tensor_parallel_rank": _PARALLEL,
-    "verify_device_map": _BIG,
-}
-
-
-class AbsentError(ConfigurationError, AttributeError):
-    """A feature of Accelerate that is absent here on purpose; the message names the alternative."""
-
-
-class Launched(NamedTuple):
-    """The settings that ``accelerate launch`` passes to the processes it starts."""
-
-    mixed_precision: str | None
-    steps: int | None
-    cpu: bool
-
-
-def launched_settings(variables: Mapping[str, str] = os.environ) -> Launched:
-    """Settings in the environment, which the constructor's arguments come before."""
-    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        if _is_true(variables.get(f"ACCELERATE_USE_{name}")):
-            raise ConfigurationError(f"ACCELERATE_USE_{name} is set, and not supported by this Accelerator. {_SHARDED}")
-    return Launched(
-        variables.get("ACCELERATE_MIXED_PRECISION"),
-        _steps(variables.get(STEPS)),
-        _is_true(variables.get("ACCELERATE_USE_CPU")),
-    )
-
-
-def _steps(text: str | None) -> int | None:
-    if text is None:
-        return None
-    number = int(text) if text.strip().isdecimal() else text
-    require_steps(STEPS, number)
-    return int(number)
-
-
-def _is_true(text: str | None) -> bool:
-    return text is not None and text.strip().lower() in ("1", "true", "yes", "y", "t", "on")
-
-
-def is_dynamo_off(value: Any) -> bool:
-    """Whether ``value`` asks for no compiler: a backend of that name, or a plugin that has it, of any version."""
-    backend = getattr(value, "backend", value)
-    return str(getattr(backend, "value", backend)).rpartition(".")[2].lower() == "no"
-
-
-def refuse_absent(arguments: Mapping[str, Any]) -> None:
-    """Raise for an argument that would mean something else than data parallelism."""
-    for name, advice in ABSENT_ARGUMENTS.items():
-        value = arguments[name]
-        if value is not None and not is_dynamo_off(value):
-            raise ConfigurationError(f"{name}={value!r} is not supported by this Accelerator. {advice}")
+__all__ = ["Compatibility"]
 
 
 class Compatibility(ProcessControl):
-    """The attributes that let scripts written for Accelerate's Accelerator run unchanged."""
+    """Lets scripts written for Accelerate's Accelerator run unchanged. All processes must call the collectives."""
 
     dataloader_config: DataLoaderConfiguration
+    gradient_state: GradientState
+    windows: ModelWindows
+    prepared: Prepared
+
+    _triggered = False
 
     # Asked by libraries that would treat a model in another way.
     deepspeed_plugin = None
@@ -107,8 +41,8 @@ class Compatibility(ProcessControl):
     fp8_backend = "NO"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ABSENT:
-            raise AbsentError(f"Accelerator.{name} is not supported. {ABSENT[name]}")
+        if name in ABSENT_ATTRIBUTES:
+            raise AbsentError(f"Accelerator.{name} is not supported. {ABSENT_ATTRIBUTES[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -152,3 +86,75 @@ class Compatibility(ProcessControl):
     @property
     def use_stateful_dataloader(self) -> bool:
         return self.dataloader_config.use_stateful_dataloader
+
+    # -- over processes --------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes, one after the other along the first dimension; also in nested structures."""
+        return operations.gather(self.communicator, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """:meth:`gather` without the samples that only completed the last batch: each sample of the data once.
+
+        What is no structure of tensors alone must be a list with an element a sample.
+        """
+        state = self.gradient_state
+        return operations.gather_for_metrics(self.communicator, input_data, state, objects=use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, or mean, of tensors over all processes."""
+        if reduction == "mean":
+            self.windows.local.averaged(tensors_in(tensor))
+        return operations.reduce(self.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors made as long in ``dim`` as the longest of all processes."""
+        return operations.pad_across_processes(self.communicator, tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise the flag that :meth:`check_trigger` asks for: here alone, at any time."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised its flag since the last time; all flags go down again."""
+        flag = torch.tensor([int(self._triggered)], device=self.communicator.device)
+        self.communicator.all_reduce(flag, "max").wait()
+        self._triggered = False
+        return bool(flag.item())
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Processes in here may have different numbers of batches; those that run out shadow the others.
+
+        Nothing of that is needed, or done, where batches are even; ``even_batches`` changes it for prepared loaders.
+        """
+        if self.distributed_type not in list(DistributedType):
+            warnings.warn(
+                "joining uneven inputs is only supported for multi-GPU and multi-CPU training, and distributed_type is "
+                f"{self.distributed_type}: join_uneven_inputs() has no effect",
+                stacklevel=3,
+            )
+            yield
+            return
+        if even_batches is not None and not self.prepared.loaders:
+            raise ConfigurationError("even_batches changes prepared loaders, and none has been prepared")
+        uneven = not (self.even_batches if even_batches is None else even_batches)
+        joined = [each for each in joinables if isinstance(each, Joinable) and self.use_distributed and uneven]
+        with ExitStack() as stack:
+            if even_batches is not None:
+                self._change_loaders(stack, even=even_batches)
+            if joined:
+                self.windows.joining = True
+                stack.callback(setattr, self.windows, "joining", False)
+                stack.enter_context(Join(joined, enable=True, throw_on_early_termination=False))
+            yield
+
+    def _change_loaders(self, stack: ExitStack, *, even: bool) -> None:
+        for loader in self.prepared.loaders:
+            stack.enter_context(loader.evening(even))
+        if self.use_distributed and any(loader.deals_streams for loader in self.prepared.loaders):
+            warnings.warn(
+                f"even_batches={even} holds for iterable and dispatched loaders too. In Accelerate overriding it is "
+                "only supported for map-style datasets: there these loaders keep what they were prepared with",
+                stacklevel=4,
+            )

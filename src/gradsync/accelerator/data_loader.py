@@ -1,18 +1,442 @@
-"""Data loaders for all ranks: prepares a loader, and skips its first batches."""
+"""A prepared loader: distributes another loader's batches among the ranks, and knows which batch is its last.
 
+Each rank gets the samples that it would get from Hugging Face Accelerate. The differences are:
+
+- Iterable datasets are read by every rank unless ``dispatch_batches=True`` is passed (Accelerate dispatches them by
+  default): all ranks must see the same stream. If the dataset has a ``generator``, the ranks start an epoch with rank
+  0's.
+- ``even_batches=False`` holds for iterable and dispatched loaders too.
+- With ``batch_size=None`` every item of the sampler or stream counts as a batch, and goes to one rank whole.
+
+Order. It is Accelerate's order, with as many random numbers, drawn at the same times. A sampler that shuffles without a
+``generator`` gets one when its loader is prepared for several ranks, with a seed drawn then, and keeps it. At the start
+of an epoch all ranks take the state of rank 0's generator. So a ``RandomSampler`` with its own generator has the same
+order as the plain loader on rank 0, on any number of ranks. Samplers that shuffle by other means than their
+``generator`` must shuffle alike on all ranks; the first batches are compared. All ranks must start an epoch together:
+that involves a few small collectives.
+
+End. The loader reads one batch ahead. Where ranks have different numbers of batches (``even_batches=False``), all of
+them still have the same number of accumulation windows: see :meth:`PreparedDataLoader.closes_window`.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from gradsync.accelerator.gradient_state import GradientState
-from gradsync.accelerator.plugins import DataLoaderConfiguration
-from gradsync.accelerator.prepared_loader import CARRIED_OVER, PreparedDataLoader
-from gradsync.accelerator.sharding import SkipOnce
-from gradsync.base.errors import ConfigurationError
-from gradsync.communicator import Communicator, InProcessWorld
+from gradsync.accelerator.dispatching import dispatch
+from gradsync.accelerator.operations import send_to_device
+from gradsync.accelerator.sampler_generators import SamplerGenerators, decoded, draw_seed, generators_replaced
+from gradsync.accelerator.settings import DataLoaderConfiguration
+from gradsync.accelerator.sharding import (
+    CollateShare,
+    Lookahead,
+    PrepareWorker,
+    RankBatchSampler,
+    ShardedBatchSampler,
+    ShardedDataset,
+    ShardedIterable,
+    ShardingPlan,
+    Share,
+    SkipOnce,
+    length_or_none,
+    plan_for,
+    require_same_order,
+)
+from gradsync.accelerator.windows import GradientState
+from gradsync.base.errors import ConfigurationError, MismatchError, NoProcessGroupError
+from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
+from gradsync.communicator.agreement import gather_bytes
 
-__all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
+__all__ = [
+    "PreparedDataLoader",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
+
+LOGGER = logging.getLogger("gradsync")
+
+# Neighbouring ranks' seeds lie far apart, because workers count up from their rank's.
+SEED_STRIDE = 0x9E3779B97F4A7C15
+
+# What a loader made of another one has of it.
+CARRIED_OVER = "num_workers pin_memory timeout multiprocessing_context prefetch_factor persistent_workers in_order"
+
+
+@dataclass(frozen=True)
+class Position:
+    """The state of an iteration. ``ended``: this rank has had its last batch. The rest determines the epoch's order."""
+
+    epoch: int
+    batches: int = 0
+    ended: bool = False
+    base: int | None = None
+    seed: int | None = None
+    generator: str | None = None
+
+
+class PreparedDataLoader(DataLoader[Any]):
+    """What :func:`~gradsync.accelerator.data_loader.prepare_data_loader` returns.
+
+    It is a ``DataLoader`` for ``isinstance``, but uses none of torch's code for it: any attribute that it does not
+    define itself is looked up in ``base_dataloader``, the loader that was prepared (``dataset``, ``batch_size``,
+    ``collate_fn``...). Batches come from an inner loader, built like that one over this rank's share.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        communicator: Communicator,
+        device: torch.device | None,
+        gradient_state: GradientState,
+        configuration: DataLoaderConfiguration,
+    ) -> None:
+        self.base_dataloader = loader
+        self.communicator = communicator
+        self.device = device
+        self.gradient_state = gradient_state
+        self.configuration = configuration
+        self.iteration = 0
+        self._dispatches = bool(configuration.dispatch_batches) and communicator.world_size > 1
+        self._plan = plan_for(loader, communicator, configuration)
+        self._worker_seeds = torch.Generator(device=torch.get_default_device())
+        self._generators = SamplerGenerators(loader, seedable=configuration.use_seedable_sampler)
+        if communicator.world_size > 1 and not self._dispatches:
+            self._generators.give_for_good()
+        self._inside, self._sharded = self._build_inside()
+        self._data_seed = torch.initial_seed() if configuration.data_seed is None else configuration.data_seed
+        self._skip = 0
+        self._resume: Position | None = None
+        self._position: Position | None = None
+        self._current: Lookahead | None = None
+        self._told = False
+        # Made of a plain loader, to be iterated as it is or to be prepared.
+        self.alone = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Elsewhere it is dealt among the ranks that are found there, and goes on at the same batch."""
+        made = (self.base_dataloader, self.device, self.configuration, self.alone)
+        return (_dealt_again, made, (self.state_dict(), self._data_seed, self._skip))
+
+    def __setstate__(self, state: Any) -> None:
+        position, self._data_seed, self._skip = state
+        self.load_state_dict(position)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":  # not there yet, so there is nobody to ask
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def _build_inside(self) -> tuple[DataLoader[Any], ShardedBatchSampler | ShardedIterable]:
+        loader, plan = self.base_dataloader, self._plan
+        if self._dispatches:  # rank 0 reads everything
+            plan = ShardingPlan(0, 1, plan.batch_size, plan.drop_last, split=False, even=False)
+        options: dict[str, Any] = {name: getattr(loader, name) for name in CARRIED_OVER.split()}
+        batched = loader.batch_sampler is not None
+        options |= {"generator": self._worker_seeds, "collate_fn": CollateShare(loader.collate_fn, batched)}
+        options |= {"worker_init_fn": PrepareWorker(loader.worker_init_fn), "batch_size": None}
+        create = _stateful_loader() if self.configuration.use_stateful_dataloader else DataLoader
+        if isinstance(loader.dataset, IterableDataset):
+            stream = ShardedIterable(loader.dataset, plan)
+            return create(stream, **options), stream
+        check = partial(require_same_order, self.communicator) if plan.world_size > 1 else lambda first: None
+        source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        sampler = ShardedBatchSampler(source, plan, check)
+        return create(ShardedDataset(loader.dataset, batched), sampler=sampler, **options), sampler
+
+    # -- what it knows ---------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """This rank's batches; of a loader that skips its first batches, those left in its first epoch."""
+        if not self._dispatches:
+            return max(0, self._sharded.length() - self._skip)
+        batches, group = len(self.base_dataloader), self._group
+        return max(0, (batches // group if self._plan.drop_last else -(-batches // group)) - self._skip)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is this rank's last. (On equal counts, every rank's.)"""
+        return self._current is not None and self._current.at_end
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]
+        """The loader's own; where several ranks go through it, with this rank's share of its batches."""
+        own = self.base_dataloader.batch_sampler
+        if own is None or self.communicator.world_size == 1 or self.deals_streams:
+            return own
+        return RankBatchSampler(own, self._plan, self.deal_evenly)
+
+    @property
+    def deals_streams(self) -> bool:
+        """Whether elements are dealt as they come, and not by their indices."""
+        return self._dispatches or isinstance(self.base_dataloader.dataset, IterableDataset)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks may have different numbers of batches, or batches of different sizes."""
+        return self._plan.world_size > 1 and not self._plan.even
+
+    @contextlib.contextmanager
+    def evening(self, even: bool) -> Iterator[None]:
+        """Deal batches with another setting of ``even_batches`` for a while. Iterations under way are not affected."""
+        outer = self.configuration, self._plan, self._inside, self._sharded
+        self.deal_evenly(even)
+        try:
+            yield
+        finally:
+            self.configuration, self._plan, self._inside, self._sharded = outer
+
+    def deal_evenly(self, even: bool) -> None:
+        """Deal batches with another setting of ``even_batches`` from the next iteration on."""
+        self.configuration = replace(self.configuration, even_batches=even)
+        self._plan = plan_for(self.base_dataloader, self.communicator, self.configuration)
+        self._inside, self._sharded = self._build_inside()
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the current batch only keeps this rank in step: it has none of its own where others have one."""
+        return self._current is not None and self._current.share.kind == "absent"
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the current global batch if it was completed from the beginning, else -1.
+
+        Only an epoch's last global batch is ever completed; of an iterable dataset with workers, each worker's last.
+        """
+        return self._current.share.remainder if self._current is not None else -1
+
+    def closes_window(self, size: int) -> bool:
+        """Whether a window of ``size`` micro-batches ends with the current batch.
+
+        It does after every ``size`` batches and at the end. Where some rank has fewer batches than another, the last
+        window begins on all ranks at the same batch, the last multiple of ``size`` that every rank goes beyond, and
+        each rank puts all it has left into it. So all ranks have equally many windows.
+
+        That needs one fact: does every rank have a batch after this one? The next batch tells (see :class:`Share`).
+        """
+        return self._current is not None and self._current.closes_window(size)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples in a global batch; None if the loader's batches have no common size."""
+        size = self._plan.batch_size
+        return size if size is None or self._plan.split else size * self._plan.world_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def _group(self) -> int:
+        """Batches of the loader in a global batch."""
+        return 1 if self._plan.split else self._plan.world_size
+
+    # -- epochs ----------------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell batch sampler, sampler and dataset, if they want to know. A position loaded for another is lost."""
+        if self._resume is not None and self._resume.epoch != epoch:
+            self._resume = None
+        self.iteration = epoch
+        for each in [*self._generators.samplers, self.dataset]:
+            if callable(getattr(each, "set_epoch", None)):
+                each.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that say which batch comes next, in which order. What workers draw is not part of it."""
+        return asdict(self._resume or self._position or Position(self.iteration, generator=self._generators.states()))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration goes on where the loader stood that gave ``state``. On every rank, with that rank's."""
+        self._resume = Position(**state)
+        self.iteration = self._resume.epoch
+        if self._resume.seed is None:  # between two epochs: of the next nothing has been drawn
+            self._generators.set_states(decoded(self._resume.generator))
+
+    @property
+    def skipped(self) -> int:
+        """The batches that the next epoch begins behind."""
+        return self._skip
+
+    def skipping(self, batches: int) -> "PreparedDataLoader":
+        """See :func:`~gradsync.accelerator.data_loader.skip_first_batches`."""
+        names = ("communicator", "device", "gradient_state", "configuration")
+        loader = PreparedDataLoader(self.base_dataloader, **{name: getattr(self, name) for name in names})
+        loader.iteration, loader._data_seed, loader._skip = self.iteration, self._data_seed, batches
+        loader.alone = self.alone
+        if self._resume is not None:
+            loader._resume = replace(self._resume, batches=batches, ended=False)
+        return loader
+
+    # -- iteration -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.gradient_state.enter_dataloader(self)
+        try:
+            with contextlib.ExitStack() as stack:
+                position = self._begin(stack)
+                yield from self._hand_out(Lookahead(self._source(position.batches), position.batches), position)
+        finally:
+            self._current = None
+            if isinstance(self._sharded, ShardedBatchSampler):
+                self._sharded.forget()
+            self.gradient_state.leave_dataloader(self)
+
+    def _hand_out(self, ahead: Lookahead, position: Position) -> Iterator[Any]:
+        self._position = position
+        for batch in ahead:
+            # Moved before the next one is read: meanwhile it may travel.
+            moved = self._move(batch)
+            ahead.look()
+            self._current = ahead
+            self._tell_if_completed(ahead.share)
+            self._position = replace(position, batches=position.batches + ahead.position, ended=ahead.at_end)
+            if ahead.at_end:  # where the next epoch will start
+                self._position = replace(self._position, generator=self._generators.states())
+            yield moved
+        self._position = None
+        self._skip = 0
+        self.iteration = position.epoch + 1
+
+    def _tell_if_completed(self, share: Share) -> None:
+        """Log, once, that Accelerate, which dispatches streams unless it is told not to, would complete this batch by
+        less."""
+        if self._told or share.remainder < 0 or self.communicator.rank > 0:
+            return
+        if self.configuration.dispatch_batches is None and isinstance(self.base_dataloader.dataset, IterableDataset):
+            self._told = True
+            LOGGER.warning(
+                "the last batches of an iterable dataset have %d samples of %d ranks, and are made full with its first "
+                "ones. Accelerate dispatches such a dataset by default, and adds no more than all ranks need to have "
+                "equally many. DataLoaderConfiguration(dispatch_batches=True) does as Accelerate (said once)",
+                share.remainder,
+                self.communicator.world_size,
+            )
+
+    def _move(self, batch: Any) -> Any:
+        return batch if self.device is None else send_to_device(batch, self.device, self.configuration.non_blocking)
+
+    def _source(self, start: int) -> Iterator[tuple[Share, Any]]:
+        """All rounds of this epoch. The first ``start`` that this rank has a part in may come without their batch."""
+        if not self._dispatches:
+            return self._read(start)
+        plan, skipped = self._plan, start * self._group
+        batches = (batch for _, batch in islice(self._read(skipped), skipped, None))
+        rounds = dispatch(batches, self.communicator, group=self._group, drop_last=plan.drop_last, even=plan.even)
+        return chain(repeat((Share("common"), None), start), rounds)
+
+    def _read(self, skip: int) -> Iterator[tuple[Share, Any]]:
+        if isinstance(self._sharded, ShardedBatchSampler):
+            rounds = self._sharded.rounds()
+            # Of these the indices are enough.
+            yield from ((share, None) for share, _ in islice(rounds, skip))
+            self._sharded.rest = rounds
+        yield from self._inside
+
+    # -- agreement -------------------------------------------------------------------------------------------------
+
+    def _begin(self, stack: contextlib.ExitStack) -> Position:
+        """Agree with the other ranks on where the epoch starts and in which order, and bring that order about."""
+        resumed, self._resume = self._resume, None
+        wanted = resumed or Position(self.iteration, self._skip)
+        self.set_epoch(wanted.epoch)
+        source = self._loaders_generator or torch.default_generator
+        state_before = source.get_state()
+        if wanted.seed is None:
+            wanted = self._draw(wanted)
+        position = self._agree(wanted)
+        if position.ended:  # on all ranks: what comes next is the next epoch
+            self._skip, self.iteration = 0, position.epoch + 1
+            return self._begin(stack)
+        assert position.base is not None
+        assert position.seed is not None
+        self._worker_seeds.manual_seed((position.base + self.communicator.rank * SEED_STRIDE) % 2**63)
+        if resumed is None and self.communicator.rank == 0 and source.device == self._worker_seeds.device:
+            self._worker_seeds.set_state(state_before)  # rank 0's workers get the seeds they had without us
+        stack.enter_context(generators_replaced(self._generators.unshared, position.seed))
+        return position
+
+    @property
+    def _loaders_generator(self) -> torch.Generator | None:
+        """What seeds of workers are drawn from, as in Accelerate: where rank 0 reads for all, not the loader's."""
+        return None if self._dispatches else self.base_dataloader.generator
+
+    def _draw(self, wanted: Position) -> Position:
+        """Draw as torch would: a number for the workers, and one for a random sampler without a generator, where it is
+        read."""
+        base, seed = draw_seed(self._loaders_generator), 0
+        reads = self.communicator.rank == 0 or not self._dispatches
+        if self.configuration.use_seedable_sampler:
+            seed = (self._data_seed + wanted.epoch + 2**63) % 2**64 - 2**63  # to torch the same, and it fits 64 bits
+        elif reads and self._generators.lacking:
+            seed = draw_seed(None)
+        return replace(wanted, base=base, seed=seed, generator=self._generators.states())
+
+    def _agree(self, wanted: Position) -> Position:
+        """Rank 0's order for everybody. Everything else must be the same already."""
+        states = decoded(wanted.generator)
+        batch_size, length = self._plan.batch_size, length_or_none(self._sharded.source)
+        compared = {
+            "epoch": wanted.epoch,
+            "number of batches already taken": wanted.batches,
+            "size of the generators' state": -1 if self._dispatches else states.numel(),
+            "length": -1 if self._dispatches or length is None else length,
+            "batch size": -1 if self._dispatches or batch_size is None else batch_size,
+        }
+        row = json.dumps([wanted.base or 0, wanted.seed or 0, wanted.ended, *compared.values()])
+        rows = [json.loads(text) for text in gather_bytes(self.communicator, row.encode())]
+        for number, name in enumerate(compared, 3):
+            values = [row[number] for row in rows]
+            if len(set(values)) > 1:
+                raise MismatchError(
+                    f"ranks differ in the {name} of a prepared loader: {_by_rank(values)}. Every rank must be given "
+                    "the same dataset and loader, and load the state that it saved at the same time as the others"
+                )
+        if states.numel():
+            if not self._dispatches and self.communicator.world_size > 1:
+                wire = states.to(self.communicator.device)
+                self.communicator.broadcast(wire, 0).wait()
+                states = wire.cpu()
+            self._generators.set_states(states)
+        ended = all(row[2] for row in rows)
+        return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=self._generators.states(), ended=ended)
+
+
+def _dealt_again(
+    loader: DataLoader[Any], device: torch.device | None, configuration: DataLoaderConfiguration, alone: bool
+) -> PreparedDataLoader:
+    try:
+        ranks = InProcessWorld(1).communicator(0) if alone else choose_communicator()
+    except NoProcessGroupError:
+        ranks = InProcessWorld(1).communicator(0)
+    again = PreparedDataLoader(
+        loader, communicator=ranks, device=device, gradient_state=GradientState(), configuration=configuration
+    )
+    again.alone = alone
+    return again
+
+
+def _stateful_loader() -> Any:
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ConfigurationError(
+            "use_stateful_dataloader=True needs torchdata's StatefulDataLoader, which is not installed here. Run "
+            "`pip install torchdata`, or leave it: a prepared loader has state_dict() and load_state_dict() without it"
+        ) from error
+    return StatefulDataLoader
+
+
+def _by_rank(values: list[int]) -> str:
+    return ", ".join(f"rank {rank} has {'none' if value < 0 else value}" for rank, value in enumerate(values))
 
 
 def prepare_data_loader(

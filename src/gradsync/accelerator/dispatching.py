@@ -1,6 +1,6 @@
 """``dispatch_batches``: rank 0 reads the batches of all ranks, splits them into parts and sends the parts.
 
-A message (see :mod:`gradsync.accelerator.messages`) holds the parts of all ranks, and each rank takes its own. Rank 0,
+A message (see :mod:`gradsync.accelerator.trees`) holds the parts of all ranks, and each rank takes its own. Rank 0,
 too, uses what comes out of the message, so that all ranks see the same types.
 
 Tensors are split along their first dimension. So are lists and tuples that contain no tensor and have one entry per
@@ -16,9 +16,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, is_namedtuple_instance
 
-from gradsync.accelerator.messages import ALIGNMENT, NotPlainError, Placed, describe, end_of, rebuild
 from gradsync.accelerator.sharding import Share
-from gradsync.accelerator.trees import flatten, leaves_of, plain
+from gradsync.accelerator.trees import (
+    ALIGNMENT,
+    NotPlainError,
+    Placed,
+    describe,
+    end_of,
+    flatten,
+    leaves_of,
+    plain,
+    rebuild,
+)
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.communicator import Communicator
 

@@ -25,11 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from gradsync.accelerator.healing import heal
 from gradsync.accelerator.numbered_windows import NumberedWindows
-from gradsync.accelerator.process_control import ProcessControl
-from gradsync.accelerator.state_saving import Prepared
-from gradsync.accelerator.world import agree_on_backend, settle_at_exit
+from gradsync.accelerator.prepared_state import Prepared, heal
+from gradsync.accelerator.world import ProcessControl, agree_on_backend, settle_at_exit
 from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
 from gradsync.communicator.logs import listed
 from gradsync.health.elastic import Elastic, ElasticMember, Generation, MeetingPlace, Membership, MemberStatus, meet

@@ -1,37 +1,49 @@
-"""The counterpart of ``accelerate.utils``: collectives and helpers that need no accelerator object.
+"""The counterpart of ``accelerate.utils``: collectives, seeds and memory, without an accelerator object.
 
-They run over the ranks of the default process group, which an Accelerator creates; over those of
+Collectives run over the ranks of the default process group, which an Accelerator creates; over those of
 :func:`gradsync.testing.run_ranks` in its threads; or in a world of one. An accelerator with its own communicator offers
 them as methods.
 """
 
+import functools
+import gc
+import inspect
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from gradsync.accelerator import operations
-from gradsync.accelerator.precision import plain_forward
 from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, NoProcessGroupError
 from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
-from gradsync.parallel.data_parallel import DistributedDataParallel
 
 __all__ = [
     "broadcast",
     "broadcast_object_list",
-    "extract_model_from_parallel",
+    "clear_device_cache",
+    "find_executable_batch_size",
     "gather",
     "gather_object",
     "pad_across_processes",
     "reduce",
+    "release_memory",
     "set_seed",
+    "should_reduce_batch_size",
     "synchronize_rng_states",
     "wait_for_everyone",
 ]
+
+SHRINKS_BY = 0.9
+
+# What errors say that a smaller batch may avoid. torch.OutOfMemoryError is a RuntimeError too.
+SIGNS = (
+    "out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 
 
 def _everyone() -> Communicator:
@@ -114,18 +126,79 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
             )
 
 
-def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-) -> nn.Module:
-    """The model as it was before ``prepare``; without autocast around its forward, or uncompiled, if so wished."""
-    compiled: Any = getattr(model, "_orig_mod", model)
-    inner = compiled
-    while isinstance(inner, DistributedDataParallel | nn.parallel.DistributedDataParallel):
-        inner = inner.module
-    bare: nn.Module = getattr(inner, "_orig_mod", inner)
-    if not keep_fp32_wrapper:
-        plain_forward(bare)
-    if not keep_torch_compile:
-        return bare
-    # What was compiled around a wrapper is not what the model was.
-    return model if inner is compiled else inner
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class BatchSizeGivenError(ConfigurationError, TypeError):
+    """The caller passed the argument that the decorator supplies. Accelerate raises a TypeError there."""
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[..., Any]:
+    """A decorator: ``function(batch_size, ...)`` is called without the batch size, which shrinks until it fits.
+
+    It starts with ``starting_batch_size`` and goes on with nine tenths of it, or with what ``reduce_batch_size_fn()``
+    returns, whenever memory runs out. A size that was found is the first that a later call tries. On several ranks all
+    of them must run out alike, as they do with batches of one size: prepare everything again inside the function, after
+    ``accelerator.free_memory()``.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    size = starting_batch_size
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size
+        _refuse_batch_size(function, len(args))
+        clear_device_cache(garbage_collection=True)
+        while size > 0:
+            try:
+                return function(size, *args, **kwargs)
+            except Exception as error:
+                if not should_reduce_batch_size(error):
+                    raise
+            # Outside of the handler, where the traceback keeps no tensors alive.
+            clear_device_cache(garbage_collection=True)
+            size = int(size * SHRINKS_BY) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        raise RuntimeError(
+            f"No executable batch size found, reached zero: {function.__qualname__} ran out of memory with every one "
+            f"from {starting_batch_size} on"
+        )
+
+    return run
+
+
+def _refuse_batch_size(function: Callable[..., Any], given: int) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    if given >= takes and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        raise BatchSizeGivenError(
+            f"Batch size was passed into {function.__qualname__} as the first argument when called, or it takes none: "
+            f"it got {given} arguments and takes {takes}, of which the first is the batch size. Leave that one out"
+        )
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether ``exception`` says that memory ran out."""
+    return isinstance(exception, RuntimeError) and any(sign in str(exception) for sign in SIGNS)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """A None for each of ``objects``, to overwrite them with; memory that nobody holds any more is given back."""
+    clear_device_cache(garbage_collection=True)
+    return [None] * len(objects)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give back the memory that the allocator of the GPU keeps for later."""
+    if garbage_collection:
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

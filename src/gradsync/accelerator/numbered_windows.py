@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from gradsync.accelerator.operations import send_to_device
-from gradsync.accelerator.process_control import ProcessControl
+from gradsync.accelerator.world import ProcessControl
 from gradsync.base.errors import ConfigurationError, MisuseError
 
 __all__ = ["NumberedWindows", "permutation", "share_of"]

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from gradsync.accelerator.gradient_state import GradientState
-from gradsync.accelerator.messages import NotPlainError, pack, unpack
-from gradsync.accelerator.trees import flatten, leaves_of, map_leaves, plain
+from gradsync.accelerator.trees import NotPlainError, flatten, leaves_of, map_leaves, pack, plain, unpack
+from gradsync.accelerator.windows import GradientState
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes, require_agreement
@@ -117,7 +116,7 @@ def pad_across_processes(
 def gather_object(communicator: Communicator, objects: Sequence[Any]) -> list[Any]:
     """The lists of all ranks as one. Collective.
 
-    The elements may be what a message can hold (see :mod:`gradsync.accelerator.messages`); tensors arrive on the CPU.
+    The elements may be what a message can hold (see :mod:`gradsync.accelerator.trees`); tensors arrive on the CPU.
     """
     own = _packed(objects, "gather_object")
     answers = [unpack(payload) for payload in gather_bytes(communicator, own)]

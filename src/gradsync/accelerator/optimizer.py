@@ -1,17 +1,63 @@
-"""A prepared optimizer: call ``step`` and ``zero_grad`` in every micro-batch; they take effect at the window's end."""
+"""Prepared optimizers and schedulers: call them in every micro-batch; they take effect at the end of a window."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 
-from gradsync.accelerator.model_windows import ModelWindows
-from gradsync.accelerator.precision import LossScaler
+from gradsync.accelerator.models import LossScaler
+from gradsync.accelerator.windows import ModelWindows
+from gradsync.base.errors import ConfigurationError
 from gradsync.core.engine.synchronizer import Synchronizer, synchronizer_of
-from gradsync.optim.sharded import ShardedOptimizer
+from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Synchronized
+from gradsync.optim.sharded.mode import Mode
 
-__all__ = ["PreparedOptimizer"]
+__all__ = [
+    "Overlap",
+    "Overlapping",
+    "PreparedOptimizer",
+    "PreparedScheduler",
+]
+
+# What the wire works behind: backward alone, the next forward too, or whatever is faster.
+Overlap = Literal["backward", "next-forward", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlapping:
+    """``shard_optimizer`` and ``overlap`` of an accelerator."""
+
+    shards: bool = False
+    overlap: Overlap | None = None
+
+    def __post_init__(self) -> None:
+        if self.overlap is not None and self.overlap not in get_args(Overlap):
+            raise ConfigurationError(f"overlap must be one of {', '.join(get_args(Overlap))}, got {self.overlap!r}")
+        if self.shards and self.overlap == "backward":
+            raise ConfigurationError(
+                "shard_optimizer=True and overlap='backward' exclude each other: new parameters of a sharded optimizer "
+                "are gathered behind the next forward. Leave one of them out"
+            )
+
+    def apply(self, optimizer: Optimizer, models: Sequence[Synchronized]) -> Optimizer:
+        """``optimizer`` of one of ``models``, as it was asked for."""
+        mode: Mode = "auto" if self.overlap == "auto" else "next-forward"
+        if isinstance(optimizer, BucketOptimizer) or not (self.shards or self.overlap in ("next-forward", "auto")):
+            return optimizer
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = [each for each in models if not trained.isdisjoint(map(id, each.synchronizer.parameters))]
+        if len(owners) != 1:
+            asked = "shard_optimizer=True" if self.shards else f"overlap={self.overlap!r}"
+            raise ConfigurationError(
+                f"{asked} needs an optimizer of one prepared model, and this one has parameters of {len(owners)}. "
+                "Prepare model and optimizer together, and give every model its own optimizer"
+            )
+        if self.shards:
+            return ShardedOptimizer.of(optimizer, owners[0], mode)
+        return OverlappedOptimizer(owners[0], optimizer, mode=mode)
 
 
 def _inner(name: str, *default: Any) -> Any:
@@ -128,3 +174,62 @@ class PreparedOptimizer(Optimizer):
     # Optimizers without a schedule have two modes; to the others these say nothing.
     train = _inner("train", lambda: None)
     eval = _inner("eval", lambda: None)
+
+
+class PreparedScheduler:
+    """Forwards everything to the scheduler it was made from; ``step()`` follows the optimizers.
+
+    It does nothing before the window's last micro-batch, or when a scaler or a veto has skipped the optimizer's step.
+
+    ``several`` is how far it moves then. Scripts write a schedule for one process, and with N processes it has to
+    advance N times as fast. So Accelerate moves it ``num_processes`` times per window, and stops at the end of a
+    schedule that knows its length. ``None`` is one step per window, for schedules that count windows.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        windows: ModelWindows,
+        *,
+        follows_optimizer: bool = True,
+        several: int | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self._windows: ModelWindows | None = windows
+        self._follows_optimizer = follows_optimizer
+        self._several = several
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no windows any more: it moves whenever its optimizers may step."""
+        return {**self.__dict__, "_windows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance, if the optimizers stepped."""
+        if not self._follows_optimizer or (self._window_ends and self._several is None):
+            self.scheduler.step(*args, **kwargs)
+        elif self._window_ends:
+            for _ in range(self._several or 0):
+                if not self._beyond_the_end:
+                    self.scheduler.step(*args, **kwargs)
+
+    @property
+    def _window_ends(self) -> bool:
+        if not self.optimizers:
+            return self._windows is None or self._windows.end_for([])
+        return all(optimizer.window_ends and not optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    @property
+    def _beyond_the_end(self) -> bool:
+        """Whether a schedule of fixed length is finished: several steps per window may overshoot its end."""
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and self.scheduler._step_count > total

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from gradsync.accelerator.plugins import DataLoaderConfiguration
+from gradsync.accelerator.settings import DataLoaderConfiguration
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes

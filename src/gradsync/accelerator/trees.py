@@ -1,15 +1,22 @@
-"""Nested structures, traversed by torch's pytree, extended to containers that torch would take for leaves.
+"""Nested structures: traversed by torch's pytree, also in containers that torch takes for leaves, and serialized.
 
 torch goes by the exact class of a container. A mapping, list or tuple of another class (a tokenizer's batch is a
 ``UserDict``) is opened here and rebuilt as its own class. None of these classes is registered with torch: its registry
 is global to the process, and registering a class is up to its authors.
+
+A message is a JSON text with the structure, followed by the bytes of the tensors. Only these can be sent: tensors,
+numbers, texts, None, and dicts, lists, tuples and named tuples of such values. A message can name no function, and no
+class except a named tuple that already exists in the receiver: nothing is pickled.
 """
 
 import copy
-from collections import OrderedDict, defaultdict
+import json
+import sys
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch.utils._pytree import (
     TreeSpec,
     is_namedtuple_instance,
@@ -19,12 +26,34 @@ from torch.utils._pytree import (
     tree_map,
 )
 
-__all__ = ["flatten", "leaves_of", "map_leaves", "plain"]
+from gradsync.base.errors import ConfigurationError
+
+__all__ = [
+    "ALIGNMENT",
+    "NotPlainError",
+    "Placed",
+    "describe",
+    "end_of",
+    "flatten",
+    "leaves_of",
+    "map_leaves",
+    "pack",
+    "plain",
+    "rebuild",
+    "unpack",
+]
 
 Stop = Callable[[Any], bool]
 
 # Others that somebody has registered stay leaves: many of them cannot say where in them a leaf lies.
 KNOWN = (dict, OrderedDict, defaultdict, list, tuple)
+
+# So that any dtype may look at its bytes in place.
+ALIGNMENT = 16
+PLAIN = (bool, int, float, str, type(None))
+
+# Tensors, each with its place among the bytes of a message.
+Placed = list[tuple[int, torch.Tensor]]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, *, stop: Stop = lambda _: False) -> Any:
@@ -75,3 +104,85 @@ def _refilled(container: Any, children: Any) -> Any:
     for key, child in children.items():
         filled[key] = child
     return filled
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+class NotPlainError(ConfigurationError, TypeError):
+    """A value that cannot be sent; the message says where it is and what it is. Accelerate raises a TypeError there."""
+
+
+def pack(value: Any, name: str = "value") -> bytes:
+    """``value`` as one message. Tensors are read from any device."""
+    tensors: Placed = []
+    text = json.dumps(describe(value, tensors, name)).encode()
+    payload = bytearray(end_of(tensors))
+    for offset, tensor in tensors:
+        if tensor.nbytes:
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            torch.frombuffer(payload, dtype=torch.uint8, count=tensor.nbytes, offset=offset).copy_(flat)
+    return len(text).to_bytes(8, "little") + text + bytes(payload)
+
+
+def unpack(message: bytes) -> Any:
+    """What :func:`pack` was given; tensors are on the CPU."""
+    start = 8 + int.from_bytes(message[:8], "little")
+    # A copy that is aligned, and that may be written.
+    payload = torch.frombuffer(bytearray(message[start:]) or bytearray(1), dtype=torch.uint8)
+    return rebuild(json.loads(message[8:start]), payload)
+
+
+def end_of(tensors: Placed) -> int:
+    """Where the next tensor may begin."""
+    if not tensors:
+        return 0
+    offset, last = tensors[-1]
+    return -(-(offset + last.nbytes) // ALIGNMENT) * ALIGNMENT
+
+
+def describe(value: Any, tensors: Placed, path: str) -> Any:
+    """How to build ``value``, as JSON; its tensors are appended to ``tensors``."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        tensors.append((end_of(tensors), value))
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), tensors[-1][0]]}
+    if isinstance(value, Mapping) and all(isinstance(key, PLAIN) for key in value):
+        return {"dict": [[key, describe(each, tensors, f"{path}[{key!r}]")] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        entries = [describe(each, tensors, f"{path}[{number}]") for number, each in enumerate(value)]
+        if is_namedtuple_instance(value):
+            kind: Any = type(value)
+            return {"named": [kind.__module__, kind.__qualname__, kind._fields, entries]}
+        return entries if isinstance(value, list) else {"tuple": entries}
+    if isinstance(value, PLAIN):
+        return value
+    raise NotPlainError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def rebuild(described: Any, payload: torch.Tensor) -> Any:
+    """The value that was described, with its tensors out of ``payload``."""
+    if isinstance(described, list):
+        return [rebuild(each, payload) for each in described]
+    if not isinstance(described, dict):
+        return described
+    ((kind, content),) = described.items()
+    if kind == "tensor":
+        name, shape, offset = content
+        dtype: torch.dtype = getattr(torch, name)
+        numel = torch.Size(shape).numel()
+        # A copy, so that it does not keep the whole message alive.
+        return payload[offset : offset + numel * dtype.itemsize].view(dtype).reshape(shape).clone()
+    if kind == "dict":
+        return {key: rebuild(each, payload) for key, each in content}
+    if kind == "tuple":
+        return tuple(rebuild(content, payload))
+    module, name, fields, entries = content
+    return _named_tuple(module, name, fields)(*rebuild(entries, payload))
+
+
+def _named_tuple(module: str, name: str, fields: list[str]) -> Any:
+    """The class of that name if it is here and has these fields, or else a new one. Nothing is imported."""
+    found = getattr(sys.modules.get(module), name, None)
+    if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == tuple(fields):
+        return found
+    return namedtuple(name.rpartition(".")[2], fields)

@@ -1,6 +1,16 @@
-"""The ranks that were started together: :func:`connect` runs the rendezvous, and a :class:`World` is the result.
+"""All ranks, as seen from one: what only some of them run, and how those that were started together connect.
 
-A world of one has no process group: nothing is opened, and nothing has to be closed.
+:func:`connect` runs the rendezvous, and a :class:`World` is the result. A world of one has no process group: nothing is
+opened, and nothing has to be closed.
+
+[Note: runs that share a store] A launcher that restarts ranks after a failure may keep its store, with all keys in it:
+a rank that arrives first could take the stale address of a dead peer for the peer's current one. Nothing in the
+environment is equal on all ranks of one run and different in the next: each of several nodes counts its own restarts.
+So the ranks agree on a word that identifies the run, and prefix their keys with it. Each publishes a number of its
+own; rank 0 replies to exactly that number, and keeps looking: the first one it sees may be from an earlier run. ::
+
+    rank 2   joins/2 = n          wait for offers/2/n        came/WORD/2
+    rank 0            look … offers/2/n = WORD         look … until all have come
 """
 
 import atexit
@@ -9,26 +19,284 @@ import itertools
 import os
 import socket
 import time
+import uuid
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from enum import StrEnum
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from gradsync.accelerator.fresh_start import run_id
-from gradsync.accelerator.process_control import ProcessControl
 from gradsync.base.environment import ProcessEnvironment, read_environment
-from gradsync.base.errors import ConfigurationError, NoProcessGroupError
+from gradsync.base.errors import ConfigurationError, GradsyncError, NoProcessGroupError
 from gradsync.communicator import Communicator, InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from gradsync.communicator.agreement import gather_bytes
 
-__all__ = ["World", "agree_on_backend", "connect", "settle_at_exit", "unmet"]
+__all__ = [
+    "DistributedType",
+    "ProcessControl",
+    "World",
+    "agree_on_backend",
+    "connect",
+    "run_id",
+    "settle_at_exit",
+    "unmet",
+]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 SETTLING_SECONDS = 0.1
+ROOT = "gradsync/life"
+LOOK_SECONDS = 0.005
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class DistributedType(StrEnum):
+    """Compares equal to Accelerate's members of the same name, and to their names."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+
+
+class ProcessControl:
+    """All ranks, as seen from one: its rank, its device, and what only some ranks do."""
+
+    def __init__(self, communicator: Communicator, device: torch.device, environment: ProcessEnvironment) -> None:
+        self.communicator = communicator
+        self.device = device
+        self.environment = environment
+
+    def go_on_with(self, communicator: Communicator) -> None:
+        """Become one of the ranks of ``communicator``, instead of the previous ranks."""
+        self.communicator = communicator
+        self.environment = replace(self.environment, rank=communicator.rank, world_size=communicator.world_size)
+
+    @property
+    def process_index(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def num_processes(self) -> int:
+        return self.communicator.world_size
+
+    @property
+    def local_process_index(self) -> int:
+        return self.environment.local_rank
+
+    @property
+    def use_distributed(self) -> bool:
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def distributed_type(self) -> str:
+        """A :class:`DistributedType`."""
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+
+    def wait_for_everyone(self) -> None:
+        """Return when all ranks have called this."""
+        token = torch.zeros(1, device=self.communicator.device)
+        self.communicator.all_reduce(token).wait()
+        token.cpu()  # on CUDA wait() only orders the stream
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """The others enter the block when rank 0 has left it, by an exception too."""
+        return self._first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The others enter the block when the first rank of every node has left it."""
+        return self._first(self.is_local_main_process)
+
+    @contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if first:
+                self.wait_for_everyone()
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """A decorator: elsewhere the function does nothing and returns None."""
+        return _only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        return _only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        return _only_if(self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
+        """A decorator for one rank, also as ``on_process(process_index=1)``. A world of one does the work of all."""
+        chosen = self.num_processes == 1 or self.process_index == process_index
+        return functools.partial(_only_if, chosen) if function is None else _only_if(chosen, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
+    ) -> Callable[..., Any]:
+        """The same for one rank of every node."""
+        chosen = self.num_processes == 1 or self.local_process_index == local_process_index
+        return functools.partial(_only_if, chosen) if function is None else _only_if(chosen, function)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's share of ``inputs``: a list, tuple or tensor, or a dict of such, all of the same length.
+
+        The first ranks have one more where it does not come out even; with ``apply_padding`` the others repeat the
+        last element of ``inputs`` to have as many. ``inputs`` itself is left alone.
+        """
+        yield inputs if self.num_processes == 1 else self._share(inputs, apply_padding)
+
+    def _share(self, inputs: Any, apply_padding: bool) -> Any:
+        if isinstance(inputs, Mapping):
+            lengths = {key: _length(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise ConfigurationError(f"all values of the dict must be equally long, got lengths {lengths}")
+            return {key: self._share(value, apply_padding) for key, value in inputs.items()}
+        length = _length(inputs)
+        each, extra = divmod(length, self.num_processes)
+        start = self.process_index * each + min(self.process_index, extra)
+        stop = start + each + (self.process_index < extra)
+        missing = each + (extra > 0) - (stop - start)
+        if _is_dataset(inputs):
+            return inputs.select([*range(start, stop), *[length - 1] * (missing if apply_padding else 0)])
+        share = inputs[start:stop]
+        if not apply_padding or missing == 0:
+            return share
+        if isinstance(inputs, torch.Tensor):
+            return torch.cat([share, *[inputs[-1:]] * missing])
+        return share + inputs[-1:] * missing
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """The built-in, on the main process only."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+
+def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if chosen else None
+
+    return wrapper
+
+
+def _is_dataset(inputs: Any) -> bool:
+    """Whether it is one of Hugging Face's ``datasets``, whose rows are chosen by their numbers."""
+    return callable(getattr(inputs, "select", None)) and hasattr(inputs, "__len__") and hasattr(inputs, "features")
+
+
+def _length(inputs: Any) -> int:
+    has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
+    if has_rows or isinstance(inputs, list | tuple) or _is_dataset(inputs):
+        return len(inputs)
+    raise ConfigurationError(
+        "split_between_processes takes a list, a tuple, a tensor with at least one dimension, or a dict of such; got "
+        f"{type(inputs).__name__}"
+    )
+
+
+# Those that somebody holds, for what was pickled and comes back.
+_living: "weakref.WeakValueDictionary[tuple[Any, ...], World]" = weakref.WeakValueDictionary()
+
+
+def _found_again(key: tuple[Any, ...]) -> "World":
+    living = _living.get(key)
+    return connect(read_environment(), cpu=key[1].type == "cpu") if living is None else living
+
+
+class World(ProcessControl):
+    """The connected ranks. ``given``: through a communicator of the caller's, which an engine then uses as it is.
+
+    ``elastic``: the ranks may change, so a rank that is alone now needs everything that several ranks need.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        device: torch.device,
+        environment: ProcessEnvironment,
+        *,
+        owns_group: bool = False,
+        given: bool = False,
+        elastic: bool = False,
+    ) -> None:
+        super().__init__(communicator, device, environment)
+        self.is_elastic = elastic
+        self._given = given
+        self._owns_group = owns_group
+        self._pretended_type: str | None = None
+        _living[self._key] = self
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.environment, self.device, self.communicator.rank, self.communicator.world_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the same process the same world; elsewhere the one that is found there."""
+        return (_found_again, (self._key,))
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.process_index} of {self.num_processes}, {self.device}, {self.distributed_type})"
+
+    @property
+    def distributed_type(self) -> str:
+        """A :class:`~gradsync.accelerator.world.DistributedType`, or what a script has set.
+
+        Scripts may pretend to be another kind of training, as under Accelerate. Gradients are averaged all the same.
+        """
+        return super().distributed_type if self._pretended_type is None else self._pretended_type
+
+    @distributed_type.setter
+    def distributed_type(self, kind: str) -> None:
+        self._pretended_type = None if kind == super().distributed_type else kind
+
+    @property
+    def is_process(self) -> bool:
+        """Whether its ranks are processes that torch.distributed knows, or it is alone: not threads, nor MPI's."""
+        return isinstance(self.communicator, ProcessGroupCommunicator) or self.num_processes == 1
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Which ranks an engine synchronizes. Unless a communicator was given, it may find a faster wire to them."""
+        if isinstance(self.communicator, ProcessGroupCommunicator) and not self._given:
+            return {"process_group": self.communicator.group}
+        return {"communicator": self.communicator}
+
+    def destroy_process_group(self) -> None:
+        """Destroy the default process group, no matter who created it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def close(self) -> None:
+        """Destroy the process group if :func:`connect` made it. May be called again."""
+        if self._owns_group:
+            self.destroy_process_group()
+
+
+# -- rendezvous -------------------------------------------------------------------------------------------------------
 
 
 def connect(
@@ -106,6 +374,41 @@ def _apart(store: Any, environment: ProcessEnvironment, timeout: timedelta | Non
     return dist.PrefixStore(f"gradsync/life/{word}", store)  # type: ignore[attr-defined]
 
 
+def run_id(store: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> str:
+    """An id that is equal on all ranks started together, and on no others. Collective, over ``store`` alone."""
+    limit = DEFAULT_TIMEOUT if timeout is None else timeout
+    return _offer(store, world_size, limit) if rank == 0 else _ask(store, rank, limit)
+
+
+def _ask(store: Any, rank: int, limit: timedelta) -> str:
+    number = uuid.uuid4().hex
+    store.set(f"{ROOT}/joins/{rank}", number)
+    answer = f"{ROOT}/offers/{rank}/{number}"
+    store.wait([answer], limit)
+    word: str = store.get(answer).decode()
+    store.set(f"{ROOT}/came/{word}/{rank}", "")
+    return word
+
+
+def _offer(store: Any, world_size: int, limit: timedelta) -> str:
+    word, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
+    missing, answered = set(range(1, world_size)), dict[int, bytes]()
+    while True:
+        missing -= {rank for rank in missing if store.check([f"{ROOT}/came/{word}/{rank}"])}
+        if not missing:
+            return word
+        if time.monotonic() > deadline:
+            names = ", ".join(f"rank {rank}" for rank in sorted(missing))
+            raise GradsyncError(f"{names} did not come within {limit.total_seconds():g} s to where the ranks meet")
+        for rank in missing:
+            if store.check([f"{ROOT}/joins/{rank}"]):
+                number = store.get(f"{ROOT}/joins/{rank}")
+                if answered.get(rank) != number:
+                    answered[rank] = number
+                    store.set(f"{ROOT}/offers/{rank}/{number.decode()}", word)
+        time.sleep(LOOK_SECONDS)
+
+
 @functools.cache
 def settle_at_exit() -> None:
     """Let Gloo's threads let go of tensors before the interpreter ends.
@@ -157,82 +460,3 @@ def _located(communicator: Communicator, environment: ProcessEnvironment) -> Pro
         local_rank=Counter(hosts[:rank])[host],
         local_world_size=Counter(hosts)[host],
     )
-
-
-# Those that somebody holds, for what was pickled and comes back.
-_living: "weakref.WeakValueDictionary[tuple[Any, ...], World]" = weakref.WeakValueDictionary()
-
-
-def _found_again(key: tuple[Any, ...]) -> "World":
-    living = _living.get(key)
-    return connect(read_environment(), cpu=key[1].type == "cpu") if living is None else living
-
-
-class World(ProcessControl):
-    """The connected ranks. ``given``: through a communicator of the caller's, which an engine then uses as it is.
-
-    ``elastic``: the ranks may change, so a rank that is alone now needs everything that several ranks need.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        device: torch.device,
-        environment: ProcessEnvironment,
-        *,
-        owns_group: bool = False,
-        given: bool = False,
-        elastic: bool = False,
-    ) -> None:
-        super().__init__(communicator, device, environment)
-        self.is_elastic = elastic
-        self._given = given
-        self._owns_group = owns_group
-        self._pretended_type: str | None = None
-        _living[self._key] = self
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return (self.environment, self.device, self.communicator.rank, self.communicator.world_size)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In the same process the same world; elsewhere the one that is found there."""
-        return (_found_again, (self._key,))
-
-    def __repr__(self) -> str:
-        return f"World(rank {self.process_index} of {self.num_processes}, {self.device}, {self.distributed_type})"
-
-    @property
-    def distributed_type(self) -> str:
-        """A :class:`~gradsync.accelerator.process_control.DistributedType`, or what a script has set.
-
-        Scripts may pretend to be another kind of training, as under Accelerate. Gradients are averaged all the same.
-        """
-        return super().distributed_type if self._pretended_type is None else self._pretended_type
-
-    @distributed_type.setter
-    def distributed_type(self, kind: str) -> None:
-        self._pretended_type = None if kind == super().distributed_type else kind
-
-    @property
-    def is_process(self) -> bool:
-        """Whether its ranks are processes that torch.distributed knows, or it is alone: not threads, nor MPI's."""
-        return isinstance(self.communicator, ProcessGroupCommunicator) or self.num_processes == 1
-
-    @property
-    def engine_options(self) -> dict[str, Any]:
-        """Which ranks an engine synchronizes. Unless a communicator was given, it may find a faster wire to them."""
-        if isinstance(self.communicator, ProcessGroupCommunicator) and not self._given:
-            return {"process_group": self.communicator.group}
-        return {"communicator": self.communicator}
-
-    def destroy_process_group(self) -> None:
-        """Destroy the default process group, no matter who created it."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
-
-    def close(self) -> None:
-        """Destroy the process group if :func:`connect` made it. May be called again."""
-        if self._owns_group:
-            self.destroy_process_group()

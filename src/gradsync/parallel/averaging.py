@@ -1,4 +1,4 @@
-"""``average_gradients``: a single call after ``backward()``, without wrapper or hooks.
+"""``average_gradients``: one call between ``backward()`` and ``step()``, without a wrapper or hooks.
 
 It is also the reference that the engine is tested against, so it is written for clarity: compare, flatten, sum, divide.
 """

@@ -1,4 +1,9 @@
-"""Buffer synchronization around a forward: broadcast from rank 0, or a user's hook."""
+"""What a forward and its backward do besides gradients: buffers are synchronized, optimizers step inside backward.
+
+Buffer hooks may return futures that must be done when ``backward()`` returns. Optimizers that torch's
+``_apply_optimizer_in_backward`` has attached to parameters must step on the means; torch steps them bucket by bucket,
+here all of them step when the last bucket has finished.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,11 +14,11 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 
 from gradsync.base.errors import NotCallableError
 from gradsync.communicator import Communicator
-from gradsync.parallel.after_backward import call_after_backward
-from gradsync.parallel.replica import Replica
-from gradsync.parallel.replica_state import BATCH_BYTES, agree_on_rank, broadcast_tensors
+from gradsync.core.engine.backward_watch import call_at_end, tensors_in
+from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.parallel.replica import BATCH_BYTES, Replica, agree_on_rank, broadcast_tensors
 
-__all__ = ["BufferSync", "choose_buffer_sync"]
+__all__ = ["BufferSync", "InBackwardOptimizers", "call_after_backward", "choose_buffer_sync"]
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
@@ -132,3 +137,46 @@ class BufferSync:
     def _finish_buffers_after(self, output: Any) -> None:
         if self._buffer_futures:
             call_after_backward(output, self._finish_buffers)
+
+
+def call_after_backward(output: Any, action: Callable[[], None]) -> None:
+    """Call ``action`` when a backward through ``output`` has ended: after the engine, if the engine registered first.
+
+    A backward that reaches several tensors of the output calls it several times.
+    """
+
+    def hook(_: torch.Tensor) -> None:
+        call_at_end(action)
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(hook)
+
+
+class InBackwardOptimizers:
+    """Optimizers that step their parameters as part of backward."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as handles
+
+        self._parameters = parameters
+        # Their own hooks would step on this rank's gradients alone.
+        for parameter in parameters:
+            for handle in handles.get(parameter, ()):
+                handle.remove()
+
+    @classmethod
+    def of(cls, parameters: Sequence[Any]) -> "InBackwardOptimizers | None":
+        """The optimizers attached to these parameters; None if there are none."""
+        stepped = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+        return cls(stepped) if stepped else None
+
+    def step(self, synchronizer: Synchronizer) -> None:
+        """Step on the means, if the backward has left any, then release them."""
+        if not synchronizer.window.has_means:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                for optimizer in parameter._in_backward_optimizers:
+                    optimizer.step()
+                parameter.grad = None

@@ -10,23 +10,28 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 
 from gradsync.base.errors import ConfigurationError, MisuseError
-from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
+from gradsync.communicator import Choice, Communicator, InProcessWorld, choose_communicator, fit_communicator
 from gradsync.core.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.core.engine.synchronizer import compiler_here
+from gradsync.core.reduction import Mean
 from gradsync.parallel.accumulation import Accumulation
-from gradsync.parallel.after_backward import InBackwardOptimizers, call_after_backward
-from gradsync.parallel.alone import TrainingAlone
-from gradsync.parallel.buffer_sync import BufferSync, choose_buffer_sync
+from gradsync.parallel.buffer_sync import InBackwardOptimizers, call_after_backward, choose_buffer_sync
 from gradsync.parallel.mixed_precision import LowPrecision, MixedPrecisionConfig
 from gradsync.parallel.replica import Replica
-from gradsync.parallel.torch_arguments import Devices, choose_ranks, default_reduction, refuse_cpu_sync_batch_norm
-from gradsync.parallel.torch_names import TorchDDP, TorchNames
-from gradsync.parallel.uneven_inputs import Attendance, GradientJoinHook, Turnout, set_divisor
+from gradsync.parallel.torch_names import (
+    Devices,
+    TorchDDP,
+    TorchNames,
+    choose_ranks,
+    default_reduction,
+    refuse_cpu_sync_batch_norm,
+)
+from gradsync.parallel.uneven_inputs import UnevenInputs
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "TrainingAlone"]
 
 # Attributes that a copy creates for itself.
 _TRANSIENT = (
@@ -35,7 +40,7 @@ _TRANSIENT = (
 )
 
 
-class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over all ranks during backward.
 
     Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. The following are accepted but have no effect,
@@ -109,9 +114,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self.replica = Replica(module, ignored=self.parameters_to_ignore, delayed=self._delayed)
         # Ranks that must not communicate yet, or that were given a transport, have nothing to choose.
         free = init_sync and communicator is None
-        self.wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
-        self.communicator = self.wire.communicator
-        self.process_group = chosen.group
+        wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module = module
@@ -135,24 +138,9 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self._low_precision = (
             LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision is not None else None
         )
-        self.synchronizer = self.replica.connect(
-            self.communicator,
-            self._policy,
-            init_sync=init_sync,
-            sync_buffers=forward_sync_buffers is not None or self.forward_sync_buffers,
-            keeper=self._low_precision,
-        )
+        sync_buffers = forward_sync_buffers is not None or self.forward_sync_buffers
+        self._connect_to(wire, chosen.group, init_sync=init_sync, sync_buffers=sync_buffers)
         self.replica.watch(self)
-        self._listen()
-
-    def _listen(self) -> None:
-        reference = weakref.ref(self)
-
-        def stand_in(ends_window: bool) -> bool:
-            wrapper = reference()
-            return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
-
-        self.synchronizer.pending_work.stand_in_by(stand_in)
 
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
         """For a rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a
@@ -260,66 +248,6 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         if self._in_backward is not None:
             self._in_backward.step(self.synchronizer)
 
-    def _prepare_ranks(self, learning: bool) -> None:
-        """Run the collectives of a forward: uneven inputs, buffers."""
-        if self._join_config.enable:
-            with self.synchronizer.pace.waiting():
-                self._meet_in_join(learning)
-        elif self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-
-    def _meet_in_join(self, learning: bool) -> None:
-        notified = Join.notify_join_context(self)
-        if notified is not None:
-            notified.wait()
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        turnout = Turnout.count(self.communicator, Attendance.of(self.synchronizer, learning=learning))
-        turnout.require_in_step(self.synchronizer)
-        set_divisor(self, turnout.active)
-
-    def _miss_forward(self) -> bool:
-        if not self._join_config.enable:
-            return False
-        self._prepare_ranks(learning=True)
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        self.require_forward_param_sync = self.synchronizer.enabled
-        return True
-
-    # -- uneven inputs -----------------------------------------------------------------------------------------------
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Context in which ranks may have different numbers of inputs; see ``torch.distributed.algorithms.Join``."""
-        _ = self.join_process_group  # refuse before Join has changed anything
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **kwargs: Any) -> GradientJoinHook:
-        if self.synchronizer.engine.sharing.has_client:
-            raise MisuseError(
-                "join() lets ranks without data leave the loop, and a sharded optimizer needs all of them in every "
-                "step. Give every rank as many steps, and leave out the backward where there is nothing to learn from"
-            )
-        self.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return GradientJoinHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        if self.process_group is None:
-            raise MisuseError(f"join() needs a process group, and {self.communicator} has none")
-        return self.process_group
-
     # -- copies, other groups --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -343,7 +271,8 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             if self.mixed_precision is not None
             else None
         )
-        self._connect_to(Choice.given(choose_communicator()))
+        communicator = choose_communicator()
+        self._connect_to(Choice.given(communicator), communicator.group)
         self.replica.watch(self)
         self.synchronizer.enabled = enabled
 
@@ -356,8 +285,8 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             return
         self.reconnect(Choice.given(choose_communicator(new_process_group)), self.current_policy())
 
-    def train_alone(self) -> TrainingAlone:
-        """Train without the other ranks, until :meth:`~gradsync.parallel.alone.TrainingAlone.end`."""
+    def train_alone(self) -> "TrainingAlone":
+        """Train without the other ranks, until :meth:`TrainingAlone.end`."""
         return TrainingAlone(self)
 
     def reconnect(self, wire: Choice, policy: SyncPolicy) -> None:
@@ -365,7 +294,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         that share memory allocate it together, so all of them call this, between two windows."""
         enabled, self._policy = self.synchronizer.enabled, policy
         self.synchronizer.detach()
-        self._connect_to(wire)
+        self._connect_to(wire, wire.communicator.group)
         self.synchronizer.enabled = enabled
 
     def regroup(self, communicator: Communicator, policy: SyncPolicy) -> None:
@@ -374,8 +303,7 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         self._policy = policy
         self.synchronizer.detach()
         wire = fit_communicator(communicator, self.replica.device)
-        self._connect_to(wire, init_sync=True, sync_buffers=self.forward_sync_buffers)
-        self.process_group = communicator.group
+        self._connect_to(wire, communicator.group, init_sync=True, sync_buffers=self.forward_sync_buffers)
         self.require_forward_param_sync = True
 
     def current_policy(self) -> SyncPolicy:
@@ -385,11 +313,9 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
         reduction = self.synchronizer.reduction if client is None else client.whole
         return dataclasses.replace(self._policy, reduction=reduction)
 
-    def _connect_to(self, wire: Choice, *, init_sync: bool = False, sync_buffers: bool = True) -> None:
-        """Nothing is communicated unless ``init_sync``, so there is no measurement to choose by."""
-        self.wire = wire
-        self.communicator = self.wire.communicator
-        self.process_group = self.communicator.group
+    def _connect_to(self, wire: Choice, group: Any, *, init_sync: bool = False, sync_buffers: bool = True) -> None:
+        """Attach the engine over ``wire``. Nothing is communicated unless ``init_sync``."""
+        self.wire, self.communicator, self.process_group = wire, wire.communicator, group
         self.synchronizer = self.replica.connect(
             self.communicator,
             self._policy,
@@ -397,4 +323,35 @@ class DistributedDataParallel(Accumulation, BufferSync, TorchNames, nn.Module, J
             sync_buffers=sync_buffers,
             keeper=self._low_precision,
         )
-        self._listen()
+        reference = weakref.ref(self)
+
+        def stand_in(ends_window: bool) -> bool:
+            wrapper = reference()
+            return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
+
+        self.synchronizer.pending_work.stand_in_by(stand_in)
+
+
+class TrainingAlone:
+    """Lets ``wrapper`` train without other ranks until :meth:`end`: windows, their weights and clipping are this rank's
+    own, and nothing is sent; see :class:`~gradsync.LocalSteps`. Parameters may diverge between ranks; the caller that
+    ends it must make them equal.
+
+    Not a context manager, and nothing happens if it is forgotten: the ranks must be together to go back.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+        self._wire, self._group, self._policy = wrapper.wire, wrapper.process_group, wrapper.current_policy()
+        alone = Choice(communicator=InProcessWorld(1).communicator(0), reason="this rank trains by itself")
+        # Communication hooks use their own group whatever the communicator is, and others may count windows.
+        wrapper.reconnect(alone, dataclasses.replace(self._policy, reduction=Mean()))
+
+    def end(self) -> None:
+        """Average gradients over the previous ranks again. Collective, between two windows."""
+        self._wrapper.reconnect(self._wire, self._policy)
+        self._wrapper.process_group = self._group
+
+    def give_up(self, reason: str) -> None:
+        """Make the wrapper refuse to go on: ranks may not hold the same parameters. Not collective."""
+        self._wrapper.synchronizer.refuse(reason)

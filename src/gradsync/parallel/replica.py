@@ -1,7 +1,8 @@
 """A module as one data-parallel replica: which parameters the engine manages, compared and synchronized over ranks."""
 
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from gradsync.core.reduction.measurement import measure_link
 from gradsync.health.watch import look_at, set_watch
 from gradsync.observe.recording.recorder import Recorder
 from gradsync.observe.recording.setting import attach_recorder, choose_recorder, described, recorder_in
-from gradsync.parallel.replica_state import broadcast_tensors
 
-__all__ = ["MIB", "Replica"]
+__all__ = ["BATCH_BYTES", "MIB", "Replica", "agree_on_rank", "broadcast_tensors"]
 
 MIB = 1024 * 1024
 
@@ -268,3 +268,65 @@ def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
                 replica.note_registration(module, f"{name}.{path}", parameter)
             replica.note_module()
             _watch_registrations(replica, child)
+
+
+# -- broadcast, coalesced by dtype and device ---------------------------------------------------------------------
+
+# At most this much is copied at a time: a model must not need room for a second copy of itself, and an allocator may
+# keep for a long time whatever it was once asked for.
+BATCH_BYTES = 8 * 1024 * 1024
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], communicator: Communicator, source: int = 0) -> None:
+    """Overwrite the tensors with those of rank ``source``. Collective."""
+    if communicator.world_size == 1:
+        return
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            alike[(tensor.dtype, tensor.device)].append(tensor.detach())
+    for group in alike.values():
+        for batch in _batches(group):
+            _broadcast_batch(batch, communicator, source)
+
+
+def _batches(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and size + tensor.nbytes > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.nbytes
+    if batch:
+        yield batch
+
+
+def _broadcast_batch(tensors: list[torch.Tensor], communicator: Communicator, source: int) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        communicator.broadcast(_bytes_of(tensors[0]), source).wait()
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    communicator.broadcast(_bytes_of(flat), source).wait()
+    if communicator.rank != source:
+        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+    # Gloo's threads hold the tensor until their next collective; its memory need not wait that long.
+    # A tensor whose memory was exposed, as numpy() does, cannot be resized.
+    storage = flat.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: values are copied, not computed with, and every backend supports bytes (not all, bool)."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def agree_on_rank(communicator: Communicator, *, candidate: bool) -> int:
+    """The highest rank among the candidates. Collective."""
+    rank = torch.tensor([communicator.rank if candidate else -1], device=communicator.device)
+    communicator.all_reduce(rank, "max").wait()
+    return int(rank)

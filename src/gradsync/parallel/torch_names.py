@@ -1,6 +1,6 @@
-"""Attributes and methods under which torch's compiler and other libraries expect to find a wrapped model.
+"""torch's names: what arguments of the wrapper mean, and attributes that its compiler and other libraries look up.
 
-They let gradsync's class take the place of torch's::
+The attributes let gradsync's class take the place of torch's::
 
     torch.nn.parallel.DistributedDataParallel = gradsync.DistributedDataParallel
 
@@ -9,7 +9,8 @@ class is captured when gradsync is imported, whatever name it has later, and bot
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from gradsync.base.errors import ConfigurationError, MisuseError
-from gradsync.communicator import Communicator
+from gradsync.communicator import Communicator, choose_communicator
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction import Cast, CommHook, Mean, Reduction
+from gradsync.parallel.mixed_precision import LowPrecision, MixedPrecisionConfig
 from gradsync.parallel.replica import MIB, Replica
 
-__all__ = ["TorchDDP", "TorchNames"]
+__all__ = ["Devices", "TorchDDP", "TorchNames", "choose_ranks", "default_reduction", "refuse_cpu_sync_batch_norm"]
 
 TorchDDP: Any = nn.parallel.DistributedDataParallel
 
@@ -203,3 +205,85 @@ class TorchNames:
         if self._builtin_hook is not None or isinstance(reduction, Mean):
             return self._builtin_hook
         return reduction.name if isinstance(reduction, CommHook) else repr(reduction)
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices of a module's parameters. ``ids`` has the number of the device inputs are moved to, and ``output``
+    that of the device outputs are moved to; None where nothing is moved."""
+
+    device: torch.device
+    several: bool
+    ids: list[int] | None = None
+    output: int | None = None
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any) -> "Devices":
+        """The requested devices, checked against those of the parameters."""
+        device, several = parameters[0].device, len({p.device for p in parameters}) > 1
+        if device_ids and len(device_ids) > 1:
+            raise ConfigurationError(f"device_ids must be None or hold one device, got {list(device_ids)}")
+        if device.type == "cpu" or several:
+            if device_ids or output_device is not None:
+                raise ConfigurationError(
+                    "device_ids and output_device are for modules on one GPU; this module's parameters are on "
+                    f"{sorted({str(p.device) for p in parameters})}. Leave both out"
+                )
+            return cls(device=device, several=several)
+        if not device_ids:
+            return cls(device=device, several=several)
+        index = torch.device(device_ids[0] if not isinstance(device_ids[0], int) else f"cuda:{device_ids[0]}").index
+        if index is not None and index != device.index:
+            raise ConfigurationError(
+                f"device_ids is {list(device_ids)}, but the module is on {device}. Move it there before you wrap it"
+            )
+        return cls(device=device, several=several, ids=[device.index], output=device.index)
+
+
+def choose_ranks(
+    module: nn.Module, communicator: Communicator | None, process_group: Any, device_mesh: Any
+) -> Communicator:
+    """The ranks over which gradients are averaged; by default all of the default group."""
+    given = [
+        name
+        for name, value in (
+            ("communicator", communicator),
+            ("process_group", process_group),
+            ("device_mesh", device_mesh),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"Cannot specify both {' and '.join(given)} arguments. Each says which ranks there are: pass one of "
+            f"communicator, process_group and device_mesh, got {' and '.join(given)}"
+        )
+    if device_mesh is None:
+        return choose_communicator(communicator if communicator is not None else process_group)
+    if device_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"Only 1D device mesh is supported, but got {device_mesh}. Pass one dimension of it, as in mesh['dp']"
+        )
+    if device_mesh._get_root_mesh() != device_mesh:
+        # A slice of a larger mesh: the module may hold DTensors of the other dimensions, which torch localizes.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    return choose_communicator(device_mesh.get_group(mesh_dim=0))
+
+
+def default_reduction(mixed_precision: MixedPrecisionConfig | None) -> Reduction:
+    """The reduction used where none was given: narrow gradients, if ``mixed_precision`` asks for them."""
+    dtype = None if mixed_precision is None else LowPrecision.wire_dtype(mixed_precision)
+    return Mean() if dtype is None else Cast(dtype)
+
+
+def refuse_cpu_sync_batch_norm(module: nn.Module, device_type: str) -> None:
+    """Raise for layers that torch supports on GPUs only."""
+    if device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ConfigurationError(
+            "SyncBatchNorm works on GPUs only, and this module is on the CPU. Move it to a GPU, or keep BatchNorm"
+        )

@@ -8,53 +8,38 @@ all of them raise.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from gradsync.base.errors import MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.engine.synchronizer import Synchronizer
-from gradsync.parallel.replica import Replica
-from gradsync.parallel.replica_state import agree_on_rank, broadcast_tensors
+from gradsync.parallel.buffer_sync import BufferSync
+from gradsync.parallel.replica import agree_on_rank, broadcast_tensors
 
-__all__ = ["Attendance", "GradientJoinHook", "JoinedModel", "Turnout", "set_divisor"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attendance:
-    """What a rank reports about a forward: that it has data, that it will synchronize, that accumulate() frames it."""
-
-    has_data: bool
-    synchronizes: bool
-    framed: bool
-
-    @classmethod
-    def of(cls, synchronizer: Synchronizer, *, learning: bool) -> "Attendance":
-        return cls(has_data=True, synchronizes=learning and synchronizer.enabled, framed=synchronizer.in_block)
-
-
-# The report of a rank that has left the loop.
-GONE = Attendance(has_data=False, synchronizes=False, framed=False)
+__all__ = ["GradientJoinHook", "UnevenInputs"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turnout:
-    """What all ranks report about a forward: how many have data, will synchronize (``active``), and are framed."""
+    """What all ranks report about a forward: how many have data, will synchronize (``active``), and are framed by
+    ``accumulate()``."""
 
     present: int
     active: int
     framed: int
 
     @classmethod
-    def count(cls, communicator: Communicator, mine: Attendance) -> "Turnout":
-        """Sum the reports of all ranks. Collective."""
-        said = [int(mine.has_data), int(mine.synchronizes), int(mine.framed)]
-        counts = torch.tensor(said, device=communicator.device)
+    def count(
+        cls, communicator: Communicator, *, has_data: bool = False, synchronizes: bool = False, framed: bool = False
+    ) -> "Turnout":
+        """Sum the reports of all ranks; by default this one has left the loop. Collective."""
+        counts = torch.tensor([int(has_data), int(synchronizes), int(framed)], device=communicator.device)
         communicator.all_reduce(counts).wait()
-        present, active, framed = counts.tolist()
-        return cls(present=present, active=active, framed=framed)
+        present, active, inside = counts.tolist()
+        return cls(present=present, active=active, framed=inside)
 
     def require_in_step(self, synchronizer: Synchronizer) -> None:
         """Raise on all ranks if they could no longer get back in step. See [Note: forwards in step]."""
@@ -68,30 +53,90 @@ class Turnout:
             )
 
 
-class JoinedModel(Protocol):
-    """The wrapper, as the hook sees it."""
+class UnevenInputs(BufferSync):
+    """Mixin of the wrapper for ranks that run out of data at different times: ``join`` and the collectives of a
+    forward."""
 
-    replica: Replica
     synchronizer: Synchronizer
-    communicator: Communicator
-    require_forward_param_sync: bool
-    forward_sync_buffers: bool
+    process_group: Any
+    device: torch.device
     divide_by_initial_world_size: bool
 
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether buffers are synchronized before the next forward."""
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context in which ranks may have different numbers of inputs; see ``torch.distributed.algorithms.Join``."""
+        _ = self.join_process_group  # refuse before Join has changed anything
+        joinables: list[Any] = [self]
+        return Join(
+            joinables, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
 
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        """Whether buffers are synchronized after it."""
+    def join_hook(self, **kwargs: Any) -> "GradientJoinHook":
+        if self.synchronizer.engine.sharing.has_client:
+            raise MisuseError(
+                "join() lets ranks without data leave the loop, and a sharded optimizer needs all of them in every "
+                "step. Give every rank as many steps, and leave out the backward where there is nothing to learn from"
+            )
+        self.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return GradientJoinHook(self)
 
-    def _sync_buffers(self, *, has_data: bool = True) -> None:
-        """Synchronize them, with those of a rank that has data."""
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        if self.process_group is None:
+            raise MisuseError(f"join() needs a process group, and {self.communicator} has none")
+        return self.process_group
+
+    def _prepare_ranks(self, learning: bool) -> None:
+        """Run the collectives of a forward: uneven inputs, buffers."""
+        if self._join_config.enable:
+            with self.synchronizer.pace.waiting():
+                self._meet_in_join(learning)
+        elif self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+
+    def _meet_in_join(self, learning: bool) -> None:
+        notified = Join.notify_join_context(self)  # type: ignore[arg-type]
+        if notified is not None:
+            notified.wait()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        synchronizer = self.synchronizer
+        turnout = Turnout.count(
+            self.communicator,
+            has_data=True,
+            synchronizes=learning and synchronizer.enabled,
+            framed=synchronizer.in_block,
+        )
+        turnout.require_in_step(synchronizer)
+        self._divide_by(turnout.active)
+
+    def _divide_by(self, active: int) -> None:
+        count = self.communicator.world_size if self.divide_by_initial_world_size else active
+        self.synchronizer.engine.exchange.divisor = float(count)
+
+    def _miss_forward(self) -> bool:
+        """In a join a rank without a forward takes part in what the others do: they count which ranks have data."""
+        if not self._join_config.enable:
+            return False
+        self._prepare_ranks(learning=True)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        self.require_forward_param_sync = self.synchronizer.enabled
+        return True
 
 
 class GradientJoinHook(JoinHook):
     """What a rank does repeatedly after its own data has run out."""
 
-    def __init__(self, model: JoinedModel) -> None:
+    def __init__(self, model: "UnevenInputs") -> None:
         super().__init__()
         self._model = model
         self._shadowed = False
@@ -101,14 +146,14 @@ class GradientJoinHook(JoinHook):
         model = self._model
         if model._check_sync_bufs_pre_fwd():
             model._sync_buffers(has_data=False)
-        turnout = Turnout.count(model.communicator, GONE)
+        turnout = Turnout.count(model.communicator)
         turnout.require_in_step(model.synchronizer)
         if model._check_sync_bufs_post_fwd():
             model._sync_buffers(has_data=False)
         # As in a rank with data: after a backward without synchronization the next forward broadcasts nothing.
         model.require_forward_param_sync = turnout.active > 0
         if turnout.active:
-            set_divisor(model, turnout.active)
+            model._divide_by(turnout.active)
             self._shadowed = True
             model.synchronizer.shadow()
 
@@ -122,8 +167,3 @@ class GradientJoinHook(JoinHook):
         if self._shadowed:
             # The last mean was for the others. The first gradient of the next epoch would be added to it.
             model.synchronizer.clear()
-
-
-def set_divisor(model: JoinedModel, active: int) -> None:
-    world_size = model.communicator.world_size
-    model.synchronizer.engine.exchange.divisor = float(world_size if model.divide_by_initial_world_size else active)

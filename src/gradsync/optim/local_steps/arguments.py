@@ -21,7 +21,7 @@ from gradsync.communicator import Communicator
 from gradsync.core.engine.synchronizer import Synchronizer, synchronizer_of
 from gradsync.core.reduction import Auto, Mean, Reduction, reduction_by_name
 from gradsync.optim.local_steps.exchange import Outer, OuterFactory, make_outer, wide
-from gradsync.parallel.alone import TrainingAlone
+from gradsync.parallel.data_parallel import TrainingAlone
 from gradsync.parallel.replica import Replica
 from gradsync.parallel.torch_names import TorchDDP
 

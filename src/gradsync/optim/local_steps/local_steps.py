@@ -38,7 +38,7 @@ from gradsync.optim.local_steps.arguments import (
 )
 from gradsync.optim.local_steps.exchange import AveragedBuffers, Outer, OuterFactory, TensorExchange, put_down
 from gradsync.optim.local_steps.progress import Agreed, Notice, Wish, meet
-from gradsync.parallel.replica_state import broadcast_tensors
+from gradsync.parallel.replica import broadcast_tensors
 
 __all__ = ["LocalSteps"]
 

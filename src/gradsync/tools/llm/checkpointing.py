@@ -6,7 +6,7 @@ import random
 import torch
 
 from gradsync.accelerator import Accelerator
-from gradsync.accelerator.state_saving import restore_prepared, save_prepared
+from gradsync.accelerator.prepared_state import restore_prepared, save_prepared
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.tools.llm.batches import BatchPlan

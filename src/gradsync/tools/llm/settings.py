@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gradsync.accelerator.overlapping import Overlap, Overlapping
+from gradsync.accelerator.optimizer import Overlap, Overlapping
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.reduction import reduction_by_name
 from gradsync.core.window.veto import ON_VETO, OnVeto

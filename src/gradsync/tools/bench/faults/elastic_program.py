@@ -19,7 +19,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradsync.accelerator import Accelerator
-from gradsync.accelerator.handlers import DistributedDataParallelKwargs
+from gradsync.accelerator.settings import DistributedDataParallelKwargs
 from gradsync.base.files import whole_file
 from gradsync.core.engine import Fingerprints, SyncPolicy
 from gradsync.health.elastic import Elastic

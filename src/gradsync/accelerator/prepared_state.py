@@ -1,10 +1,11 @@
-"""``save_state`` and ``load_state``: all prepared state, as a checkpoint that is verified when it is loaded.
+"""All prepared state of an accelerator: written to verified checkpoints, loaded, or sent to ranks that lag behind.
 
 Models, optimizers, schedulers and the scaler are written once; every rank writes its positions in the data, its random
 numbers and what an unfinished window has accumulated. Objects are identified by the order in which they were prepared.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,26 @@ from typing import Any
 import torch
 
 from gradsync.accelerator.data_loader import PreparedDataLoader
-from gradsync.accelerator.model_windows import ModelWindows
-from gradsync.accelerator.optimizer import PreparedOptimizer
-from gradsync.accelerator.precision import Precision
-from gradsync.accelerator.preparation import PreparedModels
-from gradsync.accelerator.scheduler import PreparedScheduler
+from gradsync.accelerator.models import Precision, PreparedModels
+from gradsync.accelerator.optimizer import PreparedOptimizer, PreparedScheduler
+from gradsync.accelerator.windows import ModelWindows
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state
+from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
 from gradsync.core.engine.blocks import load_window, save_window
+from gradsync.parallel.replica import BATCH_BYTES, broadcast_tensors
 
 __all__ = [
     "Prepared",
     "has_checkpoint",
+    "heal",
     "load_prepared",
-    "load_shared_state",
     "restore_prepared",
     "save_prepared",
-    "shared_state",
 ]
+
+HEALTHY = 0
 
 
 @dataclass(kw_only=True)
@@ -44,6 +46,13 @@ class Prepared:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedDataLoader] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.models.clear()
+        self.windows.forget()
+        for each in (self.optimizers, self.schedulers, self.loaders, self.others):
+            each.clear()
 
     @property
     def replicated(self) -> dict[str, Sequence[Any]]:
@@ -180,3 +189,59 @@ def _require_count(name: str, saved: Sequence[Any], here: Sequence[Any]) -> None
             f"the checkpoint holds {len(saved)} {name} and this accelerator has prepared {len(here)}. Prepare the same "
             "objects, in the same order, before you load"
         )
+
+
+# -- over the communicator, unpickled ---------------------------------------------------------------------------------
+
+
+def heal(prepared: Prepared, communicator: Communicator, lagging: Sequence[int]) -> None:
+    """Copy all prepared state of rank 0 to the ``lagging`` ranks. Collective."""
+    is_source, lags = communicator.rank == HEALTHY, communicator.rank in lagging
+    structure, tensors = encode(shared_state(prepared)) if is_source else (None, {})
+    told = json.dumps([structure, [_described(*item) for item in tensors.items()]]) if is_source else ""
+    structure, described = json.loads(_from_source(told.encode(), communicator))
+    received: dict[str, torch.Tensor] = {}
+    for batch in _batches(described):
+        pieces = [(tensors[one["name"]] if is_source else _room_for(one, communicator)).contiguous() for one in batch]
+        broadcast_tensors(pieces, communicator, HEALTHY)
+        if lags:
+            received.update({one["name"]: piece for one, piece in zip(batch, pieces, strict=True)})
+    if lags:
+        load_shared_state(prepared, decode(structure, received), "the state of rank 0")
+
+
+def _described(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": tensor.device.type,
+        "bytes": tensor.nbytes,
+    }
+
+
+def _room_for(described: dict[str, Any], communicator: Communicator) -> torch.Tensor:
+    index = communicator.device.index if described["device"] == communicator.device.type else None
+    device = torch.device(described["device"], index) if index is not None else torch.device(described["device"])
+    return torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device=device)
+
+
+def _batches(described: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    for each in described:
+        if batch and sum(one["bytes"] for one in batch) + each["bytes"] > BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
+        yield batch
+
+
+def _from_source(message: bytes, communicator: Communicator) -> bytes:
+    size = torch.tensor([len(message)], dtype=torch.int64, device=communicator.device)
+    communicator.broadcast(size, HEALTHY).wait()
+    letters = torch.zeros(int(size), dtype=torch.uint8, device=communicator.device)
+    if communicator.rank == HEALTHY:
+        letters.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    communicator.broadcast(letters, HEALTHY).wait()
+    return bytes(letters.cpu().numpy().data)

@@ -2,25 +2,130 @@
 
 A generator and a discriminator that accumulate in the same loop have one window each; neither shortens the other's. The
 last batch of the loader being iterated ends all windows, whatever their count.
+
+[Note: local SGD] Accelerate's ``LocalSGD`` enters ``no_sync()`` of the prepared model for the whole training, lets
+optimizers step on each rank's local gradients, and averages by ``accelerator.reduce(parameter.data, "mean")``, the last
+time before it leaves. The same steps without the averaging are a common mistake: replicas drift apart. While they
+happen, the two look alike. So the steps are allowed and remembered, and leaving ``no_sync()`` raises unless the
+parameters were averaged. Only the model's own ``no_sync()`` allows them. In ``accelerator.no_sync(model)``, which is
+for accumulating, a step is refused at once.
 """
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from gradsync.accelerator.gradient_state import GradientState
-from gradsync.accelerator.local_training import LocalTraining
-from gradsync.accelerator.plugins import GradientAccumulationPlugin
+import torch
+
+from gradsync.accelerator.settings import GradientAccumulationPlugin
 from gradsync.base.errors import MisuseError
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.parallel.accumulation import Accumulation, MicroBatches, framed
 
-__all__ = ["ModelWindows"]
+__all__ = [
+    "GradientState",
+    "LocalTraining",
+    "ModelWindows",
+]
 
 LOGGER = logging.getLogger("gradsync")
-
 Batch = TypeVar("Batch")
+
+
+class GradientState:
+    """Shared by an accelerator and everything it has prepared.
+
+    Loaders register themselves while they are iterated; the innermost one is the *active* one. ``end_of_dataloader``
+    says that its current batch is its last, on all ranks; ``remainder`` is how many samples of that last global batch
+    are real, or -1 when all are.
+    """
+
+    def __init__(self) -> None:
+        self.sync_gradients = True
+        self._loaders: list[Any] = []
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost prepared loader that is being iterated, or None."""
+        return self._loaders[-1] if self._loaders else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        return bool(self._loaders)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self.in_dataloader and bool(self.active_dataloader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        return int(self.active_dataloader.remainder) if self.in_dataloader else -1
+
+    def enter_dataloader(self, loader: Any) -> None:
+        self._loaders.append(loader)
+
+    def leave_dataloader(self, loader: Any) -> None:
+        # Only the innermost: a loader may be iterated inside itself.
+        for number in reversed(range(len(self._loaders))):
+            if self._loaders[number] is loader:
+                del self._loaders[number]
+                return
+
+
+class LocalTraining:
+    """Tracks which models train locally, and which of their parameters have not been averaged since the last step."""
+
+    def __init__(self) -> None:
+        self._drifted: dict[int, dict[int, torch.Tensor]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (LocalTraining, ())
+
+    def includes(self, synchronizers: Iterable[Synchronizer]) -> bool:
+        """Whether all of them are models that train by themselves now, and there is one."""
+        known = [id(synchronizer) in self._drifted for synchronizer in synchronizers]
+        return bool(known) and all(known)
+
+    @contextmanager
+    def around(self, synchronizer: Synchronizer) -> Iterator[None]:
+        """The model trains by itself in here."""
+        if id(synchronizer) in self._drifted:
+            yield
+            return
+        drifted = self._drifted[id(synchronizer)] = {}
+        try:
+            with synchronizer.switched(enabled=False):
+                yield
+        finally:
+            del self._drifted[id(synchronizer)]
+        if drifted:
+            raise MisuseError(
+                f"optimizers have stepped inside model.no_sync() on gradients of this rank alone, and {len(drifted)} "
+                "parameters were not averaged over the ranks since: the replicas differ. Step after a backward outside "
+                "no_sync(), or, for local SGD, let accelerate.local_sgd.LocalSGD average the parameters, or write "
+                "parameter.data = accelerator.reduce(parameter.data, 'mean') for each before the block ends"
+            )
+
+    @contextmanager
+    def stepping(self, synchronizers: Sequence[Synchronizer]) -> Iterator[None]:
+        """An optimizer of these models steps: those that train by themselves let it, and differ from then on."""
+        with ExitStack() as stack:
+            for synchronizer in synchronizers:
+                if (drifted := self._drifted.get(id(synchronizer))) is not None:
+                    stack.enter_context(synchronizer.switched(steps_locally=True))
+                    drifted.update((id(each), each) for each in synchronizer.parameters if each.numel())
+            yield
+
+    def averaged(self, tensors: Iterable[Any]) -> None:
+        """The mean of these tensors over all ranks is being taken; parameters are told by their memory."""
+        if not any(self._drifted.values()):
+            return
+        places = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        for drifted in self._drifted.values():
+            for key, parameter in list(drifted.items()):
+                if parameter.data_ptr() in places:
+                    del drifted[key]
 
 
 class ModelWindows:

@@ -1,0 +1,411 @@
+"""What the constructor of an Accelerator takes: configurations and ``kwargs_handlers`` with Accelerate's names and
+defaults, variables that ``accelerate launch`` sets, and what is absent here.
+
+Accelerate's own objects are accepted as well, recognised by their class names or fields, so code that imports them from
+there needs no change.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from gradsync.base.errors import ConfigurationError
+from gradsync.core.engine.policy import SyncPolicy
+
+__all__ = [
+    "ABSENT_ATTRIBUTES",
+    "AbsentError",
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "checked_rng_types",
+    "chosen_loaders",
+    "chosen_plugin",
+    "launched_settings",
+    "refuse_absent",
+    "require_steps",
+    "settings_of",
+]
+
+CHOICES = {
+    "divide_by": ("window", "num_steps"),
+    "scheduler_steps": ("per_process", "once"),
+    "windows": ("per_model", "shared"),
+}
+
+
+def require_steps(name: str, steps: object) -> None:
+    """``name``: the argument through which the caller passed the number."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {steps!r}")
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin:
+    """How micro-batches become windows.
+
+    num_steps
+        micro-batches per window.
+    adjust_scheduler
+        accepted but without effect, as in Accelerate 1.15, which never reads a value other than False.
+    sync_with_dataloader
+        the last batch of a prepared loader ends the window, however short it is.
+    sync_each_batch
+        synchronize in every micro-batch: more traffic, the same result.
+    divide_by
+        ``"window"``: the mean over the micro-batches that the window really had. ``"num_steps"``: every loss is divided
+        by ``num_steps``, as in Accelerate, so the gradients of a short last window are too small.
+    scheduler_steps
+        how far a prepared scheduler moves per window. ``"per_process"``: once per process (once in all with
+        ``split_batches``), for a schedule that counts the batches of one process. ``"once"``: one step, for a schedule
+        that counts windows.
+    windows
+        ``"per_model"``: ``accumulate(a)`` and ``accumulate(b)`` in one loop count separate windows. ``"shared"``: one
+        count of all micro-batches, as in Accelerate.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    divide_by: Literal["window", "num_steps"] = "window"
+    scheduler_steps: Literal["per_process", "once"] = "per_process"
+    windows: Literal["per_model", "shared"] = "per_model"
+
+    @classmethod
+    def like_accelerate(cls, num_steps: int | None = None, **options: Any) -> "GradientAccumulationPlugin":
+        """Accelerate's own arithmetic, for runs that must not differ from earlier ones."""
+        return cls(num_steps, **{"divide_by": "num_steps", "windows": "shared", **options})
+
+    @classmethod
+    def of(cls, plugin: Any) -> "GradientAccumulationPlugin":
+        """``plugin``, or what Accelerate's object of that name says."""
+        return plugin if isinstance(plugin, cls) else cls(**_fields_of(plugin, cls))
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None:
+            require_steps("num_steps", self.num_steps)
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigurationError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class DataLoaderConfiguration:
+    """How a prepared loader distributes batches among the ranks.
+
+    split_batches
+        the loader's batch size is that of all ranks together, and each rank takes its part of every batch.
+    dispatch_batches
+        only rank 0 reads; it sends the others their parts. Default: every rank reads, also from iterable datasets.
+    even_batches
+        every rank gets the same number of batches of equal size; missing samples are repeated from the beginning.
+    use_seedable_sampler
+        shuffle by a seed and the epoch alone, whatever else draws random numbers.
+    data_seed
+        that seed; by default the initial seed of torch's generator on rank 0.
+    non_blocking
+        copy batches to the device without waiting; needs ``pin_memory=True`` in the loader.
+    use_stateful_dataloader
+        use torchdata's ``StatefulDataLoader`` underneath.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    @classmethod
+    def of(cls, configuration: Any) -> "DataLoaderConfiguration":
+        """``configuration``, or what Accelerate's object of that name says."""
+        return configuration if isinstance(configuration, cls) else cls(**_fields_of(configuration, cls))
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps its files.
+
+    project_dir, logging_dir
+        the folder of the run, and the folder of trackers that write files (default: ``project_dir``).
+    automatic_checkpoint_naming, total_limit, iteration
+        ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>``, and keeps at most ``total_limit``.
+    save_on_each_node
+        ``accelerator.save`` writes once per node, not once in all.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
+
+    @classmethod
+    def of(cls, configuration: Any, project_dir: Any = None) -> "ProjectConfiguration":
+        """``configuration``, ours or Accelerate's, with ``project_dir`` where it has none."""
+        if isinstance(configuration, cls):
+            chosen = configuration
+        else:
+            chosen = cls() if configuration is None else cls(**_fields_of(configuration, cls))
+        if project_dir is not None and chosen.project_dir is None:
+            chosen.project_dir = str(project_dir)
+            chosen.logging_dir = chosen.logging_dir or str(project_dir)
+        return chosen
+
+
+def _fields_of(given: Any, known: type[Any]) -> dict[str, Any]:
+    """The values of an object that has other fields besides."""
+    names = [field.name for field in dataclasses.fields(known)]
+    found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    if not found:
+        raise ConfigurationError(f"a {known.__name__} was expected, ours or Accelerate's, got {type(given).__name__}")
+    return found
+
+
+# -- kwargs_handlers -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DistributedDataParallelKwargs:
+    """For the wrapper of prepared models; see :class:`gradsync.DistributedDataParallel`.
+
+    ``policy`` goes beyond torch's arguments: a :class:`gradsync.SyncPolicy`. ``comm_hook`` names one of torch's
+    communication hooks ("fp16", "bf16", "power_sgd", "batched_power_sgd"), ``comm_wrapper`` ("fp16", "bf16") the type
+    in which its data is sent, and ``comm_state_option`` holds arguments for PowerSGD's state.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool | None = None
+    bucket_cap_mb: Any = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = "no"
+    comm_wrapper: Any = "no"
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    policy: SyncPolicy | None = None
+
+
+@dataclass
+class GradScalerKwargs:
+    """For the scaler of ``mixed_precision="fp16"``; see ``torch.amp.GradScaler``."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class AutocastKwargs:
+    """For autocast; see ``torch.autocast``."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class InitProcessGroupKwargs:
+    """For the process group, if the accelerator creates it."""
+
+    timeout: timedelta | None = None
+
+
+@dataclass
+class ProfileKwargs:
+    """For ``accelerator.profile()``; see ``torch.profiler.profile``. Activities are "cpu" and "cuda"."""
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        """A profiler with these settings."""
+        known = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+        for name in self.activities or ():
+            if name not in known:
+                raise ConfigurationError(f"a profiler's activities are {' and '.join(map(repr, known))}, got {name!r}")
+        names = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [known[name] for name in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            **{name: getattr(self, name) for name in names},
+        )
+
+
+_KNOWN = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs)
+
+
+def settings_of(handlers: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
+    """What each handler changes, by the name of its class."""
+    settings: dict[str, dict[str, Any]] = {known.__name__: {} for known in _KNOWN}
+    for handler in handlers or ():
+        name = type(handler).__name__
+        if name == "TorchDynamoPlugin" and is_dynamo_off(handler):
+            continue
+        if name not in settings:
+            raise ConfigurationError(
+                f"kwargs_handlers knows {', '.join(settings)}, got {name}. Leave it out: nothing here would use it"
+            )
+        settings[name].update(_changed(handler))
+    return settings
+
+
+def _changed(handler: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    known = next(kind for kind in _KNOWN if kind.__name__ == type(handler).__name__)
+    names = {field.name for field in dataclasses.fields(known)}
+    defaults = type(handler)()
+    changed = {name: value for name, value in vars(handler).items() if value != getattr(defaults, name)}
+    if unknown := sorted(changed.keys() - names):
+        raise ConfigurationError(
+            f"{type(handler).__name__}({unknown[0]}={changed[unknown[0]]!r}) means nothing here; known are "
+            f"{', '.join(sorted(names))}. For a process group with settings of its own, call "
+            "torch.distributed.init_process_group before the Accelerator is made, which then uses it"
+        )
+    return changed
+
+
+# -- arguments, the environment, what is absent ----------------------------------------------------------------------
+
+
+def checked_rng_types(rng_types: Sequence[Any] | None) -> list[str]:
+    """What loaders synchronize: their generators."""
+    names = ["generator"] if rng_types is None else [str(getattr(each, "value", each)) for each in rng_types]
+    if names not in (["generator"], []):
+        raise ConfigurationError(
+            f"rng_types={names}: prepared loaders give all processes the same order and leave other random numbers "
+            "alone. Call gradsync.utils.synchronize_rng_states(['torch']) at the start of an epoch for the rest"
+        )
+    return names
+
+
+def chosen_plugin(steps: int, plugin: Any, launched: int | None) -> GradientAccumulationPlugin:
+    """From a plugin of either library, or from a number: the launcher's, as in Accelerate, or the argument's."""
+    if plugin is None:
+        if launched is None:
+            require_steps("gradient_accumulation_steps", steps)
+        return GradientAccumulationPlugin(steps if launched is None else launched)
+    chosen = GradientAccumulationPlugin.of(plugin)
+    if steps not in (1, chosen.num_steps):
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} and a plugin with num_steps={chosen.num_steps}: pass one of them"
+        )
+    return chosen
+
+
+def chosen_loaders(configuration: Any, split: bool, even: bool, dispatch: bool | None) -> DataLoaderConfiguration:
+    """From a configuration of either library, or from single arguments."""
+    if configuration is None:
+        return DataLoaderConfiguration(split_batches=split, even_batches=even, dispatch_batches=dispatch)
+    if split or not even or dispatch is not None:
+        raise ConfigurationError(
+            "split_batches, even_batches and dispatch_batches belong into dataloader_config when that is given"
+        )
+    return DataLoaderConfiguration.of(configuration)
+
+
+STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+_SHARDED = "Every process holds the whole model here. Accelerate itself, or torch's fully_shard, shards it"
+_PARALLEL = "Here there is data parallelism alone: process_index is the place in it, of num_processes"
+_BIG = "Load the model whole on every process; accelerate.dispatch_model spreads it over devices for inference"
+
+# Arguments of the constructor that would mean another kind of training, and what to do instead.
+ABSENT_ARGUMENTS = {
+    "deepspeed_plugin": _SHARDED,
+    "deepspeed_plugins": _SHARDED,
+    "fsdp_plugin": _SHARDED,
+    "torch_tp_plugin": _PARALLEL,
+    "megatron_lm_plugin": _PARALLEL,
+    "parallelism_config": _PARALLEL,
+    "dynamo_backend": "Call torch.compile(model, backend=…) before or after accelerator.prepare(model)",
+    "dynamo_plugin": "Call torch.compile(model, …) before or after accelerator.prepare(model)",
+}
+
+# The same for attributes.
+ABSENT_ATTRIBUTES = {
+    "context_parallel_rank": _PARALLEL,
+    "data_parallel_shard_rank": _PARALLEL,
+    "deepspeed_engine_wrapped": _SHARDED,
+    "deepspeed_ulysses_dl_adapter": _SHARDED,
+    "lomo_backward": "Use an optimizer that steps after backward: LOMO's updates parameters inside it, before their "
+    "gradients could be averaged",
+    "maybe_context_parallel": _PARALLEL,
+    "pipeline_parallel_rank": _PARALLEL,
+    "tensor_parallel_rank": _PARALLEL,
+    "verify_device_map": _BIG,
+}
+
+
+class AbsentError(ConfigurationError, AttributeError):
+    """A feature of Accelerate that is absent here on purpose; the message names the alternative."""
+
+
+class Launched(NamedTuple):
+    """The settings that ``accelerate launch`` passes to the processes it starts."""
+
+    mixed_precision: str | None
+    steps: int | None
+    cpu: bool
+
+
+def launched_settings(variables: Mapping[str, str] = os.environ) -> Launched:
+    """Settings in the environment, which the constructor's arguments come before."""
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if _is_true(variables.get(f"ACCELERATE_USE_{name}")):
+            raise ConfigurationError(f"ACCELERATE_USE_{name} is set, and not supported by this Accelerator. {_SHARDED}")
+    return Launched(
+        variables.get("ACCELERATE_MIXED_PRECISION"),
+        _steps(variables.get(STEPS)),
+        _is_true(variables.get("ACCELERATE_USE_CPU")),
+    )
+
+
+def _steps(text: str | None) -> int | None:
+    if text is None:
+        return None
+    number = int(text) if text.strip().isdecimal() else text
+    require_steps(STEPS, number)
+    return int(number)
+
+
+def _is_true(text: str | None) -> bool:
+    return text is not None and text.strip().lower() in ("1", "true", "yes", "y", "t", "on")
+
+
+def is_dynamo_off(value: Any) -> bool:
+    """Whether ``value`` asks for no compiler: a backend of that name, or a plugin that has it, of any version."""
+    backend = getattr(value, "backend", value)
+    return str(getattr(backend, "value", backend)).rpartition(".")[2].lower() == "no"
+
+
+def refuse_absent(arguments: Mapping[str, Any]) -> None:
+    """Raise for an argument that would mean something else than data parallelism."""
+    for name, advice in ABSENT_ARGUMENTS.items():
+        value = arguments[name]
+        if value is not None and not is_dynamo_off(value):
+            raise ConfigurationError(f"{name}={value!r} is not supported by this Accelerator. {advice}")
