@@ -131,7 +131,6 @@ CPU_RANKS = {
         "about the pools of ranks themselves": {"test_ranks": [""]},
         "compares with Accelerate on CPU ranks": {"test_like_accelerate": [""]},
         "kills and stops ranks, whom Gloo's connections tell of": {"test_watch": [""], "test_watch_ranks": [""]},
-        "updates are early on CPU ranks only": {"test_early_updates": [""]},
     }.items()
     for file, tests in files.items()
     for test in tests
