@@ -22,7 +22,7 @@ import torch.distributed as dist
 from on_and_off import LIMIT, VARIANTS, Took, has_time, report, timed
 
 import gradsync
-from gradsync.health.watch.set_up import posts
+from gradsync.health.watch.set_up import agents
 from gradsync.tools.llm.model import build_model, loss_of
 
 VOCABULARY = 512
@@ -48,8 +48,8 @@ class Training:
         self._pipeline, self._meeting = synchronization._store.pipeline, synchronization._meeting
         self._check, self._comparison = self._pipeline._check, self._meeting.comparison
         self._is_watched = threading.Event()
-        (post,) = posts()
-        self._hold(post._selector)
+        (agent,) = agents()
+        self._hold(agent._selector)
         self.switch("on")
         for _ in range(WARMUP):
             self._step()

@@ -1,12 +1,11 @@
 """Strangers at every socket that gradsync listens on: ``python -m tests.fuzz_sockets --messages 10000``.
 
-Ranks listen while they meet, and only then: the watch's hub on a Unix socket and, where there are several hosts, at
-addresses (``health/watch/rendezvous.py``); every rank of a host on a Unix socket, for memory to share
-(``communicator/handshake.py``). Here both are held open while two ranks train, and a third process, which knows where
-they are and nothing else, sends what it likes: random bytes, frames that are cut off or claim to be huge, proofs that
-are wrong or of another line, JSON of all shapes, a byte now and then, nothing at all; as this user or, run by root, as
-another one. In the end the rank that is missing comes, and is let in. Nobody else was, nothing has crashed, and the
-training never stood still for long.
+Ranks listen while they meet, and only then (``communicator/rendezvous.py``): the watch's hub on a Unix socket and,
+where there are several hosts, at addresses; every rank of a host on a Unix socket, for memory to share. Here one is
+held open while two ranks train, and a third process, which knows where it is and nothing else, sends what it likes:
+random bytes, answers that are cut off, proofs that are wrong or of another connection, frames, JSON of all shapes, a
+byte now and then, nothing at all; as this user or, run by root, as another one. In the end the rank that is missing
+comes, and is let in. Nobody else was, nothing has crashed, and the training never stood still for long.
 """
 
 import argparse
@@ -30,12 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from gradsync.communicator import host_peers
-from gradsync.communicator.handshake import HELLO, SECRET_BYTES, HandshakeServer
-from gradsync.health.watch import rendezvous as doors
-from gradsync.health.watch.agent import Agent, Plan
-from gradsync.health.watch.messages import Member
-from gradsync.health.watch.protocol import code, pack
+from gradsync.communicator.rendezvous import ANSWER, Rendezvous, code, enter
+from gradsync.health.watch.protocol import pack
 from tests.ranks import RankPool
 
 __all__ = ["Seen", "attack_a_training"]
@@ -62,9 +57,9 @@ class Seen:
 class Stranger:
     """Sends one thing after the other to one address after the other."""
 
-    def __init__(self, seed: int, addresses: list[Address], replayed: bytes, hello: bytes) -> None:
+    def __init__(self, seed: int, addresses: list[Address], replayed: bytes) -> None:
         self._chance = random.Random(seed)
-        self._addresses, self._replayed, self._hello = addresses, replayed, hello
+        self._addresses, self._replayed = addresses, replayed
         self._standing: list[socket.socket] = []
         self.sent = self.refused = 0
 
@@ -118,7 +113,7 @@ class Stranger:
 
     def _says(self) -> list[bytes]:
         chance = self._chance
-        claim = {"rank": chance.choice([1, 0, 7, -1, "1", None, True, 1e300]), "nonce": "00" * 16, "proof": "00" * 32}
+        claim = ANSWER.pack(chance.choice([1, 0, 7, -1, 2**62]), chance.randbytes(16), chance.randbytes(32))
         deep = b"[" * chance.randint(1, 400)
         return chance.choice(
             [
@@ -126,9 +121,10 @@ class Stranger:
                 [chance.randbytes(chance.randint(1, 3000))],
                 [struct.pack(">I", chance.randint(0, 2**32 - 1))],
                 [struct.pack(">I", 2**32 - 1) + chance.randbytes(64)],
-                [pack(claim)],
-                [pack(claim)[: chance.randint(1, 60)]],
+                [claim],
+                [claim[: chance.randint(1, ANSWER.size)], chance.randbytes(chance.randint(1, 60))],
                 [self._replayed],
+                [self._replayed[:-1]],
                 [struct.pack(">I", len(deep)) + deep],
                 [
                     pack({"beat": {"windows": "x"}}),
@@ -136,10 +132,6 @@ class Stranger:
                     pack({"ended": {"member": 0}}),
                     pack({"off": 1}),
                 ],
-                [HELLO.pack(1, chance.randbytes(SECRET_BYTES))],
-                [HELLO.pack(chance.choice([0, 1, -1, 2**62]), bytes(SECRET_BYTES))[: chance.randint(1, HELLO.size)]],
-                # As one who has seen the secret would: of this user it is a rank, so only its beginning.
-                [self._hello[:-1]],
             ]
         )
 
@@ -150,50 +142,29 @@ class Stranger:
 class Doors:
     """Rank 0's open sockets, with rank 1 still to come."""
 
-    def __init__(self, group: Any) -> None:
-        self._opened = contextlib.ExitStack()
-        members = tuple(Member(rank=rank, host="here", process=os.getpid()) for rank in range(2))
-        plan = Plan(members=members, me=0, here=(True, True), timeout=60.0)
-        self.watch = doors.Rendezvous({1}, others_elsewhere=True)
-        self.post = Agent(plan, group, rendezvous=self.watch)
-        self.post.start()
-        self._opened.callback(self.post.leave, "has ended its test")
-        listener, self.secret = host_peers._listen(self._opened)
-        self.host = self._opened.enter_context(HandshakeServer(listener, self.secret.secret, {1}))
-
-    @property
-    def invitation(self) -> dict[str, Any]:
-        assert self.post.invitation is not None
-        return self.post.invitation
+    def __init__(self) -> None:
+        self._rendezvous = Rendezvous({1}, others_elsewhere=True)
+        self._invitation = self._rendezvous.invitation
 
     def addresses(self) -> list[Address]:
-        unix = [bytes.fromhex(self.invitation["name"]), self.secret.address]
-        others = [
-            (socket.AF_INET6 if ":" in each[0] else socket.AF_INET, each) for each in self.invitation["addresses"]
-        ]
-        return [(int(socket.AF_UNIX), each) for each in unix] + [(int(family), each) for family, each in others]
+        return [way for is_here in (True, False) for way in self._invitation.ways(is_here=is_here)]
 
     def replayed(self) -> bytes:
-        """What a rank would have said on another line."""
-        secret = bytes.fromhex(self.invitation["secret"])
-        return pack({"rank": 1, "nonce": "00" * 16, "proof": code(secret, "11" * 16, 1)})
+        """What a rank would have said on another connection."""
+        return ANSWER.pack(1, bytes(16), code(self._invitation.secret, bytes(16), 1))
 
     def wrong(self) -> list[str]:
         """What unauthenticated peers have achieved; then the missing rank comes."""
-        found = [] if self.watch.missing == self.host.missing == {1} else ["somebody has joined"]
-        line = doors.enter(self.invitation, 1, is_here=True)
-        with socket.socket(socket.AF_UNIX) as rank:
-            rank.connect(self.secret.address)
-            rank.sendall(HELLO.pack(1, self.secret.secret))
-            if not self.host.wait(20.0) or set(self.host.peers) != {1}:
-                found.append("the missing rank was not let in where memory is shared")
-        if not self.post._thread.is_alive() or self.watch.missing:
-            found.append("the watch has failed, or has not let the missing rank in")
-        line.close()
+        found = [] if self._rendezvous.missing == {1} else ["somebody has joined"]
+        with enter(self._invitation, 1, "rank 0", is_here=True):
+            if set(joined := self._rendezvous.take()) != {1}:
+                found.append("the missing rank was not let in")
+            for connection in joined.values():
+                connection.close()
         return found
 
     def close(self) -> None:
-        self._opened.close()
+        self._rendezvous.close()
 
 
 def _train(group: Any, folder: Path, doors_of_0: Doors | None) -> tuple[int, float, float]:
@@ -207,7 +178,7 @@ def _train(group: Any, folder: Path, doors_of_0: Doors | None) -> tuple[int, flo
         optimizer.zero_grad()
         steps += 1
         if steps == 50 and doors_of_0 is not None:
-            told = [doors_of_0.addresses(), doors_of_0.replayed(), HELLO.pack(1, doors_of_0.secret.secret)]
+            told = [doors_of_0.addresses(), doors_of_0.replayed()]
             (folder / "told.part").write_bytes(pickle.dumps(told))
             (folder / "told.part").rename(folder / "told")
         over = torch.tensor([(folder / "over").exists()])
@@ -227,11 +198,11 @@ def rank_under_attack(messages: int, seed: int, folder: Path) -> Seen | tuple[in
         if dist.get_rank() == 2:
             while not (folder / "told").exists():
                 time.sleep(0.01)
-            addresses, replayed, hello = pickle.loads((folder / "told").read_bytes())
-            stranger = Stranger(seed, addresses, replayed, hello)
+            addresses, replayed = pickle.loads((folder / "told").read_bytes())
+            stranger = Stranger(seed, addresses, replayed)
             stranger.attack(messages)
             return stranger.sent, stranger.refused
-        opened = Doors(group) if dist.get_rank() == 0 else None
+        opened = Doors() if dist.get_rank() == 0 else None
         steps, calm, attacked = _train(group, folder, opened)
         wrong = opened.wrong() if opened is not None else []
         if opened is not None:

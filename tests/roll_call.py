@@ -13,7 +13,7 @@ import time
 import uuid
 from typing import Any
 
-from gradsync.health.elastic import Elastic, Member, MemberStatus
+from gradsync.health.elastic import Elastic, ElasticMember, MemberStatus
 
 JOIN_SECONDS = 5.0
 ADDRESS = "GRADSYNC_TEST_ROLL_CALL"
@@ -100,7 +100,7 @@ class RollCallMembership:
         self._line = socket.create_connection((host, port))
         self._heard = b""
 
-    def ask(self, standing: MemberStatus, timeout: float) -> list[Member]:
+    def ask(self, standing: MemberStatus, timeout: float) -> list[ElasticMember]:
         told = {"identity": self.identity, "standing": dataclasses.asdict(standing)}
         self._line.sendall(json.dumps(told).encode() + b"\n")
         self._line.settimeout(timeout)
@@ -111,7 +111,7 @@ class RollCallMembership:
             self._heard += said
         answer, _, self._heard = self._heard.partition(b"\n")
         return [
-            Member(identity=each["identity"], standing=MemberStatus.read(each["standing"]))
+            ElasticMember(identity=each["identity"], standing=MemberStatus.read(each["standing"]))
             for each in json.loads(answer)
         ]
 

@@ -19,7 +19,7 @@ pytest.importorskip("typer", reason="the command line needs the extra gradsync[c
 
 from typer.main import get_command
 
-from gradsync.base.version import __version__
+from gradsync.base import __version__
 from gradsync.tools.bench.scenarios import SCENARIOS
 from gradsync.tools.cli.main import app
 

@@ -7,6 +7,7 @@
 """
 
 from gradsync.accelerator import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
+from gradsync.base import __version__
 from gradsync.base.errors import (
     ConfigurationError,
     GradsyncError,
@@ -16,7 +17,6 @@ from gradsync.base.errors import (
     VetoError,
     WireLostError,
 )
-from gradsync.base.version import __version__
 from gradsync.core.engine import Fingerprints, SyncPolicy
 from gradsync.health.elastic import Elastic
 from gradsync.observe.timeline import Timeline

@@ -23,7 +23,6 @@ from gradsync.health.watch import detector as judge_module
 from gradsync.health.watch.agent import Plan
 from gradsync.health.watch.detector import ExitRecord
 from gradsync.health.watch.guards import GRACE_SECONDS, LEFT_ON_DEVICE_SECONDS, LEFT_SECONDS, Guards
-from gradsync.health.watch.rendezvous import enter
 from gradsync.health.watch.status import Sampler
 from tests.health.test_watch import MEMBERS, Engine, Hub, judge_of, stands, until
 from tests.ranks import RankPool, pool_of
@@ -214,7 +213,7 @@ def stop_one(timeout: float) -> tuple[str, float, bool]:
     judge_module.SLOW_SECONDS = 1.0
     try:
         with Hub(timeout=timeout) as hub:
-            line = enter(hub.invitation, 1, is_here=True)
+            line = hub.lines[1]
             engine = Engine(3)
             hub.agent.look_at(engine)
             wire = ProcessGroupCommunicator(hub.group)

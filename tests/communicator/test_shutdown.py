@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.communicator import SharedMemoryCommunicator, shutdown
-from gradsync.communicator.host_peers import HostPeers
+from gradsync.communicator.shared_heap import HostPeers
 from gradsync.communicator.shutdown import MOST_KEPT, UnderWay
 from tests.ranks import RankPool
 from tests.scripts import free_port

@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +25,9 @@ from gradsync.communicator import (
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
     fit_communicator,
-    host_peers,
     shared_heap,
 )
-from gradsync.communicator.handshake import HELLO, SECRET_BYTES
+from gradsync.communicator.rendezvous import ANSWER, Rendezvous, code
 from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 from tests.communicator.test_shared_memory import Lines
 from tests.ranks import pool_of
@@ -114,9 +114,9 @@ def fail_to_start(self: threading.Thread) -> None:
 original_start = threading.Thread.start
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "listens": lambda patch: patch.setattr(host_peers, "_listen", fail_with(errno.EMFILE)),
-    "connects": lambda patch: patch.setattr(host_peers.HostPeers, "_connect", fail_with(errno.EMFILE)),
-    "accepts": lambda patch: patch.setattr(host_peers.HostPeers, "_accept", fail_with(errno.EMFILE)),
+    "listens": lambda patch: patch.setattr(shared_heap.Rendezvous, "_listen", fail_with(errno.EMFILE)),
+    "connects": lambda patch: patch.setattr(shared_heap.HostPeers, "_connect", fail_with(errno.EMFILE)),
+    "accepts": lambda patch: patch.setattr(shared_heap.Rendezvous, "take", fail_with(errno.EMFILE)),
     "makes": lambda patch: patch.setattr(shared_heap, "_make_memory", fail_with(errno.EMFILE)),
     "receives": lambda patch: patch.setattr("socket.recv_fds", without_descriptors),
     "maps": lambda patch: patch.setattr(shared_heap, "_map", fail_with(errno.ENOMEM)),
@@ -243,7 +243,7 @@ def test_memory_that_one_rank_cannot_have_later_is_had_by_none(name: str) -> Non
 def set_up_with_little_patience() -> bool:
     """Rank 1 is late by more than the wire's own timeout, which is for collectives."""
     wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
-    share = host_peers.HostPeers.share
+    share = shared_heap.HostPeers.share
 
     def share_late(*args: Any) -> Any:
         threading.Event().wait(0.3)
@@ -251,7 +251,7 @@ def set_up_with_little_patience() -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         if wire.rank == 1:
-            patch.setattr(host_peers.HostPeers, "share", share_late)
+            patch.setattr(shared_heap.HostPeers, "share", share_late)
         shared: Communicator = SharedMemoryCommunicator(wire, timeout=0.1)
     dist.barrier()
     return shared.failure is None
@@ -264,46 +264,67 @@ def test_setting_up_has_as_much_time_as_the_group() -> None:
 # -- who may connect --------------------------------------------------------------------------------------------------
 
 
-def call_on(listener: socket.socket, said: bytes, *, user: int | None = None) -> socket.socket:
-    """Connect as anybody can: the name of the socket is in /proc/net/unix."""
-    name = listener.getsockname()
+let_in = threading.Lock()
+welcome = Rendezvous._welcome
+
+
+def welcome_later(rendezvous: Rendezvous, listener: socket.socket) -> None:
+    with let_in:
+        welcome(rendezvous, listener)
+
+
+def call_on(name: bytes, say: Callable[[bytes], bytes], *, user: int | None = None) -> socket.socket:
+    """Connect as anybody can, since the name of the socket is in /proc/net/unix, and answer its nonce.
+
+    Nobody must look at it as long as this process is another user's, too.
+    """
     assert f"@{name[1:].decode()}" in Path("/proc/net/unix").read_text()
     caller = socket.socket(socket.AF_UNIX)
     caller.settimeout(10.0)
-    if user is not None:
-        os.seteuid(user)
-    try:
-        caller.connect(name)
-    finally:
+    with let_in:
         if user is not None:
-            os.seteuid(0)
-    caller.sendall(said)
+            os.seteuid(user)
+        try:
+            caller.connect(name)
+        finally:
+            if user is not None:
+                os.seteuid(0)
+    # A listener closes what is another user's, and may do so before the nonce was read.
+    with contextlib.suppress(ConnectionError):
+        caller.sendall(say(caller.recv(16)))
     return caller
 
 
 def meet_among_strangers() -> list[str]:
     """They come first, before any rank. What became of each of them."""
     callers: dict[str, socket.socket] = {}
-    listen = host_peers._listen
 
-    def listen_to_strangers(opened: contextlib.ExitStack) -> Any:
-        listener, invitation = listen(opened)
-        hello = HELLO.pack
-        by_name = invitation.name.ljust(SECRET_BYTES, b"\0")
-        callers["mute"] = call_on(listener, b"")
-        callers["garbage"] = call_on(listener, os.urandom(HELLO.size))
-        callers["short"] = call_on(listener, hello(1, invitation.secret)[:-1])
-        callers["knows the name"] = call_on(listener, hello(1, by_name))
-        callers["this rank's number"] = call_on(listener, hello(0, invitation.secret))
-        callers["no rank's number"] = call_on(listener, hello(7, invitation.secret))
+    def listen_to_strangers(*args: Any) -> Rendezvous:
+        rendezvous = Rendezvous(*args)
+        secret, name, _ = rendezvous.invitation
+
+        def answer(rank: int, secret: bytes) -> Callable[[bytes], bytes]:
+            return lambda nonce: ANSWER.pack(rank, bytes(16), code(secret, nonce, rank))
+
+        def knock(who: str, say: Callable[[bytes], bytes], user: int | None = None) -> None:
+            callers[who] = call_on(name, say, user=user)
+
+        knock("mute", lambda _: b"")
+        knock("garbage", lambda _: os.urandom(ANSWER.size))
+        knock("short", lambda nonce: answer(1, secret)(nonce)[:-1])
+        knock("knows the name", answer(1, name))
+        knock("this rank's number", answer(0, secret))
+        knock("no rank's number", answer(7, secret))
+        knock("replays", lambda _: answer(1, secret)(bytes(16)))
         if os.geteuid() == 0:
-            callers["another user"] = call_on(listener, hello(1, invitation.secret), user=65534)
-        return listener, invitation
+            knock("another user", answer(1, secret), user=65534)
+        return rendezvous
 
     group = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 0:
-            patch.setattr(host_peers, "_listen", listen_to_strangers)
+            patch.setattr(Rendezvous, "_welcome", welcome_later)
+            patch.setattr(shared_heap, "Rendezvous", listen_to_strangers)
         wire = SharedMemoryCommunicator(group)
     assert sums_up(wire)
     kept = []
@@ -311,7 +332,7 @@ def meet_among_strangers() -> list[str]:
         with caller, contextlib.suppress(ConnectionError):
             if caller.recv(1):
                 kept.append(name)
-    assert group.rank == 1 or len(callers) >= 6
+    assert group.rank == 1 or len(callers) >= 7
     return kept
 
 
@@ -322,23 +343,24 @@ def test_strangers_are_let_go_and_keep_nobody_waiting() -> None:
 def meet_behind_a_full_queue() -> bool:
     """As many strangers as there is room for have come before any rank, and stay."""
     callers: list[socket.socket] = []
-    listen = host_peers._listen
 
-    def listen_to_many(opened: contextlib.ExitStack) -> Any:
-        listener, invitation = listen(opened)
-        with contextlib.suppress(BlockingIOError):
-            while len(callers) < 100:
-                callers.append(socket.socket(socket.AF_UNIX))
-                callers[-1].setblocking(False)
-                callers[-1].connect(invitation.address)
+    def listen_to_many(*args: Any) -> Rendezvous:
+        with pytest.MonkeyPatch.context() as slow:
+            slow.setattr(Rendezvous, "_welcome", lambda *_: time.sleep(0.01))
+            rendezvous = Rendezvous(*args)
+            with contextlib.suppress(BlockingIOError):
+                while len(callers) < 100:
+                    callers.append(socket.socket(socket.AF_UNIX))
+                    callers[-1].setblocking(False)
+                    callers[-1].connect(rendezvous.invitation.name)
         assert len(callers) < 100, "the queue is not full"
-        return listener, invitation
+        return rendezvous
 
     group = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "SOMAXCONN", 4)
         if group.rank == 0:
-            patch.setattr(host_peers, "_listen", listen_to_many)
+            patch.setattr(shared_heap, "Rendezvous", listen_to_many)
         wire = SharedMemoryCommunicator(group)
     for caller in callers:
         caller.close()

@@ -21,7 +21,14 @@ from gradsync.accelerator.elasticity import refuse_nccl
 from gradsync.accelerator.healing import heal
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
-from gradsync.health.elastic import LIGHTHOUSE, LighthouseMembership, Member, MemberStatus, in_order, require_torchft
+from gradsync.health.elastic import (
+    LIGHTHOUSE,
+    ElasticMember,
+    LighthouseMembership,
+    MemberStatus,
+    in_order,
+    require_torchft,
+)
 from gradsync.testing import run_ranks
 from gradsync.tools.cli.elastic_launching import run_elastic_ranks_of
 from gradsync.tools.llm.run_folder import read_metrics
@@ -34,8 +41,8 @@ STANDING = MemberStatus(
 )
 
 
-def member(identity: str, **standing: int) -> Member:
-    return Member(identity=identity, standing=dataclasses.replace(STANDING, **standing))
+def member(identity: str, **standing: int) -> ElasticMember:
+    return ElasticMember(identity=identity, standing=dataclasses.replace(STANDING, **standing))
 
 
 def has_torchft() -> bool:

@@ -1,6 +1,7 @@
 """An error of one rank outside of backward: the others hear of it when it is raised, not when its process ends."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync.base.files import from_json
 from gradsync.errors import PeerFailedError
 from gradsync.health.watch import exit_causes, set_up
 from gradsync.health.watch.detector import RaisedError, Suspect
@@ -73,7 +75,7 @@ def test_an_error_is_forgotten_when_the_rank_goes_on() -> None:
     assert "It raised ValueError: no luck in its forward, and has not gone on since" in suspected(
         MEMBERS, suspect, is_here=False
     )
-    assert Suspect.read(json.loads(json.dumps(suspect.as_data())), 4) == suspect
+    assert from_json(Suspect, json.loads(json.dumps(dataclasses.asdict(suspect)))) == suspect
     hear_all(detector, 107.0, stands(14, waits=14, seconds=6.0), stands(13), stands(14))
     assert [each.raised for each in detector.suspects(107.0)] == [""]
 
@@ -238,7 +240,7 @@ def test_only_a_process_that_ends_says_goodbye(monkeypatch: pytest.MonkeyPatch) 
 
     def told(trained_by: int | None, raise_in: Any) -> list[str]:
         agent = _Post(trained_by)
-        monkeypatch.setattr(set_up, "posts", lambda: [agent])
+        monkeypatch.setattr(set_up, "agents", lambda: [agent])
         raise_in(ValueError("no luck"))
         return agent.said
 

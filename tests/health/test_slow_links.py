@@ -1,5 +1,6 @@
 """A slow link is told from slow ranks, and its host is named."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,10 +17,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradsync
-from gradsync.health.watch.links import LEAST_BYTES, WINDOWS, LinkMeter, Sent, SlowLink, find_slow_link, read_links
+from gradsync.health.watch.links import (
+    LEAST_BYTES,
+    WINDOWS,
+    LinkMeter,
+    Sent,
+    SlowLink,
+    find_slow_link,
+    read_links,
+    read_sent,
+)
 from gradsync.health.watch.messages import Member, slow_link
 from gradsync.health.watch.pace import Pace
-from gradsync.health.watch.pacing import PaceJudge
+from gradsync.health.watch.pacing import PaceDetector
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
 from tests.tools.test_lab import needs_lab
 
@@ -73,14 +83,14 @@ def test_a_single_direction_is_named_and_what_nobody_explains_is_not() -> None:
 
 def test_links_to_others_than_ranks_carry_no_gradients() -> None:
     """Checkpoints that go to a store. On devices whose wire is no connection of the kernel's there is nothing else."""
-    detector = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
-    quick, slow = Sent.read(
+    detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+    quick, slow = read_sent(
         [["10.0.0.1", "10.0.0.0", 8 * MILLION, 0.1], ["10.0.0.1", "192.0.2.7", 8 * MILLION, 1.0]],
     )
-    assert detector.hear_links(0, Sent.read([["10.0.0.0", "10.0.0.1", 8 * MILLION, 0.1]])) == []
+    assert detector.hear_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 0.1]])) == []
     assert detector.hear_links(1, [quick, slow]) == []
     # Of a rank it is named.
-    assert detector.hear_links(0, Sent.read([["10.0.0.0", "10.0.0.1", 8 * MILLION, 1.0]])) == []
+    assert detector.hear_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 1.0]])) == []
     assert len(detector.hear_links(1, [quick, slow])) == 1
 
 
@@ -90,12 +100,12 @@ def test_links_to_others_than_ranks_carry_no_gradients() -> None:
     )
 )
 def test_whatever_a_rank_says_of_its_links_does_no_harm(data: object) -> None:
-    detector = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+    detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
     for member in range(2):
-        assert detector.hear_links(member, Sent.read(data)) == []
+        assert detector.hear_links(member, read_sent(data)) == []
     true = Sent(source="a", target="b", size=5, seconds=0.5)
-    assert Sent.read([["a", "b", 10**400, 0.5]]) == []
-    assert Sent.read([true.as_data(), data]) == [true]
+    assert read_sent([["a", "b", 10**400, 0.5]]) == []
+    assert read_sent([dataclasses.astuple(true)]) == [true]
 
 
 def test_the_kernel_counts_what_is_sent() -> None:
@@ -146,7 +156,7 @@ def test_whoever_reads_the_counts_leaves_connections_as_they_are() -> None:
 
 def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> None:
     for hosts in (1, 2):
-        detector = PaceJudge([Member(rank=rank, host=f"host{rank % hosts}", process=rank) for rank in range(2)])
+        detector = PaceDetector([Member(rank=rank, host=f"host{rank % hosts}", process=rank) for rank in range(2)])
         asked = []
         for window in range(1, 101):
             wire = 0.001 if window <= 50 else 0.03
@@ -161,7 +171,7 @@ def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> N
 
 def test_where_two_models_are_trained_the_wire_is_not_judged() -> None:
     """Rank 0 waits before the one, rank 1 before the other: both wait, and not for the wire."""
-    detector = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+    detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
     for models in (2, 1):
         said = []
         for window in range(200 * models, 200 * models + 100):
@@ -169,7 +179,7 @@ def test_where_two_models_are_trained_the_wire_is_not_judged() -> None:
             for member in range(2):
                 said += detector.hear(member, Pace(last=window, own=(0.02,), waited=(waited,)), 0.0, models=models)
         assert bool(said) is (models == 1)
-        detector = PaceJudge([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+        detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
 
 
 SLOW = 2

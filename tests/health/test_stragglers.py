@@ -1,6 +1,7 @@
 """A rank that all others wait for is named, with what it computes; the wire is told apart."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import random
@@ -22,8 +23,8 @@ from gradsync.health.watch import leave_watch
 from gradsync.health.watch import straggling as said_so_far
 from gradsync.health.watch.messages import Member, straggling
 from gradsync.health.watch.messages import slow_wire as slow_wire_words
-from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter
-from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceJudge, PaceTeller, Pacing, Ways
+from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
+from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceTeller, Pacing, Ways
 from gradsync.health.watch.rounds import Round, Rounds, against_the_others, median
 from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import (
@@ -229,12 +230,12 @@ def test_the_others_are_all_but_oneself(owns: list[float]) -> None:
     )
 )
 def test_whatever_a_rank_says_of_its_pace_does_no_harm(data: object) -> None:
-    read = Pace.read(data)
+    read = read_pace(data)
     assert all(math.isfinite(value) and value >= 0 for value in (*read.own, *read.waited))
     assert len(read.own) == len(read.waited)
-    PaceJudge(MEMBERS).hear(1, read, 0.0)
+    PaceDetector(MEMBERS).hear(1, read, 0.0)
     true = Pace(model=1, last=7, own=(0.5, 0.25), waited=(0.125, 0.0))
-    assert Pace.read(true.as_data()) == true
+    assert read_pace(dataclasses.asdict(true)) == true
 
 
 # -- windows of several ranks -----------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ def test_of_several_models_the_pace_is_always_that_of_the_first_that_is_left() -
 
 def test_a_straggler_is_named_also_where_the_last_window_told_of_was_not_measured_by_all() -> None:
     """Of short windows on devices one rank may know all, and another one every second."""
-    detector, said = PaceJudge(MEMBERS[:2]), []
+    detector, said = PaceDetector(MEMBERS[:2]), []
     for last in range(8, 161, 8):
         numbers = range(last - 7, last + 1)
         every_second = tuple(0.013 if number % 2 == 0 else 0.0 for number in numbers)
@@ -573,7 +574,7 @@ def test_an_error_in_judging_who_is_slow_ends_that_alone(
     pacing.tick(1.0)
     assert pacing.next < math.inf
     for number in (1, 2, 1):
-        pacing.take(number, {"pace": NO_PACE.as_data()}, 1.0)
+        pacing.take(number, {"pace": dataclasses.asdict(NO_PACE)}, 1.0)
     pacing.tick(2.0)
     pacing.forget(1)
     assert (asked, said, pacing.next) == ([1], [], math.inf)

@@ -1,5 +1,7 @@
 """The watch by itself: what is thought of ranks, who waits for whom, what is said, and what strangers cannot do."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -14,21 +16,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from gradsync.base.files import from_json, from_json_or
 from gradsync.communicator import InProcessWorld
 from gradsync.communicator.collective import Collective
+from gradsync.communicator.rendezvous import ANSWER, Invitation, Rendezvous, code, enter, own_addresses
 from gradsync.health.watch import dump
 from gradsync.health.watch.agent import Agent, Plan
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, Suspect, at_odds, roots
 from gradsync.health.watch.guards import GRACE_SECONDS, Guards
 from gradsync.health.watch.messages import Member, ended, sort_key, suspected
 from gradsync.health.watch.pace import PaceMeter
-from gradsync.health.watch.protocol import LARGEST, Frames, Line, ProtocolError, join, pack
-from gradsync.health.watch.rendezvous import Invitation, Rendezvous, enter, own_addresses
-from gradsync.health.watch.status import Position, RankStatus, Sampler, Wait
+from gradsync.health.watch.protocol import HUB, LARGEST, Frames, Line, ProtocolError, pack
+from gradsync.health.watch.status import UNKNOWN, Position, RankStatus, Sampler, Wait
 from gradsync.tools.cli.main import app
 from tests.ranks import pool_of
 
@@ -258,18 +261,42 @@ data = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-fields = ("windows", "phase", "progress", "seconds", "started", "waits", "stack", "wire", "place", "what")
+waits = st.builds(Wait, wire=st.integers(-9, 9), place=st.integers(-9, 99), what=st.text(), seconds=st.floats(0, 99))
+statuses = st.builds(
+    RankStatus,
+    windows=st.integers(-9, 99),
+    phase=st.text(max_size=9),
+    progress=st.text(max_size=9),
+    seconds=st.floats(-9, 99),
+    started=st.lists(st.integers(-9, 99), max_size=4).map(tuple),
+    waits=st.lists(waits, max_size=4).map(tuple),
+)
 
 
-@given(data | st.dictionaries(st.sampled_from(fields), data | st.lists(st.dictionaries(st.sampled_from(fields), data))))
+@given(data | statuses.map(dataclasses.asdict))
 def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
-    status = RankStatus.read(told)
-    assert RankStatus.read(json.loads(json.dumps(status.as_data()))) == status
+    status = from_json_or(RankStatus, told, UNKNOWN)
+    assert from_json(RankStatus, json.loads(json.dumps(dataclasses.asdict(status)))) == status
     detector = judge_of(stands(12, waits=12, seconds=9.0), status)
     for each in detector.suspects(110.0):
         suspected(MEMBERS, each, is_here=False)
-    Suspect.read(told, 4)
-    ExitRecord.read(told, 4)
+
+
+def hear(told: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+    with Hub() as hub:
+        for each in told:
+            for name in ("beat", "suspects", "ended", "error"):
+                hub.agent._take(HUB, {"beat": {}, name: each} if name == "suspects" else {name: each}, 0.0)
+        return hub.agent._told, hub.agent._detector.exits
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(data, max_size=20))
+def test_whatever_is_told_of_ranks_does_no_harm(told: list[Any]) -> None:
+    stood = dataclasses.asdict(stands(12))
+    nobody = {"member": 7, "left": True, "words": "left", "at": 0.0, "status": stood}
+    suspect = {"member": 1, "kind": "behind", "seconds": 9.0, "waiters": [9], "what": "", "status": stood}
+    assert pool_of(1).run(hear, [*told, nobody, [suspect]]) == [([], {})]
 
 
 # -- frames and doors -------------------------------------------------------------------------------------------------
@@ -312,12 +339,10 @@ class Hub:
 
     def __init__(self, size: int = 2, timeout: float = 60.0) -> None:
         self.group: Any = dist.new_group([dist.get_rank()])
-        rendezvous = Rendezvous(set(range(1, size)), others_elsewhere=True)
+        rendezvous = Rendezvous(set(range(1, size)))
+        self.lines = {rank: come(rendezvous.invitation, rank) for rank in range(1, size)}
         plan = Plan(members=MEMBERS[:size], me=0, here=(True,) * size, timeout=timeout)
-        self.agent = Agent(plan, self.group, rendezvous=rendezvous)
-        assert self.agent.invitation is not None
-        self.invitation: Invitation = self.agent.invitation
-        self.missing = rendezvous.missing
+        self.agent = Agent(plan, self.group, {number: Line(each) for number, each in rendezvous.take().items()})
         self.agent.start()
 
     def __enter__(self) -> "Hub":
@@ -327,31 +352,34 @@ class Hub:
         self.agent.leave("has ended its test")
         dist.destroy_process_group(self.group)
 
-    def connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        # Without a limit: with one, a full queue is an error at once.
-        connection.connect(bytes.fromhex(self.invitation["name"]))
-        connection.settimeout(20.0)
-        return connection
+
+def come(invitation: Invitation, rank: int, *, is_here: bool = True) -> Line:
+    return Line(enter(invitation, rank, "rank 0", is_here=is_here))
+
+
+def connect(invitation: Invitation) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    # Without a limit: with one, a full queue is an error at once.
+    connection.connect(invitation.name)
+    connection.settimeout(20.0)
+    return connection
 
 
 def attack(seed: int, count: int) -> dict[str, Any]:
     """Strangers of every kind, and then the rank that is missing, while some of them still stand there."""
     chance = random.Random(seed)
-    with Hub() as hub:
-        status: list[socket.socket] = []
+    with contextlib.closing(Rendezvous({1})) as rendezvous:
+        invitation, standing = rendezvous.invitation, list[socket.socket]()
         for _ in range(count):
-            connection = hub.connect()
-            kind = chance.randrange(6)
-            nonce = {"nonce": "00" * 16, "rank": 1, "proof": "00" * 32}
+            connection = connect(invitation)
             says = [
                 b"",
                 chance.randbytes(chance.randint(1, 600)),
                 struct.pack(">I", chance.randint(600, 2**32 - 1)),
-                pack({**nonce, "rank": chance.choice([1, 0, 7, "1", None, True])}),
-                pack(nonce)[: chance.randint(1, 40)],
+                ANSWER.pack(chance.choice([1, 0, 7, -1, 2**62]), bytes(16), bytes(32)),
+                ANSWER.pack(1, bytes(16), code(invitation.secret, bytes(16), 1))[: chance.randint(1, 56)],
                 pack({"beat": {}}) + pack({"bye": "x"}) + pack({"ended": {"member": 0}}),
-            ][kind]
+            ][chance.randrange(6)]
             try:
                 connection.sendall(says)
             except OSError:
@@ -360,45 +388,36 @@ def attack(seed: int, count: int) -> dict[str, Any]:
             if chance.random() < 0.5:
                 connection.close()
             else:
-                status.append(connection)
-        wrong = {**hub.invitation, "secret": "11" * 32}
+                standing.append(connection)
         try:
-            join(hub.connect(), 1, bytes.fromhex(wrong["secret"]), 5.0)
+            come(invitation._replace(secret=b"1" * 32), 1).close()
             joined = True
-        except (ProtocolError, OSError):
+        except OSError:
             joined = False
-        missing = set(hub.missing)
-        line = enter(hub.invitation, 1, is_here=True)
-        alive = hub.agent._thread.is_alive()
-        for connection in status:
+        missing = set(rendezvous.missing)
+        line = come(invitation, 1)
+        came = set(rendezvous.take())
+        for connection in (*standing, line):
             connection.close()
-        line.close()
-        return {"joined": joined, "missing": missing, "then": set(hub.missing), "alive": alive}
+        return {"joined": joined, "missing": missing, "came": came}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_strangers_neither_join_nor_keep_a_rank_out(seed: int) -> None:
     (outcome,) = pool_of(1).run(attack, seed, 1000)
-    assert outcome == {"joined": False, "missing": {1}, "then": set(), "alive": True}
+    assert outcome == {"joined": False, "missing": {1}, "came": {1}}
 
 
-def come_by_an_address() -> tuple[bool, bool]:
-    with Hub() as hub:
-        addresses = hub.invitation["addresses"]
-        enter(hub.invitation, 1, is_here=False).close()
-        deadline = time.monotonic() + 20
-        while hub.agent._rendezvous is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        try:
-            socket.create_connection(addresses[0], 1.0).close()
-            open_still = True
-        except OSError:
-            open_still = False
-        return any(address == "0.0.0.0" for address, _ in addresses), open_still
-
-
-def test_the_door_is_at_addresses_of_the_group_and_is_shut_when_all_are_in() -> None:
-    assert pool_of(1).run(come_by_an_address) == [(False, False)]
+def test_a_rank_comes_by_an_address_and_nobody_does_when_all_are_in() -> None:
+    with contextlib.closing(Rendezvous({1}, others_elsewhere=True)) as rendezvous:
+        addresses = rendezvous.invitation.addresses
+        assert addresses
+        assert all(address != "0.0.0.0" for address, _ in addresses)
+        come(rendezvous.invitation, 1, is_here=False).close()
+        (connection,) = rendezvous.take().values()
+        connection.close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(addresses[0], 1.0)
 
 
 def test_addresses_are_those_of_the_chosen_interface_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,15 +444,14 @@ def until(condition: Any, seconds: float = 20.0) -> bool:
 def lines_that_end() -> dict[str, Any]:
     """One rank says goodbye, one is cut off by a line that breaks, one is gone: who hears what."""
     with Hub(4) as hub:
-        lines = {rank: enter(hub.invitation, rank, is_here=True) for rank in (1, 2, 3)}
-        assert until(lambda: len(hub.agent._lines) == 3)
-        lines[1].send({"bye": "has ended its script", "beat_at_end": stands(12).as_data()})
+        lines = hub.lines
+        lines[1].send({"bye": "has ended its script", "beat_at_end": dataclasses.asdict(stands(12))})
         lines[1].close()
         lines[2].connection.sendall(b"\xff" * 100)
         lines[3].close()
         exits = hub.agent._detector.exits
         assert until(lambda: {1, 3} <= set(exits) and 2 not in hub.agent._lines)
-        told = hub.agent.testify("The wire failed")
+        told = hub.agent.failure_message("The wire failed")
         return {"endings": {rank: each.left for rank, each in exits.items()}, "told": told}
 
 
@@ -447,7 +465,7 @@ def test_a_goodbye_a_broken_line_and_an_end_are_told_apart() -> None:
 def watch_that_fails() -> tuple[list[dict[str, Any]], str]:
     """Its thread dies of something unforeseen."""
     with Hub() as hub:
-        line = enter(hub.invitation, 1, is_here=True)
+        line = hub.lines[1]
 
         def fail(now: float) -> RankStatus:
             raise ZeroDivisionError("unforeseen")
@@ -470,7 +488,7 @@ def test_a_watch_that_fails_is_no_sign_of_a_lost_rank() -> None:
 def lose_what_waits() -> tuple[str, str, str]:
     """Of two wires the one on which somebody waits for a rank that has gone, and not the other."""
     with Hub() as hub:
-        line = enter(hub.invitation, 1, is_here=True)
+        line = hub.lines[1]
         busy, idle = (InProcessWorld(2).communicator(0) for _ in range(2))
         engine = Engine(3)
         for wire in (busy, idle):
@@ -505,7 +523,7 @@ def test_only_who_waits_for_a_lost_rank_loses_its_wire() -> None:
 
 
 def write(folder: Path, rank: int, status: RankStatus, **more: Any) -> None:
-    group = {"ranks": [0, 1, 2], "status": status.as_data(), "known": "", "others": {}}
+    group = {"ranks": [0, 1, 2], "status": dataclasses.asdict(status), "known": "", "others": {}}
     content = {"format": dump.FORMAT, "rank": rank, "host": "here", "process": 100 + rank, "groups": [group], **more}
     times = {"time": "2026-01-01T12:00:00+0000", "models": [], "stacks": {"MainThread 1": ["train.py:3 load"]}}
     (folder / f"rank-{rank}.json").write_text(json.dumps(times | content))

@@ -183,7 +183,7 @@ def end_early() -> None:
     training = Training("auto")
     training.step()
     if dist.get_rank() == 0:
-        (agent,) = set_up.posts()
+        (agent,) = set_up.agents()
         deadline = time.monotonic() + 30
         while 1 not in agent._detector.exits and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -328,7 +328,7 @@ def wrap_under(mode: str) -> tuple[int, str]:
     try:
         training = Training("auto")
         training.step()
-        return sum(agent._group() is training.group for agent in set_up.posts()), ""
+        return sum(agent._group() is training.group for agent in set_up.agents()), ""
     except ConfigurationError as error:
         return -1, str(error)
     finally:
@@ -353,7 +353,7 @@ def without_sockets() -> tuple[int, list[str]]:
         patch.setattr(set_up, "enter" if dist.get_rank() == 1 else "nothing", no_door, raising=False)
         training = Training("auto")
     training.step()
-    return sum(agent._group() is training.group for agent in set_up.posts()), heard.lines
+    return sum(agent._group() is training.group for agent in set_up.agents()), heard.lines
 
 
 def test_without_sockets_training_goes_on_without_a_watch() -> None:
@@ -369,20 +369,20 @@ def share_a_watch_and_lose_it() -> tuple[int, int, bool]:
     """Two models over one group have one watch, which ends with the group."""
     before = threading.active_count()
     first = Training("auto")
-    posts = len(set_up.posts())
+    agents = len(set_up.agents())
     other = gradsync.DistributedDataParallel(nn.Linear(4, 4), process_group=first.group)
     other(torch.ones(1, 4)).sum().backward()
-    shared = len(set_up.posts())
-    (agent,) = [agent for agent in set_up.posts() if agent._group() is first.group]
+    shared = len(set_up.agents())
+    (agent,) = [agent for agent in set_up.agents() if agent._group() is first.group]
     dist.barrier()
     dist.destroy_process_group(first.group)
     agent._thread.join(20)
-    return posts, shared, not agent._thread.is_alive() and threading.active_count() >= before
+    return agents, shared, not agent._thread.is_alive() and threading.active_count() >= before
 
 
 def test_models_share_a_watch_which_ends_with_their_group(pools: dict[int, RankPool]) -> None:
-    for posts, shared, ended in pools[2].run(share_a_watch_and_lose_it):
-        assert posts == shared
+    for agents, shared, ended in pools[2].run(share_a_watch_and_lose_it):
+        assert agents == shared
         assert ended
 
 
@@ -393,7 +393,7 @@ def fork_a_child() -> list[str]:
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        os._exit(len(set_up.posts()))
+        os._exit(len(set_up.agents()))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     training.step()
     return ["clean" if code == 0 else f"the child ended with {code}"]
@@ -410,7 +410,7 @@ def test_a_forked_child_has_no_watch_and_disturbs_none(pools: dict[int, RankPool
 def dump_while_one_sleeps(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     # It was imported before the variable was set.
-    dump.listen_for_requests(set_up.posts)
+    dump.listen_for_requests(set_up.agents)
     Path(os.environ["GRADSYNC_DUMP"], f"process-{rank}").write_text(str(os.getpid()))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     training = Training("auto")

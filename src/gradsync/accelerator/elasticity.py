@@ -32,7 +32,7 @@ from gradsync.accelerator.state_saving import Prepared
 from gradsync.accelerator.world import agree_on_backend, settle_at_exit
 from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
 from gradsync.communicator.logs import listed
-from gradsync.health.elastic import Elastic, Generation, MeetingPlace, Member, Membership, MemberStatus, meet
+from gradsync.health.elastic import Elastic, ElasticMember, Generation, MeetingPlace, Membership, MemberStatus, meet
 
 __all__ = ["Elasticity", "refuse_beside_elastic"]
 
@@ -90,7 +90,7 @@ class Elasticity:
         self._stepped = self._begun = 0
         # Why there is a meeting, if nobody has said so, and who took part in the last one that came about.
         self._lost = ""
-        self._former: Sequence[Member] = ()
+        self._former: Sequence[ElasticMember] = ()
         # Of a window that an error of this rank's own has ended: what its buffers were before.
         self._unfinished: list[torch.Tensor] | None = None
         self._hooked: set[int] = set()
@@ -267,7 +267,7 @@ class Elasticity:
             LOGGER.info("the store of generation %d is gone: %s", generation.number, _first_line(error))
             return True
 
-    def _meet(self, members: Sequence[Member] | None = None) -> None:
+    def _meet(self, members: Sequence[ElasticMember] | None = None) -> None:
         began = time.monotonic()
         for _ in range(MEETINGS):
             chosen = self._ask() if members is None else members
@@ -304,7 +304,7 @@ class Elasticity:
         launched = replace(self._launched, world_size=size)
         return refuse_nccl(agree_on_backend(store, launched, self._ranks[0].device))
 
-    def _ask(self) -> Sequence[Member]:
+    def _ask(self) -> Sequence[ElasticMember]:
         """Ask who takes part, and return as soon as there are enough ranks."""
         settings, began = self._settings, time.monotonic()
         self._asked = began if self._asked is None else self._asked
@@ -323,7 +323,7 @@ class Elasticity:
                 return members
             time.sleep(AGAIN_SECONDS)
 
-    def _are_enough(self, members: Sequence[Member]) -> bool:
+    def _are_enough(self, members: Sequence[ElasticMember]) -> bool:
         """Depends only on what all ranks were told, so that all continue, or all ask again."""
         if any(member.standing.generation for member in members):
             return len(members) >= self._settings.min_ranks

@@ -1,3 +1,5 @@
-"""What every other package builds on: errors, the version, files, JSON data, the launcher's environment variables."""
+"""What every other package builds on: errors, the version, files, the launcher's environment variables."""
 
-__all__: list[str] = []
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -51,9 +51,9 @@ from gradsync.checkpoint.manifest import (
     step_name,
     write_manifest,
 )
-from gradsync.checkpoint.together import refuse, together
 from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import refuse, together
 
 __all__ = ["CheckpointFolder", "Loaded"]
 

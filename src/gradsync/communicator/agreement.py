@@ -11,13 +11,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradsync.base.errors import ConfigurationError, MismatchError
+from gradsync.base.errors import ConfigurationError, MismatchError, PeerFailedError
 from gradsync.communicator.base import Communicator
-from gradsync.communicator.logs import rank_name
+from gradsync.communicator.logs import log_errors, rank_name
 
-__all__ = ["agree_on_absent", "gather_bytes", "make_together", "require_agreement", "require_same_library"]
+__all__ = [
+    "agree_on_absent",
+    "gather_bytes",
+    "make_together",
+    "refuse",
+    "require_agreement",
+    "require_same_library",
+    "together",
+]
 
 T = TypeVar("T")
+Undo = Callable[[], None]
 
 Described = Sequence[tuple[str, Any]]
 
@@ -89,6 +98,44 @@ def make_together(communicator: Communicator, what: str, make: Callable[[], T]) 
     if told:
         raise ConfigurationError(told[0].decode())
     return made[0]
+
+
+def together(
+    communicator: Communicator, what: str, work: Callable[[], tuple[T, Any]], undo: Undo | None = None
+) -> tuple[T, list[Any]]:
+    """Run ``work`` on every rank. Collective.
+
+    It returns what this rank keeps and what the others shall learn, as JSON; this returns the first, and the second of
+    every rank. If it raises anywhere, ``undo`` is called everywhere; then this raises everywhere: the own error where
+    there is one, a :class:`PeerFailedError` that names the ranks elsewhere.
+    """
+    error: Exception | None = None
+    try:
+        kept, told = work()
+        message = {"told": told}
+    except Exception as caught:
+        error = caught
+        message = {"error": f"{type(caught).__name__}: {caught}"}
+    answers = _gather_json(communicator, message)
+    failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+    if error is not None:
+        refuse(communicator, error, undo)
+    if failures:
+        refuse(communicator, PeerFailedError(f"could not {what}, because of {'; '.join(failures)}"), undo)
+    return kept, [answer["told"] for answer in answers]
+
+
+def refuse(communicator: Communicator, error: Exception, undo: Undo | None = None) -> None:
+    """Raise ``error``, each rank its own, when all ranks have called ``undo``. Collective, and always raises."""
+    if undo is not None:
+        with log_errors("undoing it failed"):
+            undo()
+        _gather_json(communicator, None)
+    raise error
+
+
+def _gather_json(communicator: Communicator, message: Any) -> list[Any]:
+    return [json.loads(payload) for payload in gather_bytes(communicator, json.dumps(message).encode())]
 
 
 def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:

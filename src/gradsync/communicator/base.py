@@ -151,11 +151,7 @@ class Communicator(Protocol):
         """
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_counts: Counts = None,
-        input_counts: Counts = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_counts: Counts = None, input_counts: Counts = None
     ) -> Handle:
         """Send one part of the flat ``tensor`` to every rank, and put the parts received, in rank order, into flat
         ``output``.

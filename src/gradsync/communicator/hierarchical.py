@@ -30,7 +30,7 @@ from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
 from gradsync.communicator.root_cause import Circle, find_root_cause
 from gradsync.communicator.topology import CommunicatorFactory, Topology, find_topology, make_subgroups
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["HierarchicalCommunicator", "Way"]
 
@@ -172,12 +172,7 @@ class HierarchicalCommunicator(Wire):
         return self._start(collective, output, lambda flat: scatter(flat, tensor, op, shares))
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         if self._is_one_host:
             return self.inside.all_to_all(output, tensor, arriving, leaving)
@@ -238,7 +233,7 @@ class HierarchicalCommunicator(Wire):
         for host, ranks in enumerate(hosts):
             self._rows(output)[list(ranks)] = blocks[host, : len(ranks)]
 
-    def _gather_uneven(self, output: torch.Tensor, tensor: torch.Tensor, shares: tuple[int, ...]) -> None:
+    def _gather_uneven(self, output: torch.Tensor, tensor: torch.Tensor, shares: Sizes) -> None:
         """As if all shares were as large as the largest."""
         most = max(shares)
         filled = tensor.new_zeros(most)
@@ -262,9 +257,7 @@ class HierarchicalCommunicator(Wire):
         self._reduce(total, op)
         output.copy_(total.split(shares or (output.numel(),) * self.world_size)[self.rank])
 
-    def _exchange(
-        self, output: torch.Tensor, tensor: torch.Tensor, arriving: tuple[int, ...], leaving: tuple[int, ...]
-    ) -> None:
+    def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes) -> None:
         """Everybody gets everything, and takes what is its own: simple, and as many bytes as a gather of it all."""
         counts = torch.tensor(leaving, device=tensor.device)
         everybodys = counts.new_empty(self.world_size**2)
@@ -281,7 +274,7 @@ class HierarchicalCommunicator(Wire):
         for sender, part in enumerate(output.split(arriving)):
             part.copy_(parts[sender * self.world_size + self.rank])
 
-    def _start_inside(self, piece: "_Piece", step: ReduceOp) -> Work:
+    def _start_inside(self, piece: "_Slice", step: ReduceOp) -> Work:
         """Afterwards every leader has at least the sum of its part."""
         if self.inside.world_size == 1:
             return DONE
@@ -289,14 +282,14 @@ class HierarchicalCommunicator(Wire):
             return self.inside.reduce_scatter(piece.mine, piece.whole)
         return self.inside.all_reduce(piece.whole, step)
 
-    def _start_between(self, piece: "_Piece", step: ReduceOp, way: Way | None) -> Work:
+    def _start_between(self, piece: "_Slice", step: ReduceOp, way: Way | None) -> Work:
         if self.between is None or piece.mine is None:
             return DONE
         if way is not None:
             return way(piece.mine, self.between)
         return self.between.all_reduce(piece.mine, step)
 
-    def _start_spread(self, piece: "_Piece") -> list[Handle]:
+    def _start_spread(self, piece: "_Slice") -> list[Handle]:
         """Every rank of this host gets every leader's part."""
         if self.inside.world_size == 1:
             return []
@@ -314,7 +307,7 @@ class HierarchicalCommunicator(Wire):
     def _everybody_leads(self) -> bool:
         return self.topology.is_even and self.leaders == self.inside.world_size
 
-    def _pieces(self, flat: torch.Tensor) -> "Iterator[_Piece]":
+    def _pieces(self, flat: torch.Tensor) -> "Iterator[_Slice]":
         """What divides by the leaders in as many parts, slice after slice, and the few elements left in one."""
         divided = 0
         if self.leaders > 1 and flat.nbytes > ONE_LEADER_BYTES:
@@ -325,9 +318,9 @@ class HierarchicalCommunicator(Wire):
         for start in range(divided, flat.numel(), size):
             yield self._piece(flat[start : start + size], 1)
 
-    def _piece(self, whole: torch.Tensor, parts: int) -> "_Piece":
+    def _piece(self, whole: torch.Tensor, parts: int) -> "_Slice":
         mine = whole.chunk(parts)[self._local] if self._local < parts else None
-        return _Piece(whole=whole, parts=parts, mine=mine)
+        return _Slice(whole=whole, parts=parts, mine=mine)
 
     def _lane(self, number: int) -> list[int]:
         """The leaders of one number, in the order in which ``between`` counts them."""
@@ -377,7 +370,7 @@ class HierarchicalCommunicator(Wire):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _Slice:
     """What goes through the steps together: ``parts`` leaders per host take equal parts; this rank takes ``mine``."""
 
     whole: torch.Tensor

@@ -19,7 +19,7 @@ from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["InProcessCommunicator", "InProcessWorld"]
 
@@ -243,12 +243,7 @@ class InProcessCommunicator(Wire):
         return self._join(collective, output, tensor, lambda tensors: list(_combined(tensors, op).split(sizes)))
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         return self._join(collective, output, (tensor.split(leaving), arriving), _exchange)
 

@@ -21,12 +21,7 @@ __all__ = ["LOGGER", "VARIABLE", "absent", "configure_logging", "global_rank", "
 
 LOGGER = logging.getLogger("gradsync")
 VARIABLE = "GRADSYNC_LOG"
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # Where launchers say which rank this is: torchrun, Open MPI, MPICH and its kin, srun.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 

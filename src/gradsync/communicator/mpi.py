@@ -37,7 +37,7 @@ from gradsync.communicator.background import AtWait, Background
 from gradsync.communicator.base import Handle, ReduceOp, Stage
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order, offsets_of
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["PAUSE_SECONDS", "Farewells", "MPICommunicator", "enter_mpi"]
 
@@ -212,12 +212,7 @@ class MPICommunicator(Wire):
         return self._start(collective, run)
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         def run() -> None:
             sent = self._parts(tensor, list(leaving), offsets_of(leaving)[:-1])

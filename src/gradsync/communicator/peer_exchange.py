@@ -15,15 +15,11 @@ Gloo's reduce-scatter is a whole all-reduce and a slice, which moves twice the b
 through a temporary. A small all-reduce takes one step instead of two: every rank sends all pieces to every other rank,
 and all ranks sum everything.
 
-Part sizes were measured with 2 ranks. Over a link the size makes no difference: from 256 KiB to 8 MiB at 400 Mbit/s and
-from 1 to 8 MiB at 1 Gbit/s, all reach 94 % of the rate or more. On loopback every message costs thread switches:
-100 MB take 63 ms in parts of 8 MiB, 67 in parts of 4 and 76 in parts of 2, where Gloo's all-reduce takes 74.
-
-A reduce-scatter followed by an all-gather synchronizes twice, each time with a round trip of messages before any data
-moves. Relative to Gloo's all-reduce, bare sends and receives without any of this take 0.9 to 1.0 times as long at 4 and
-8 MiB, 0.95 at 25 and 0.83 at 100; these take 1.1 to 1.2, 1.1, 0.97 and 0.89 (``benchmarks/peer_exchange.py``). The
-difference is what Python does before the first message of each of the two: a tenth of a millisecond with cold caches,
-which all ranks wait for.
+With 2 ranks the size of a part makes no difference over a link: 1 to 8 MiB all reach 94 % of the rate or more. On
+loopback every message costs thread switches: 100 MB take 63 ms in parts of 8 MiB and 76 in parts of 2, where Gloo's
+all-reduce takes 74. A reduce-scatter followed by an all-gather synchronizes twice, each time with a round trip of
+messages before any data moves: relative to Gloo's all-reduce it takes 1.1 to 1.2 times as long at 4 MiB and 0.89 at 100
+(``benchmarks/peer_exchange.py``).
 """
 
 import functools
@@ -43,7 +39,7 @@ from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
 from gradsync.communicator.reducing import offsets_of
 from gradsync.communicator.root_cause import find_root_cause
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["PeerExchangeCommunicator"]
 
@@ -183,12 +179,7 @@ class PeerExchangeCommunicator(Wire):
         return self._start(collective, output, 2 * cut.parts, run)
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         if not tensor.is_cpu:
             return self._gloo.all_to_all(output, tensor, arriving, leaving)
@@ -287,11 +278,7 @@ class PeerExchangeCommunicator(Wire):
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _start(
-        self,
-        collective: Collective,
-        result: torch.Tensor,
-        messages: int,
-        run: Callable[[Exchange, torch.Tensor], None],
+        self, collective: Collective, result: torch.Tensor, messages: int, run: Callable[[Exchange, torch.Tensor], None]
     ) -> Handle:
         """Have ``run`` put the outcome into ``result``, which it gets as a flat tensor."""
         self._refuse_after_failure()

@@ -23,7 +23,7 @@ from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.root_cause import begin_anew, find_root_cause
 from gradsync.communicator.shutdown import UnderWay, await_at_end, keep_for_good, never_let_go
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of", "is_timeout"]
 
@@ -201,7 +201,7 @@ class ProcessGroupCommunicator(Wire):
         return self._start(collective, tensor, start)
 
     def _exchange_and_reduce(
-        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: tuple[int, ...]
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Sizes
     ) -> Handle:
         """Shares of several sizes: everybody gets what belongs to it of all, and adds it up."""
         pieces = output.new_empty(self.world_size * output.numel())
@@ -213,12 +213,7 @@ class ProcessGroupCommunicator(Wire):
         return self._all_to_all(collective, pieces, tensor, sizes, shares).then(reduce)
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         def start() -> Work:
             into, out = _as_bytes(output).view(-1), _as_bytes(tensor).view(-1)
@@ -398,8 +393,4 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # torch exports the options of the other collectives by name, but not these.
 _AllgatherOptions: Any = vars(dist.distributed_c10d)["AllgatherOptions"]
 
-_OPERATIONS: dict[ReduceOp, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "average": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-}
+_OPERATIONS: dict[ReduceOp, Any] = {"sum": dist.ReduceOp.SUM, "average": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}

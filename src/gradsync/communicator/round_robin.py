@@ -17,7 +17,7 @@ from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.root_cause import Circle
 from gradsync.communicator.topology import CommunicatorFactory, make_subgroups
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["RoundRobinCommunicator"]
 
@@ -92,12 +92,7 @@ class RoundRobinCommunicator(Wire):
         return self._give(collective, tensor, lambda wire: wire.reduce_scatter(output, tensor, op, shares))
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         return self._give(collective, tensor, lambda wire: wire.all_to_all(output, tensor, arriving, leaving))
 

@@ -25,7 +25,6 @@ from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.host_peers import HostPeers
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import (
@@ -38,7 +37,7 @@ from gradsync.communicator.reducing import (
     offsets_of,
     put_back,
 )
-from gradsync.communicator.shared_heap import Heap, Location
+from gradsync.communicator.shared_heap import Heap, HostPeers, Location
 from gradsync.communicator.shared_signals import (
     Call,
     Signals,
@@ -48,7 +47,7 @@ from gradsync.communicator.shared_signals import (
     differ,
     places_in,
 )
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -187,12 +186,7 @@ class SharedMemoryCommunicator(Wire):
         return self._start(collective, tensor, lambda: self._scatter(call, output, tensor, op, offsets))
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         if not tensor.is_cpu:
             return self.over.all_to_all(output, tensor, arriving, leaving)
@@ -317,12 +311,7 @@ class SharedMemoryCommunicator(Wire):
                 output[start : start + step].copy_(total)
 
     def _exchange(
-        self,
-        call: Call,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, call: Call, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> None:
         """Every rank's tensor passes through its stage, and every rank takes from it what is meant for it."""
         begins, ends, longest = self._compare_counts(call, arriving, leaving)
@@ -339,9 +328,7 @@ class SharedMemoryCommunicator(Wire):
                     part[first - begin : last - begin].copy_(stage[first - start : last - start])
             self._number += 1
 
-    def _compare_counts(
-        self, call: Call, arriving: tuple[int, ...], leaving: tuple[int, ...]
-    ) -> tuple[list[int], list[int], int]:
+    def _compare_counts(self, call: Call, arriving: Sizes, leaving: Sizes) -> tuple[list[int], list[int], int]:
         """Where this rank's parts begin and end in everybody's tensor, and the length of the longest of these."""
         counts = torch.tensor([arriving, leaving])
         stages = self._stages_now(counts)

@@ -27,7 +27,7 @@ import torch
 from gradsync.base.errors import WireLostError
 from gradsync.communicator.background import flush_lazy
 from gradsync.communicator.base import ReduceOp
-from gradsync.communicator.host_peers import HostPeers
+from gradsync.communicator.shared_heap import HostPeers
 from gradsync.communicator.wire import Shares
 
 __all__ = ["Call", "Signals", "all_somewhere", "describe_header", "detail_of", "differ", "places_in"]

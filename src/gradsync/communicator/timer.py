@@ -12,26 +12,9 @@ import os
 import sys
 import time
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 __all__ = ["Timer", "make_timer"]
-
-
-class Timer(Protocol):
-    """A timer that any thread may set, any number of times; one thread waits for it."""
-
-    def set(self, seconds: float) -> None:
-        """Fire in ``seconds``."""
-
-    def call_off(self) -> None:
-        """Cancel the timer, if that is still possible. The thread may be woken all the same."""
-
-    def wait(self) -> None:
-        """Return when the timer has fired."""
-
-
-def make_timer() -> Timer:
-    return KernelAlarm() if sys.platform == "linux" else SleepingAlarm()
 
 
 class _Times(ctypes.Structure):
@@ -53,7 +36,7 @@ def _times(seconds: float) -> Any:
 
 
 class KernelAlarm:
-    """A kernel timer behind a file descriptor, which the thread reads from."""
+    """A kernel timer behind a file descriptor. Any thread may set it, any number of times; one thread waits for it."""
 
     # Quick calls, which keep the interpreter's lock: to give it back would cost more.
     _libc = ctypes.PyDLL(None, use_errno=True)
@@ -66,15 +49,18 @@ class KernelAlarm:
         self._is_set = False
 
     def set(self, seconds: float) -> None:
+        """Fire in ``seconds``."""
         self._is_set = True
         self._libc.timerfd_settime(self._descriptor, 0, _times(seconds), None)
 
     def call_off(self) -> None:
+        """Cancel the timer, if that is still possible. The thread may be woken all the same."""
         if self._is_set:
             self._is_set = False
             self._libc.timerfd_settime(self._descriptor, 0, self._never, None)
 
     def wait(self) -> None:
+        """Return when the timer has fired."""
         os.read(self._descriptor, 8)
 
     def __del__(self) -> None:
@@ -97,3 +83,10 @@ class SleepingAlarm:
 
     def wait(self) -> None:
         time.sleep(self._calls.get())
+
+
+Timer = KernelAlarm | SleepingAlarm
+
+
+def make_timer() -> Timer:
+    return KernelAlarm() if sys.platform == "linux" else SleepingAlarm()

@@ -33,10 +33,13 @@ from gradsync.communicator.collective import Allocation, Collective, Fate, Later
 from gradsync.communicator.logs import LOGGER, log_errors, rank_name
 from gradsync.communicator.shutdown import keep_track
 
-__all__ = ["Shares", "Wire"]
+__all__ = ["Shares", "Sizes", "Wire"]
 
-Shares = tuple[int, ...] | None
-"""Elements a rank, as :data:`Counts` that were checked. None: all are equal."""
+Sizes = tuple[int, ...]
+"""Elements per rank."""
+
+Shares = Sizes | None
+"""Elements per rank, as :data:`Counts` that were checked. None: all are equal."""
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -117,11 +120,7 @@ class Wire:
         return self._reduce_scatter(collective, flat(output), flat(tensor), op, shares)
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_counts: Counts = None,
-        input_counts: Counts = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_counts: Counts = None, input_counts: Counts = None
     ) -> Handle:
         check_together("all_to_all", output, tensor)
         arriving = check_parts("all_to_all", "output", output, output_counts, self.world_size)
@@ -169,12 +168,7 @@ class Wire:
         raise self._unwritten("reduce_scatter")
 
     def _all_to_all(
-        self,
-        collective: Collective,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        arriving: tuple[int, ...],
-        leaving: tuple[int, ...],
+        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
         raise self._unwritten("all_to_all")
 

@@ -27,18 +27,18 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json
 from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
 from gradsync.health.watch import leave_watch
 
 __all__ = [
     "LIGHTHOUSE",
     "Elastic",
+    "ElasticMember",
     "Generation",
     "Lighthouse",
     "LighthouseMembership",
     "MeetingPlace",
-    "Member",
     "MemberStatus",
     "Membership",
     "in_order",
@@ -134,7 +134,7 @@ class MemberStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ElasticMember:
     """A rank that takes part."""
 
     identity: str
@@ -149,7 +149,7 @@ class Membership(Protocol):
 
     identity: str
 
-    def ask(self, standing: MemberStatus, timeout: float) -> list[Member]:
+    def ask(self, standing: MemberStatus, timeout: float) -> list[ElasticMember]:
         """All who take part, this rank among them; those who ask together get the same. Waits for others.
 
         TimeoutError if there is no answer in time.
@@ -162,7 +162,7 @@ class Membership(Protocol):
         """Stop taking part."""
 
 
-def in_order(members: list[Member]) -> list[Member]:
+def in_order(members: list[ElasticMember]) -> list[ElasticMember]:
     """As they are numbered: those that know most first, among them those that have been there longest.
 
     So number 0 has what all others need, and does not change as long as it lives.
@@ -195,7 +195,7 @@ class LighthouseMembership:
         except Exception as error:
             raise ConfigurationError(f"there is no lighthouse at {address}: {error}") from error
 
-    def ask(self, standing: MemberStatus, timeout: float) -> list[Member]:
+    def ask(self, standing: MemberStatus, timeout: float) -> list[ElasticMember]:
         if self._thread is None:
             # Not before: the lighthouse lets the others wait for whoever lives, and this rank may have to get ready.
             self._thread = threading.Thread(target=self._beat, name="gradsync lighthouse", daemon=True)
@@ -213,7 +213,7 @@ class LighthouseMembership:
         except Exception as error:
             raise TimeoutError(f"the lighthouse at {self._url.netloc} gave no answer: {error}") from error
         return [
-            Member(identity=each.replica_id, standing=MemberStatus.read(each.data or {}))
+            ElasticMember(identity=each.replica_id, standing=MemberStatus.read(each.data or {}))
             for each in quorum.participants
         ]
 
@@ -314,7 +314,7 @@ class Generation:
     """The ranks that take part, and this rank's place among them. ``store`` is theirs; a rank alone needs none."""
 
     number: int
-    members: tuple[Member, ...]
+    members: tuple[ElasticMember, ...]
     communicator: Communicator
     store: Any = None
 
@@ -344,7 +344,7 @@ class Generation:
 
 
 def meet(
-    members: Sequence[Member], identity: str, place: MeetingPlace, *, timeout: float, backend: Backend
+    members: Sequence[ElasticMember], identity: str, place: MeetingPlace, *, timeout: float, backend: Backend
 ) -> Generation:
     """Make the process group of ``members``. Collective among them; ``backend`` chooses it, given their store.
 
@@ -365,6 +365,6 @@ def meet(
     return Generation(number=number, members=tuple(ordered), communicator=choose_communicator(), store=store)
 
 
-def _store_of(member: Member, limit: timedelta) -> Any:
+def _store_of(member: ElasticMember, limit: timedelta) -> Any:
     host, port = member.standing.meeting_place
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]

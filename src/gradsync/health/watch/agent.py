@@ -23,21 +23,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from gradsync.base.files import from_json_or
 from gradsync.communicator import Wire
 from gradsync.communicator.root_cause import BEFORE
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.guards import Guards
 from gradsync.health.watch.messages import Member, ended, raised_error, sort_key, suspected
 from gradsync.health.watch.pacing import Pacing, Ways
-from gradsync.health.watch.protocol import HUB, Handshake, Line, ProtocolError, pack
-from gradsync.health.watch.rendezvous import Rendezvous
-from gradsync.health.watch.status import MOST_LETTERS, Model, RankStatus, Sampler
+from gradsync.health.watch.protocol import HUB, Line, pack
+from gradsync.health.watch.status import MOST_LETTERS, UNKNOWN, Model, RankStatus, Sampler
 
 __all__ = ["Agent", "Plan"]
 
@@ -86,14 +86,10 @@ class Plan:
 
 
 class Agent:
-    """One rank's end of the watch over ``group``. The hub gets a ``rendezvous``, the others a ``line`` to the hub."""
+    """One rank's end of the watch over ``group``. ``lines``: the hub's to all others, and the others' to the hub."""
 
-    def __init__(
-        self, plan: Plan, group: Any, *, rendezvous: Rendezvous | None = None, line: Line | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, group: Any, lines: dict[int, Line]) -> None:
         self.plan = plan
-        # What the other ranks must know to come in.
-        self.invitation = None if rendezvous is None else rendezvous.invitation()
         self._guards = Guards(group, plan.device_timeout)
         self.sampler = Sampler(self._guards, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self.on_dump: Callable[[], None] | None = None
@@ -102,9 +98,8 @@ class Agent:
         self._group = weakref.ref(group)
         # Not all are: then nobody can tell when they are destroyed.
         self._is_registered = group in dist.distributed_c10d._world.pg_map
-        self._rendezvous, self._lines = rendezvous, {} if line is None else {HUB: line}
-        heard = [HUB] if rendezvous is None else [number for number in range(len(plan.members)) if number != plan.me]
-        self._detector = Detector(plan.me, heard, time.monotonic(), sees_all=self._is_hub)
+        self._lines = lines
+        self._detector = Detector(plan.me, list(lines), time.monotonic(), sees_all=self._is_hub)
         self._noticed: dict[int, float] = {}
         self._told: list[Suspect] = []
         sampler = self.sampler
@@ -128,8 +123,6 @@ class Agent:
     def start(self) -> None:
         self._woken.setblocking(False)
         self._listen_to(self._woken, self._hear_waker)
-        for listener in self._rendezvous.listeners if self._rendezvous is not None else ():
-            self._listen_to(listener, partial(self._open_rendezvous, listener))
         for number, line in self._lines.items():
             self._listen_to(line, partial(self._hear, number, line))
         self._thread.start()
@@ -147,9 +140,9 @@ class Agent:
             # Those that it has its collectives from know what the device has finished.
             for part in getattr(wire, "communicators", ()):
                 self.guard(part)
-        self._guards.add(wire, self.testify)
+        self._guards.add(wire, self.failure_message)
 
-    def testify(self, story: str) -> str:
+    def failure_message(self, story: str) -> str:
         """The message of a failure, with what is known of the ranks that may have caused it."""
         patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
         with self._news:
@@ -178,7 +171,7 @@ class Agent:
             known = {number: self._detector.standing_of(number, now) for number in range(len(self.plan.members))}
             words = self._words()
         others = {
-            str(self.plan.members[number].rank): {"heard_seconds_ago": round(age, 1), **status.as_data()}
+            str(self.plan.members[number].rank): {"heard_seconds_ago": round(age, 1), **asdict(status)}
             for number, (status, age) in known.items()
             if number != self.plan.me and status.phase
         }
@@ -200,8 +193,6 @@ class Agent:
             each.close()
         for line in self._lines.values():
             line.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -231,8 +222,6 @@ class Agent:
                 key.data(now)
             if was_stopped:
                 self._detector.wake(now)
-            if self._rendezvous is not None:
-                self._tend_rendezvous(self._rendezvous, now)
             if now >= min(next_beat, self._pacing.next):
                 self._pacing.tick(now)
             if was_stopped:
@@ -258,43 +247,9 @@ class Agent:
             self._take(self.plan.me, {"dump": True}, now)
         while self._raised:
             # To the hub, which hears whether this rank goes on; the hub's own to all, who hear that of the hub.
-            message = {"error": self._raised.popleft(), "stood": self.sampler.look(now).as_data()}
+            message = {"error": self._raised.popleft(), "stood": asdict(self.sampler.look(now))}
             for line in self._lines.values():
                 line.send(message)
-
-    # -- while ranks come in ------------------------------------------------------------------------------------------
-
-    def _open_rendezvous(self, listener: socket.socket, now: float) -> None:
-        for handshake in self._rendezvous.welcome(listener) if self._rendezvous is not None else ():
-            self._listen_to(handshake.line, partial(self._ask, handshake))
-
-    def _ask(self, handshake: Handshake, now: float) -> None:
-        assert self._rendezvous is not None
-        try:
-            number = handshake.hear()
-        except ProtocolError:
-            self._send_away(handshake)
-            return
-        if number is not None:
-            self._rendezvous.unauthenticated.pop(handshake)
-            self._lines[number] = handshake.line
-            self._selector.modify(handshake.line, selectors.EVENT_READ, partial(self._hear, number, handshake.line))
-
-    def _tend_rendezvous(self, rendezvous: Rendezvous, now: float) -> None:
-        for handshake in rendezvous.overdue(now):
-            self._send_away(handshake)
-        if not rendezvous.missing:
-            for handshake in list(rendezvous.unauthenticated):
-                self._send_away(handshake)
-            for listener in rendezvous.listeners:
-                self._selector.unregister(listener)
-            rendezvous.close()
-            self._rendezvous = None
-
-    def _send_away(self, handshake: Handshake) -> None:
-        assert self._rendezvous is not None
-        self._selector.unregister(handshake.line)
-        self._rendezvous.send_away(handshake)
 
     # -- hearing ------------------------------------------------------------------------------------------------------
 
@@ -315,15 +270,14 @@ class Agent:
 
     def _take(self, number: int, message: dict[str, Any], now: float) -> None:
         if "beat" in message:
-            status = RankStatus.read(message["beat"])
+            status = from_json_or(RankStatus, message["beat"], UNKNOWN)
             with self._news:
                 self._detector.hear(number, status, now)
-                suspects = message.get("suspects")
-                if number == HUB and isinstance(suspects, list):
-                    told = [Suspect.read(each, len(self.plan.members)) for each in suspects]
-                    self._told = [each for each in told if each is not None]
+                if number == HUB:
+                    told = from_json_or(tuple[Suspect, ...], message.get("suspects"), ())
+                    self._told = [each for each in told if self._knows(each.member, *each.waiters)]
         elif "bye" in message:
-            status, words = RankStatus.read(message.get("beat_at_end")), str(message["bye"])
+            status, words = from_json_or(RankStatus, message.get("beat_at_end"), UNKNOWN), str(message["bye"])
             self._note(ExitRecord(member=number, left=True, words=words, at=time.time(), status=status), now)
         elif "off" in message:
             self._pacing.forget(number)
@@ -331,13 +285,14 @@ class Agent:
                 self._detector.forget(number)
             self._lines[number].end = "off"
         elif "ended" in message and number == HUB:
-            exit_record = ExitRecord.read(message["ended"], len(self.plan.members))
-            if exit_record is not None:
+            exit_record = from_json_or(ExitRecord, message["ended"], None)
+            if exit_record is not None and self._knows(exit_record.member):
                 self._note(exit_record, now)
         elif "error" in message:
-            status, words = RankStatus.read(message.get("stood")), str(message["error"])[:MOST_LETTERS]
+            status = from_json_or(RankStatus, message.get("stood"), UNKNOWN)
+            error = RaisedError(words=str(message["error"])[:MOST_LETTERS], at=time.time(), status=status)
             with self._news:
-                self._detector.hear_error(number, RaisedError(words=words, at=time.time(), status=status))
+                self._detector.hear_error(number, error)
         elif "dump" in message:
             # From whichever rank was asked to the hub, and from there to all others.
             for other, line in self._lines.items():
@@ -349,6 +304,9 @@ class Agent:
         else:
             self._pacing.take(number, message, now)
 
+    def _knows(self, *ranks: int) -> bool:
+        return all(0 <= rank < len(self.plan.members) for rank in ranks)
+
     def _note(self, exit_record: ExitRecord, now: float) -> None:
         with self._news:
             is_new = self._detector.end(exit_record)
@@ -357,7 +315,7 @@ class Agent:
         self._guards.refuse_new(exit_record, ended(self.plan.members, exit_record))
         if is_new and self._is_hub:
             for line in self._lines.values():
-                line.send({"ended": exit_record.as_data()})
+                line.send({"ended": asdict(exit_record)})
 
     # -- speaking -----------------------------------------------------------------------------------------------------
 
@@ -367,13 +325,13 @@ class Agent:
             self._farewell = "has destroyed its process group"
             return
         status = self.sampler.look(now)
-        message: dict[str, Any] = {"beat": status.as_data()}
+        message: dict[str, Any] = {"beat": asdict(status)}
         with self._news:
             self._detector.hear(self.plan.me, status, now)
             due = [] if quietly else self._detector.due(now)
             if self._is_hub:
                 suspects = self._detector.suspects(now)[:MOST_SUSPECTS]
-                message["suspects"] = [each.as_data() for each in suspects]
+                message["suspects"] = [asdict(each) for each in suspects]
         frame = pack(message)
         for line in self._lines.values():
             line.flush()
@@ -471,7 +429,7 @@ class Agent:
         self._is_closed = True
         message: dict[str, Any] = {"off": True}
         if self._farewell:
-            message = {"bye": self._farewell, "beat_at_end": self.sampler.look(time.monotonic()).as_data()}
+            message = {"bye": self._farewell, "beat_at_end": asdict(self.sampler.look(time.monotonic()))}
         for line in self._lines.values():
             line.send(message)
             with contextlib.suppress(OSError):
@@ -480,8 +438,6 @@ class Agent:
             # Closed with something unread, a connection is reset, and what was said last may be lost with it.
             line.receive()
             line.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
         self._selector.close()
         self._waker.close()
         self._woken.close()

@@ -15,11 +15,11 @@ A rank that raises, outside of backward, reports it at once. Its script may catc
 out-of-memory error, so ranks that wait for it only get a warning. The report is dropped when the rank continues.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
+from gradsync.health.watch.status import UNKNOWN, RankStatus, Wait
 
 __all__ = [
     "SLOW_SECONDS",
@@ -36,7 +36,7 @@ __all__ = [
 
 def holds_up(status: RankStatus, wait: Wait) -> bool:
     """Whether a rank with that status has yet to reach what another one waits for."""
-    return wait.wire >= len(status.started) or status.started[wait.wire] < wait.place
+    return not 0 <= wait.wire < len(status.started) or status.started[wait.wire] < wait.place
 
 
 def longest(status: RankStatus) -> Wait | None:
@@ -107,25 +107,6 @@ class ExitRecord:
         """Whether ``wait`` has no end by it. Of a rank that was killed nobody knows how far it had come."""
         return not self.left or holds_up(self.status, wait)
 
-    def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "status": self.status.as_data()}
-
-    @classmethod
-    def read(cls, data: Any, size: int) -> "ExitRecord | None":
-        """What :meth:`as_data` has made, of one of ``size`` ranks."""
-        try:
-            read = cls(
-                member=int(data["member"]),
-                left=bool(data["left"]),
-                words=str(data["words"])[:MOST_LETTERS],
-                at=float(data["at"]),
-                status=RankStatus.read(data["status"]),
-                age=float(data["age"]),
-            )
-            return read if 0 <= read.member < size else None
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class RaisedError:
@@ -158,27 +139,6 @@ class Suspect:
     what: str
     status: RankStatus
     raised: str = ""
-
-    def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "status": self.status.as_data()}
-
-    @classmethod
-    def read(cls, data: Any, size: int) -> "Suspect | None":
-        """What :meth:`as_data` has made, of one of ``size`` ranks."""
-        try:
-            kind: Kind = data["kind"]
-            read = cls(
-                member=int(data["member"]),
-                kind=kind if kind in ("silent", "behind", "at odds") else "behind",
-                seconds=float(data["seconds"]),
-                waiters=tuple(int(each) for each in data["waiters"]),
-                what=str(data["what"]),
-                status=RankStatus.read(data["status"]),
-                raised=str(data.get("raised", ""))[:MOST_LETTERS],
-            )
-            return read if all(0 <= each < size for each in (read.member, *read.waiters)) else None
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-            return None
 
 
 class Detector:
@@ -248,7 +208,7 @@ class Detector:
 
     def standing_of(self, member: int, now: float) -> tuple[RankStatus, float]:
         """The last status received from a rank, and how many seconds ago."""
-        status, at = self._standings.get(member, (NOWHERE, now))
+        status, at = self._standings.get(member, (UNKNOWN, now))
         return status, now - at
 
     def silence_of(self, member: int, now: float) -> float:
@@ -292,55 +252,25 @@ class Detector:
             rank: _aged(status, now - at) for rank, (status, at) in self._standings.items() if rank not in self.exits
         }
 
-    def _silent(self, statuses: dict[int, RankStatus], waiting: list[int], now: float) -> list[Suspect]:
-        found = []
+    def _silent(self, statuses: dict[int, RankStatus], waiting: list[int], now: float) -> Iterator[Suspect]:
         for rank, last in self._last.items():
             waiters = tuple(each for each in waiting if each != rank)
             if now - last >= SLOW_SECONDS and waiters:
-                wait = longest(statuses[waiters[0]])
-                found.append(
-                    Suspect(
-                        member=rank,
-                        kind="silent",
-                        seconds=now - last,
-                        waiters=waiters,
-                        what="" if wait is None else wait.what,
-                        status=self.standing_of(rank, now)[0],
-                    )
-                )
-        return found
+                wait, status = longest(statuses[waiters[0]]), self.standing_of(rank, now)[0]
+                what = "" if wait is None else wait.what
+                seconds = now - last
+                yield Suspect(member=rank, kind="silent", seconds=seconds, waiters=waiters, what=what, status=status)
 
-    def _behind(self, statuses: dict[int, RankStatus]) -> list[Suspect]:
-        found = []
-        for rank, waiters in roots(statuses, SLOW_SECONDS).items():
-            wait = max(waiters.values(), key=lambda each: each.seconds)
-            found.append(
-                Suspect(
-                    member=rank,
-                    kind="behind",
-                    seconds=wait.seconds,
-                    waiters=tuple(sorted(waiters)),
-                    what=wait.what,
-                    status=statuses[rank],
-                )
-            )
-        return found
+    def _behind(self, statuses: dict[int, RankStatus]) -> Iterator[Suspect]:
+        for rank, waits in roots(statuses, SLOW_SECONDS).items():
+            wait, waiters = max(waits.values(), key=lambda each: each.seconds), tuple(sorted(waits))
+            seconds, what, status = wait.seconds, wait.what, statuses[rank]
+            yield Suspect(member=rank, kind="behind", seconds=seconds, waiters=waiters, what=what, status=status)
 
-    def _at_odds(self, statuses: dict[int, RankStatus]) -> list[Suspect]:
-        return [
-            Suspect(
-                member=rank,
-                kind="at odds",
-                seconds=min(its.seconds, theirs.seconds),
-                waiters=(other,),
-                what=theirs.what,
-                status=statuses[rank],
-            )
-            for rank, (other, its, theirs) in at_odds(statuses, SLOW_SECONDS).items()
-        ]
-
-
-NOWHERE = RankStatus(windows=0, phase="", progress="", seconds=0.0)
+    def _at_odds(self, statuses: dict[int, RankStatus]) -> Iterator[Suspect]:
+        for rank, (other, its, theirs) in at_odds(statuses, SLOW_SECONDS).items():
+            seconds, what, status = min(its.seconds, theirs.seconds), theirs.what, statuses[rank]
+            yield Suspect(member=rank, kind="at odds", seconds=seconds, waiters=(other,), what=what, status=status)
 
 
 def _waits(status: RankStatus, seconds: float) -> bool:

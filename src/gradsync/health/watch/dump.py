@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.base.files import whole_file
+from gradsync.base.files import from_json, whole_file
 from gradsync.communicator.logs import listed
 from gradsync.health.watch.agent import Agent
 from gradsync.health.watch.detector import at_odds, longest, roots
@@ -58,7 +58,7 @@ def note_model(model: Model) -> None:
     _models.add(model)
 
 
-def listen_for_requests(posts: Callable[[], list[Agent]]) -> None:
+def listen_for_requests(agents: Callable[[], list[Agent]]) -> None:
     """If the environment names a folder: write there on request, from now on. Nothing is agreed on with others."""
     global _listens
     if _listens or not os.environ.get(VARIABLE):
@@ -75,7 +75,7 @@ def listen_for_requests(posts: Callable[[], list[Agent]]) -> None:
         return
     _listens = True
     _chain_handler()
-    arguments = (ours, theirs, posts)
+    arguments = (ours, theirs, agents)
     threading.Thread(target=_listen, args=arguments, name="gradsync dump", daemon=True).start()
 
 
@@ -92,17 +92,17 @@ def _chain_handler() -> None:
     signal.siginterrupt(REQUEST, False)
 
 
-def _listen(ours: socket.socket, theirs: socket.socket, posts: Callable[[], list[Agent]]) -> None:
+def _listen(ours: socket.socket, theirs: socket.socket, agents: Callable[[], list[Agent]]) -> None:
     # Its other end is held here, too: the interpreter only knows its number.
     with ours, theirs:
         while numbers := ours.recv(64):
             if REQUEST in numbers:
-                write_dump(posts())
-                for agent in posts():
+                write_dump(agents())
+                for agent in agents():
                     agent.ask_for_dumps()
 
 
-def write_dump(posts: list[Agent]) -> None:
+def write_dump(agents: list[Agent]) -> None:
     """Write this rank's status, if the environment names a folder."""
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -111,7 +111,7 @@ def write_dump(posts: list[Agent]) -> None:
         path = Path(folder) / f"rank-{_rank()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
-            file.write(json.dumps(_describe(posts), indent=1).encode())
+            file.write(json.dumps(_describe(agents), indent=1).encode())
     except OSError as error:
         LOGGER.warning("where this rank stands could not be written: %s", error)
 
@@ -122,7 +122,7 @@ def _rank() -> int:
     return 0
 
 
-def _describe(posts: list[Agent]) -> dict[str, Any]:
+def _describe(agents: list[Agent]) -> dict[str, Any]:
     now = time.monotonic()
     return {
         "format": FORMAT,
@@ -133,10 +133,10 @@ def _describe(posts: list[Agent]) -> dict[str, Any]:
         "groups": [
             {
                 "ranks": [member.rank for member in agent.plan.members],
-                "status": agent.sampler.look(now).as_data(),
+                "status": asdict(agent.sampler.look(now)),
                 **agent.describe(),
             }
-            for agent in posts
+            for agent in agents
         ],
         "models": [_described(model) for model in list(_models)],
         "stacks": _stacks(),
@@ -195,9 +195,9 @@ def read_dump(path: Path) -> Dump:
             raise ConfigurationError(f"{path} has format {data['format']}, and {FORMAT} is read here: update gradsync")
         main: list[str] = next((lines for name, lines in data["stacks"].items() if name.startswith("MainThread")), [])
         return Dump(
-            member=Member.read(data),
+            member=from_json(Member, data),
             time=datetime.fromisoformat(data["time"]),
-            groups=tuple((tuple(each["ranks"]), RankStatus.read(each["status"])) for each in data["groups"]),
+            groups=tuple((tuple(each["ranks"]), from_json(RankStatus, each["status"])) for each in data["groups"]),
             known=next((each["known"] for each in data["groups"] if each["known"]), ""),
             stack=tuple(main),
         )

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-__all__ = ["LinkMeter", "Sent", "SlowLink", "find_slow_link", "read_links"]
+from gradsync.base.files import from_json_or
+
+__all__ = ["LinkMeter", "Sent", "SlowLink", "find_slow_link", "read_links", "read_sent"]
 
 # In the kernel's struct tcp_info: tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited, in microseconds.
 INFO_BYTES = 256
@@ -26,8 +27,6 @@ ACKED_AT, BUSY_AT = 120, 168
 WINDOWS = 5
 MOST_SECONDS = 5.0
 MOST_LINKS = 256
-MOST_BYTES = 1 << 64
-MOST_LETTERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +38,11 @@ class Sent:
     size: int
     seconds: float
 
-    def as_data(self) -> list[Any]:
-        return [self.source, self.target, self.size, self.seconds]
 
-    @classmethod
-    def read(cls, data: Any) -> "list[Sent]":
-        """What a list of :meth:`as_data` has become; without what is nothing of the kind."""
-        found = []
-        for each in data[:MOST_LINKS] if isinstance(data, list) else ():
-            if not isinstance(each, list) or len(each) != 4:
-                continue
-            source, target, size, seconds = each
-            is_named = all(isinstance(name, str) and len(name) <= MOST_LETTERS for name in (source, target))
-            is_counted = type(size) is int and type(seconds) in (int, float)
-            if is_named and is_counted and 0 <= size < MOST_BYTES and 0 <= seconds < 1e9:
-                found.append(cls(source=source, target=target, size=size, seconds=float(seconds)))
-        return found
+def read_sent(data: object) -> list[Sent]:
+    """What another rank has sent of these; nothing if it is something else."""
+    told = from_json_or(tuple[Sent, ...], data, ())
+    return [each for each in told[:MOST_LINKS] if each.size >= 0 and each.seconds >= 0]
 
 
 def read_links() -> dict[tuple[str, str], tuple[int, float]]:

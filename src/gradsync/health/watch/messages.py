@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gradsync.communicator.checks import missing_step
 from gradsync.communicator.logs import listed
@@ -46,10 +45,6 @@ class Member:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host})"
-
-    @classmethod
-    def read(cls, data: dict[str, Any]) -> "Member":
-        return cls(rank=int(data["rank"]), host=str(data["host"]), process=int(data["process"]))
 
 
 def where(status: RankStatus) -> str:

@@ -25,12 +25,13 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from gradsync.base.files import from_json_or
 from gradsync.communicator.collective import waited_here
 from gradsync.communicator.device_stage import DeviceClock
 
@@ -49,7 +50,6 @@ __all__ = [
 # What is kept for a watch that comes late; older windows are not told of.
 MOST_WINDOWS = 64
 MOST_SECONDS = 1e6
-MICROSECOND = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,37 +65,15 @@ class Pace:
     own: tuple[float, ...] = ()
     waited: tuple[float, ...] = ()
 
-    def as_data(self) -> dict[str, Any]:
-        """In whole microseconds, which are short."""
-        return {
-            "model": self.model,
-            "last": self.last,
-            "own": [round(each / MICROSECOND) for each in self.own],
-            "waited": [round(each / MICROSECOND) for each in self.waited],
-        }
-
-    @classmethod
-    def read(cls, data: Any) -> "Pace":
-        """What :meth:`as_data` has made. Whatever else it may be becomes one of no windows."""
-        fields = data if isinstance(data, dict) else {}
-        model, last, own, waited = (fields.get(name) for name in ("model", "last", "own", "waited"))
-        if not isinstance(own, list) or not isinstance(waited, list) or len(own) != len(waited):
-            return NO_PACE
-        if len(own) > MOST_WINDOWS or not all(map(_is_whole, (model, last, *own, *waited))):
-            return NO_PACE
-        return cls(model=int(model or 0), last=int(last or 0), own=_in_seconds(own), waited=_in_seconds(waited))
-
 
 NO_PACE = Pace()
 
 
-def _is_whole(number: object) -> bool:
-    # Not a bool, which is an int, too.
-    return type(number) is int and 0 <= number <= MOST_SECONDS / MICROSECOND
-
-
-def _in_seconds(microseconds: Sequence[int]) -> tuple[float, ...]:
-    return tuple(each * MICROSECOND for each in microseconds)
+def read_pace(data: object) -> Pace:
+    """What another rank has sent of it; one of no windows if it is something else."""
+    pace = from_json_or(Pace, data, NO_PACE)
+    is_sound = len(pace.own) == len(pace.waited) <= MOST_WINDOWS and min(pace.model, pace.last) >= 0
+    return pace if is_sound and all(0 <= each <= MOST_SECONDS for each in (*pace.own, *pace.waited)) else NO_PACE
 
 
 class PaceMeter:
@@ -152,6 +130,8 @@ class PaceMeter:
         if not new:
             return NO_PACE
         numbers, own, waited = zip(*new, strict=True)
+        # In whole microseconds, which are short where they are sent.
+        own, waited = (tuple(round(each, 6) for each in seconds) for seconds in (own, waited))
         return Pace(model=model, last=numbers[-1], own=own, waited=waited)
 
 

@@ -12,17 +12,17 @@ the beginning if most of a window is spent waiting for it.
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link
+from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link, read_sent
 from gradsync.health.watch.messages import Member, slow_link, slow_wire, straggling
-from gradsync.health.watch.pace import Pace, PaceMeter
+from gradsync.health.watch.pace import Pace, PaceMeter, read_pace
 from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.rounds import Rounds
 from gradsync.health.watch.stragglers import SlowWire, Stragglers
 
-__all__ = ["PaceJudge", "PaceTeller", "Pacing", "Ways"]
+__all__ = ["PaceDetector", "PaceTeller", "Pacing", "Ways"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -59,7 +59,7 @@ class PaceTeller:
         return pace
 
 
-class PaceJudge:
+class PaceDetector:
     """The hub's evaluation of the reports."""
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -137,7 +137,7 @@ class Pacing:
 
     def __init__(self, members: Sequence[Member], me: int, ways: Ways) -> None:
         self._me, self._ways = me, ways
-        self._teller, self._detector, self._links = PaceTeller(len(members)), PaceJudge(members), LinkMeter()
+        self._teller, self._detector, self._links = PaceTeller(len(members)), PaceDetector(members), LinkMeter()
         self._has_failed = False
 
     @property
@@ -172,10 +172,10 @@ class Pacing:
         meter = self._ways.meter()
         pace = self._teller.tell(meter, now)
         if pace is not None:
-            self._pass_on({"pace": pace.as_data()}, now)
+            self._pass_on({"pace": asdict(pace)}, now)
         sent = self._links.result(0 if meter is None else meter[1].count, now)
         if sent is not None:
-            self._pass_on({"links": [each.as_data() for each in sent]}, now)
+            self._pass_on({"links": [astuple(each) for each in sent]}, now)
 
     def _pass_on(self, message: Message, now: float) -> None:
         if self._me == HUB:
@@ -197,9 +197,9 @@ class Pacing:
 
     def _heard(self, number: int, message: Message, now: float) -> Iterator[str]:
         if "pace" in message:
-            yield from self._detector.hear(number, Pace.read(message["pace"]), now, models=self._ways.models())
+            yield from self._detector.hear(number, read_pace(message["pace"]), now, models=self._ways.models())
         if "links" in message:
-            yield from self._detector.hear_links(number, Sent.read(message["links"]))
+            yield from self._detector.hear_links(number, read_sent(message["links"]))
 
     def _measure(self, now: float) -> None:
         meter = self._ways.meter()

@@ -20,24 +20,25 @@ import weakref
 from typing import Any
 
 from gradsync.base.errors import ConfigurationError, PeerFailedError
+from gradsync.base.files import from_json
 from gradsync.communicator import Communicator, ProcessGroupCommunicator
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.logs import global_rank
+from gradsync.communicator.rendezvous import Invitation, Rendezvous, enter
 from gradsync.communicator.topology import host_identity
 from gradsync.health.watch.agent import Agent, Plan
 from gradsync.health.watch.dump import listen_for_requests, note_model, write_dump
 from gradsync.health.watch.exit_causes import exit_call, forget_exit, note_exit, tell_uncaught
 from gradsync.health.watch.messages import Member, described, farewell
-from gradsync.health.watch.protocol import HUB
-from gradsync.health.watch.rendezvous import Invitation, Rendezvous, enter
+from gradsync.health.watch.protocol import HUB, Line
 from gradsync.health.watch.status import Model
 
 __all__ = [
     "MODES",
     "VARIABLE",
+    "agents",
     "leave_watch",
     "look_at",
-    "posts",
     "say_goodbye",
     "set_watch",
     "straggling",
@@ -94,7 +95,7 @@ def tell_error(communicator: Communicator, error: BaseException, place: str) -> 
         agent.tell_error(described(error, place))
 
 
-def posts() -> list[Agent]:
+def agents() -> list[Agent]:
     """The agents of this process."""
     return [agent for agent in _agents.values() if agent is not None]
 
@@ -122,7 +123,7 @@ def _set_up(wire: ProcessGroupCommunicator) -> Agent | None:
     if any(each["mode"] == "off" for each in told):
         return None
     plan = Plan(
-        members=tuple(Member.read(each) for each in told),
+        members=tuple(from_json(Member, each) for each in told),
         me=wire.rank,
         here=tuple(each["identity"] == mine["identity"] for each in told),
         timeout=_timeout(wire),
@@ -137,7 +138,7 @@ def _set_up(wire: ProcessGroupCommunicator) -> Agent | None:
     # What multiprocessing has forked ends by os._exit, and calls this before.
     multiprocessing.util.Finalize(None, say_goodbye, exitpriority=0)
     tell_uncaught(_script_raised, _thread_raised)
-    agent.on_dump = lambda: write_dump(posts())
+    agent.on_dump = lambda: write_dump(agents())
     agent.on_words = _said.append
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
     agent.guard(wire)
@@ -149,37 +150,37 @@ def _open(plan: Plan, wire: ProcessGroupCommunicator) -> Agent:
 
     ConfigurationError on all of them if one cannot.
     """
+    others = {number for number in range(len(plan.members)) if number != HUB} if plan.me == HUB else set[int]()
     with contextlib.ExitStack() as undo:
-        agent = make_together(wire, "listen for the other ranks", lambda: _open_rendezvous(plan, wire, undo))
-        mine = b"" if agent is None else json.dumps(agent.invitation).encode()
-        invitation: Invitation = json.loads(gather_bytes(wire, mine)[HUB])
-        entered = make_together(
-            wire, "reach the watch of rank 0", lambda: agent or _enter(plan, wire, invitation, undo)
+        rendezvous = make_together(
+            wire,
+            "listen for the other ranks",
+            lambda: undo.enter_context(contextlib.closing(Rendezvous(others, others_elsewhere=not all(plan.here)))),
         )
-        # All are in, or not all of them are and nobody stays.
+        invitation = Invitation.read(gather_bytes(wire, rendezvous.invitation.pack())[HUB])
+        lines = make_together(wire, "reach the watch of rank 0", lambda: _enter(plan, invitation, undo))
+
+        def start() -> Agent:
+            joined = rendezvous.take()
+            for each in joined.values():
+                undo.callback(each.close)
+            agent = Agent(plan, wire.group, lines | {number: Line(each) for number, each in joined.items()})
+            undo.callback(agent.leave, "has no watch")
+            agent.start()
+            return agent
+
+        agent = make_together(wire, "start its watch", start)
+        # All have one, or not all of them have and nobody keeps it.
         undo.pop_all()
-        return entered
+        return agent
 
 
-def _open_rendezvous(plan: Plan, wire: ProcessGroupCommunicator, undo: contextlib.ExitStack) -> Agent | None:
-    if plan.me != HUB:
-        return None
-    others = {number for number in range(len(plan.members)) if number != HUB}
-    rendezvous = Rendezvous(others, others_elsewhere=not all(plan.here))
-    undo.callback(rendezvous.close)
-    agent = Agent(plan, wire.group, rendezvous=rendezvous)
-    undo.callback(agent.leave, "has no watch")
-    agent.start()
-    return agent
-
-
-def _enter(plan: Plan, wire: ProcessGroupCommunicator, invitation: Invitation, undo: contextlib.ExitStack) -> Agent:
-    line = enter(invitation, plan.me, is_here=plan.here[HUB])
-    undo.callback(line.close)
-    agent = Agent(plan, wire.group, line=line)
-    undo.callback(agent.leave, "has no watch")
-    agent.start()
-    return agent
+def _enter(plan: Plan, invitation: Invitation, undo: contextlib.ExitStack) -> dict[int, Line]:
+    if plan.me == HUB:
+        return {}
+    connection = enter(invitation, plan.me, f"rank {plan.members[HUB].rank}", is_here=plan.here[HUB])
+    undo.callback(connection.close)
+    return {HUB: Line(connection)}
 
 
 def _timeout(wire: ProcessGroupCommunicator) -> float:
@@ -196,7 +197,7 @@ def say_goodbye(error: BaseException | None = None) -> None:
     Also for processes that end by ``os._exit`` after all, which otherwise would look as if they had been killed.
     """
     words = farewell(error)
-    for agent in posts():
+    for agent in agents():
         agent.leave(words)
 
 
@@ -222,17 +223,17 @@ def _thread_raised(error: BaseException, thread: int) -> None:
 
 
 def _tell_all(words: str) -> None:
-    for agent in posts():
+    for agent in agents():
         agent.tell_error(words)
 
 
 def _trained_by(thread: int | None) -> bool:
     """Whether that thread has run the last forward of a model."""
-    return any(getattr(model, "thread", None) == thread for agent in posts() for model in agent.sampler.models)
+    return any(getattr(model, "thread", None) == thread for agent in agents() for model in agent.sampler.models)
 
 
 def _after_fork() -> None:
-    for agent in posts():
+    for agent in agents():
         agent.after_fork()
     _agents.clear()
     _said.clear()
@@ -241,4 +242,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 # Now, so that a signal that comes before the first model is wrapped does not end the process.
-listen_for_requests(posts)
+listen_for_requests(agents)

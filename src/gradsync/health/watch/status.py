@@ -11,17 +11,16 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from gradsync.communicator.collective import Fate
 from gradsync.health.watch.pace import PaceMeter
 
-__all__ = ["MOST_LETTERS", "Model", "Position", "RankStatus", "Sampler", "Wait", "stack_of"]
+__all__ = ["MOST_LETTERS", "UNKNOWN", "Model", "Position", "RankStatus", "Sampler", "Wait", "stack_of"]
 
 # What is said of one rank stays short, whatever it is named after.
 MOST_LETTERS = 300
 MOST_WAITS = 8
-MOST_WIRES = 64
 MOST_FRAMES = 8
 
 
@@ -78,31 +77,9 @@ class RankStatus:
     waits: tuple[Wait, ...] = ()
     stack: tuple[str, ...] = ()
 
-    def as_data(self) -> dict[str, Any]:
-        return {**vars(self), "waits": [vars(wait) for wait in self.waits]}
 
-    @classmethod
-    def read(cls, data: Any) -> "RankStatus":
-        """What :meth:`as_data` has made. Whatever else it may be becomes something that does no harm."""
-        fields = data if isinstance(data, dict) else {}
-        waits = [each for each in _listed(fields.get("waits")) if isinstance(each, dict)]
-        return cls(
-            windows=_whole(fields.get("windows")),
-            phase=_text(fields.get("phase")),
-            progress=_text(fields.get("progress")),
-            seconds=_number(fields.get("seconds")),
-            started=tuple(_whole(each) for each in _listed(fields.get("started"))[:MOST_WIRES]),
-            waits=tuple(
-                Wait(
-                    wire=_whole(each.get("wire")),
-                    place=_whole(each.get("place")),
-                    what=_text(each.get("what")),
-                    seconds=_number(each.get("seconds")),
-                )
-                for each in waits[:MOST_WAITS]
-            ),
-            stack=tuple(_text(each) for each in _listed(fields.get("stack"))[:MOST_FRAMES]),
-        )
+# Of a rank that has said nothing yet, or nothing that can be read.
+UNKNOWN = RankStatus(windows=0, phase="", progress="", seconds=0.0)
 
 
 class Sampler:
@@ -187,19 +164,3 @@ def stack_of(thread: int | None = None) -> list[str]:
     frame = sys._current_frames().get(number or 0)
     frames: Sequence[traceback.FrameSummary] = traceback.extract_stack(frame) if frame is not None else []
     return [f"{each.filename}:{each.lineno} {each.name}"[-MOST_LETTERS:] for each in frames]
-
-
-def _whole(value: Any) -> int:
-    return value if type(value) is int else 0
-
-
-def _number(value: Any) -> float:
-    return float(value) if type(value) in (int, float) and abs(value) < 1e12 else 0.0
-
-
-def _text(value: Any) -> str:
-    return value[:MOST_LETTERS] if isinstance(value, str) else ""
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.base.files import whole_file
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json, whole_file
 from gradsync.observe.plan.link_cost import Operation, Way, Wire
 from gradsync.observe.plan.profile import StepProfile
 from gradsync.observe.plan.schedule import REDUCTIONS, ReductionCost, Schedule

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.base.files import whole_file
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json, whole_file
 from gradsync.communicator.logs import absent, listed
 from gradsync.observe.recording.steps import BucketPart, BucketTimes, GatherTimes, Header, Recording, Span, Step
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gradsync.base.version import __version__
+from gradsync.base import __version__
 from gradsync.communicator import Handle
 from gradsync.communicator.device_stage import DeviceClock
 from gradsync.communicator.topology import host_identity

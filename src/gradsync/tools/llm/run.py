@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gradsync.accelerator import Accelerator
-from gradsync.checkpoint.together import together
-from gradsync.communicator.agreement import gather_bytes
+from gradsync.communicator.agreement import gather_bytes, together
 from gradsync.observe.recording import Recorder
 from gradsync.observe.recording.files import FOLDER as RECORDING
 from gradsync.observe.recording.files import file_name, lines_of, write_lines

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.base.files import whole_file
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json, whole_file
 
 __all__ = ["Account", "Kind", "WrapperAccount", "account_path", "find_accounts", "read_account", "write_account"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.base.json_data import from_json
+from gradsync.base.files import from_json
 from gradsync.errors import ConfigurationError
 from gradsync.observe.explain import explain_recordings
 from gradsync.observe.plan.calibration import Calibration
