@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import random
@@ -555,6 +556,23 @@ def test_who_stands_by_says_nothing_of_the_wire() -> None:
         seconds = 0.004 if window < 100 else 0.1
         wire.hear(Round(model=0, window=window, own={0: 0.02}, waited={0: seconds}, is_whole=False))
         assert wire.look(0.0) is None
+
+
+def test_the_hub_hears_its_own_windows_as_it_hears_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[int, Pace]] = []
+    monkeypatch.setattr(
+        PaceDetector, "hear", lambda self, member, pace, now, models: heard.append((member, pace)) or []
+    )
+    meter = PaceMeter()
+    meter.window_ended()
+    sent: list[dict[str, object]] = []
+    for rank, hears in ((0, []), (1, sent)):
+        ways = Ways(tell=hears.append, say=lambda words: None, meter=lambda: (0, meter), models=lambda: 1)
+        Pacing(MEMBERS, rank, ways).tick(1.0)
+    hub = Pacing(MEMBERS, 0, Ways(tell=lambda _: None, say=lambda _: None, meter=lambda: None, models=lambda: 1))
+    hub.take(1, json.loads(json.dumps(sent[0])), 1.0)
+    (_, own), (_, told) = heard
+    assert own == told == meter.since(0)
 
 
 def test_an_error_in_judging_who_is_slow_ends_that_alone(

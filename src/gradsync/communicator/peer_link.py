@@ -245,11 +245,8 @@ class Exchange:
         return Message(self, peer, work)
 
     def _story(self, peer: int, error: RuntimeError) -> str:
-        name, what, said = (
-            self.link.name,
-            self._collective.describe(),
-            re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0]),
-        )
+        name, what = self.link.name, self._collective.describe()
+        said = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
         if is_timeout(error):
             return (
                 f"{name(peer)} did not answer {name(self.link.rank)} in {what} ({said}). It hangs, is slower than "

@@ -92,16 +92,12 @@ def host_identity() -> bytes:
 
 def _marks() -> list[str]:
     """What tells hosts apart; a system without one of these files does without it."""
-    marks = [socket.gethostname()]
-    try:
-        marks.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    except OSError:
-        marks.append("")
-    try:
-        marks.append(str(os.stat("/proc/self/ns/net").st_ino))
-    except OSError:
-        marks.append("")
-    return marks
+    boot_id = network = ""
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    return [socket.gethostname(), boot_id, network]
 
 
 # Of a group of Gloo's, beside one for each of its ranks; with some to spare.
