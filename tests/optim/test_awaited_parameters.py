@@ -178,21 +178,10 @@ def test_what_says_nothing_of_values_does_not_wait() -> None:
         assert seen == [True] * 12
 
 
-def change_between() -> list[torch.Tensor]:
+def change_between(kind: str) -> list[torch.Tensor]:
     """A user limits the weights after every step, in place: through the parameter, or behind its back."""
-    rank = choose_communicator().rank
-    model = DistributedDataParallel(net(), bucket_cap_mb=2e-3)
-    optimizer = make("sharded" if rank >= 0 else "", torch.optim.AdamW, model, lr=0.05)
-    return limited(model, optimizer)
-
-
-def change_between_plain() -> list[torch.Tensor]:
-    model = DistributedDataParallel(net(), bucket_cap_mb=2e-3)
-    return limited(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-
-
-def limited(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    rank = choose_communicator().rank
+    rank, model = choose_communicator().rank, DistributedDataParallel(net(), bucket_cap_mb=2e-3)
+    optimizer = make(kind, torch.optim.AdamW, model, lr=0.05)
     for step in range(8):
         model(batch(rank, step)).square().mean().backward()
         optimizer.step()
@@ -205,7 +194,7 @@ def limited(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
 
 def test_parameters_that_were_changed_in_place_go_on_from_there() -> None:
     ranks = ThreadRanks(3)
-    assert_same(ranks.run(change_between), ranks.run(change_between_plain)[0])
+    assert_same(ranks.run(change_between, "sharded"), ranks.run(change_between, "plain")[0])
 
 
 class Shuffled(nn.Module):
@@ -243,23 +232,10 @@ def test_layers_may_run_in_any_order(ranks: Ranks, differ: bool) -> None:
     assert_same(ranks.run(train_shuffled, "sharded", 100, differ), theirs)
 
 
-def attached() -> list[torch.Tensor]:
-    rank = choose_communicator().rank
-    module = net()
+def attached(kind: str) -> list[torch.Tensor]:
+    rank, module = choose_communicator().rank, net()
     handle = synchronize_gradients(module)
-    optimizer = ShardedOptimizer(torch.optim.SGD, handle, lr=0.3)
-    for step in range(4):
-        module(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return parameters_of(module)
-
-
-def attached_plain() -> list[torch.Tensor]:
-    rank = choose_communicator().rank
-    module = net()
-    synchronize_gradients(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
+    optimizer = make(kind, torch.optim.SGD, handle, list(module.parameters()), lr=0.3)
     for step in range(4):
         module(batch(rank, step)).square().mean().backward()
         optimizer.step()
@@ -268,7 +244,7 @@ def attached_plain() -> list[torch.Tensor]:
 
 
 def test_without_a_wrapper() -> None:
-    assert_same(ThreadRanks(2).run(attached), ThreadRanks(2).run(attached_plain)[0])
+    assert_same(ThreadRanks(2).run(attached, "sharded"), ThreadRanks(2).run(attached, "plain")[0])
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

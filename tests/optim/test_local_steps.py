@@ -44,6 +44,13 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 
+def made(*, by_rank: bool = False) -> tuple[int, nn.Sequential, torch.optim.Optimizer]:
+    """This rank, and its model with an optimizer."""
+    rank = choose_communicator().rank
+    model = make_model(seed=rank if by_rank else 0)
+    return rank, model, make_optimizer(model)
+
+
 def batch_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64)
 
@@ -61,9 +68,7 @@ def values_of(model: nn.Module) -> Parameters:
 
 def train(steps: int | Sequence[int], **settings: Any) -> tuple[Parameters, int]:
     """On each rank: its parameters after so many steps and finish(), and how many synchronizations there were."""
-    rank = choose_communicator().rank
-    model = make_model(seed=rank)
-    optimizer = make_optimizer(model)
+    rank, model, optimizer = made(by_rank=True)
     local = LocalSteps(model, optimizer, **settings)
     for step in range(steps if isinstance(steps, int) else steps[rank]):
         take_step(model, optimizer, rank, step)
@@ -148,8 +153,7 @@ def test_ranks_compute_what_one_process_does(
 
 def average_after_each_step(steps: int) -> Parameters:
     communicator = choose_communicator()
-    model = make_model()
-    optimizer = make_optimizer(model)
+    _, model, optimizer = made()
     for step in range(steps):
         take_step(model, optimizer, communicator.rank, step)
         for parameter in model.parameters():
@@ -220,8 +224,7 @@ def test_bytes_are_those_of_one_model_every_so_many_steps() -> None:
         wire, sent = choose_communicator(), []
         reduce = wire.all_reduce
         wire.all_reduce = lambda tensor, op="sum": (sent.append(tensor.numel()), reduce(tensor, op))[1]  # type: ignore
-        model = make_model()
-        optimizer = make_optimizer(model)
+        _, model, optimizer = made()
         local = LocalSteps(model, optimizer, every=4)
         sent.clear()
         for step in range(16):
@@ -269,9 +272,7 @@ def test_floating_point_buffers_are_averaged_and_counters_are_not(thread_ranks: 
 @pytest.mark.parametrize("reduction", [None, "int8"])
 def test_nan_of_one_rank_is_seen_by_all(reduction: str | None) -> None:
     def work() -> bool:
-        rank = choose_communicator().rank
-        model = make_model()
-        optimizer = make_optimizer(model)
+        rank, model, optimizer = made()
         with LocalSteps(model, optimizer, every=4, reduction=reduction):
             take_step(model, optimizer, rank, 0)
             if rank == 1:
@@ -307,9 +308,7 @@ def test_synchronize_waits_for_nobody_who_is_a_step_behind(thread_ranks: ThreadR
     """As after a step that a GradScaler has skipped on one rank: the others' round comes first, then the whole."""
 
     def work() -> tuple[list[Parameters], int]:
-        rank = choose_communicator().rank
-        model = make_model()
-        optimizer = make_optimizer(model)
+        rank, model, optimizer = made()
         local = LocalSteps(model, optimizer, every=3, fragments=2, outer=NESTEROV)
         seen = []
         for step in range(6):
@@ -329,9 +328,7 @@ def test_synchronize_waits_for_nobody_who_is_a_step_behind(thread_ranks: ThreadR
 
 def test_a_rank_that_raises_is_named_by_the_others() -> None:
     def work() -> str:
-        rank = choose_communicator().rank
-        model = make_model()
-        optimizer = make_optimizer(model)
+        rank, model, optimizer = made()
         local = LocalSteps(model, optimizer, every=2)
         try:
             with local:
@@ -355,8 +352,7 @@ def test_a_rank_that_raises_is_named_by_the_others() -> None:
 def test_a_round_that_the_wire_breaks_changes_nothing_and_is_remembered() -> None:
     def work() -> tuple[bool, str] | None:
         wire = choose_communicator()
-        model = make_model()
-        optimizer = make_optimizer(model)
+        _, model, optimizer = made()
         local = LocalSteps(model, optimizer, every=2, outer=NESTEROV)
         take_step(model, optimizer, wire.rank, 0)
         if wire.rank == 1:
@@ -444,8 +440,7 @@ def test_no_parameter_is_written_before_all_have_come(monkeypatch: pytest.Monkey
 
     def work() -> tuple[bool, tuple[bool, ...]]:
         rank, reduction = choose_communicator().rank, _LosesOne()
-        model = make_model()
-        optimizer = make_optimizer(model)
+        _, model, optimizer = made()
         local = LocalSteps(model, optimizer, every=9, reduction=reduction)
         take_step(model, optimizer, rank, 0)
         before = values_of(model)
@@ -554,8 +549,7 @@ def test_a_prepared_optimizer_counts_windows(thread_ranks: ThreadRanks) -> None:
 
 
 def begin(saved: dict[str, Any] | None = None, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, LocalSteps]:
-    model = make_model()
-    optimizer = make_optimizer(model)
+    _, model, optimizer = made()
     local = LocalSteps(model, optimizer, **settings)
     if saved is not None:
         model.load_state_dict(saved["model"])
@@ -690,8 +684,7 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(case: str) -> None:
     settings, words = BAD[case]
 
     def work() -> str:
-        model = make_model()
-        optimizer = make_optimizer(model)
+        _, model, optimizer = made()
         # One rank alone has it wrong.
         wrong = settings if choose_communicator().rank == 1 else {}
         with pytest.raises(ConfigurationError) as caught:
@@ -797,8 +790,7 @@ def test_afterwards_nothing_is_left_behind(thread_ranks: ThreadRanks) -> None:
 
 def test_no_cycle_keeps_the_model_alive() -> None:
     def work() -> bool:
-        model = make_model()
-        optimizer = make_optimizer(model)
+        _, model, optimizer = made()
         LocalSteps(model, optimizer, every=2)
         reference = weakref.ref(model)
         # Nobody collects meanwhile.

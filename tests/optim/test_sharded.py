@@ -442,46 +442,43 @@ def test_buckets_may_be_laid_out_at_the_second_try() -> None:
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
-def refuse(build: Callable[[DistributedDataParallel], Any], error: type[Exception], match: str) -> None:
-    def work() -> None:
-        model = DistributedDataParallel(net())
-        with pytest.raises(error, match=match):
-            build(model)
-        # Nothing is half done: a plain optimizer trains as ever.
-        model(batch(0, 0)).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-    ThreadRanks(2).run(work)
-
-
 class Norming(torch.optim.SGD):
     """Who knows what it does?"""
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.LBFGS, torch.optim.Adafactor, Norming])
-def test_an_optimizer_that_may_need_whole_parameters_is_refused(optimizer_class: Any) -> None:
-    refuse(lambda model: ShardedOptimizer(optimizer_class, model), ConfigurationError, "element_wise = True")
+def hooked(model: DistributedDataParallel) -> ShardedOptimizer:
+    model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    return ShardedOptimizer(torch.optim.SGD, model)
 
 
-def test_what_is_no_class_of_an_optimizer_is_refused() -> None:
-    refuse(
-        lambda model: ShardedOptimizer(torch.optim.SGD(model.parameters()), model),  # type: ignore[arg-type]
-        ConfigurationError,
-        "the class of an optimizer",
-    )
+@pytest.mark.parametrize(
+    ("wrong", "words", "goes_on"),
+    [
+        (lambda model: ShardedOptimizer(torch.optim.LBFGS, model), "element_wise = True", True),
+        (lambda model: ShardedOptimizer(torch.optim.Adafactor, model), "element_wise = True", True),
+        (lambda model: ShardedOptimizer(Norming, model), "element_wise = True", True),
+        (
+            lambda model: ShardedOptimizer(torch.optim.SGD(model.parameters()), model),  # type: ignore[arg-type]
+            "the class of an optimizer",
+            True,
+        ),
+        (lambda model: ShardedOptimizer(torch.optim.SGD, model, list(net().parameters())), "does not belong to", True),
+        (lambda _: ShardedOptimizer(torch.optim.SGD, net()), "DistributedDataParallel", True),  # type: ignore[arg-type]
+        (hooked, "sends something else", False),
+    ],
+    ids=["LBFGS", "Adafactor", "undeclared", "an optimizer", "foreign parameters", "not wrapped", "hook"],
+)
+def test_what_cannot_be_sharded_is_refused(wrong: Callable[[Any], Any], words: str, goes_on: bool) -> None:
+    def work() -> None:
+        model = DistributedDataParallel(net())
+        with pytest.raises(ConfigurationError, match=words):
+            wrong(model)
+        if goes_on:
+            # Nothing is half done: a plain optimizer trains as ever.
+            model(batch(0, 0)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-
-def test_parameters_of_another_model_are_refused() -> None:
-    refuse(
-        lambda model: ShardedOptimizer(torch.optim.SGD, model, list(net().parameters())),
-        ConfigurationError,
-        "does not belong to the model",
-    )
-
-
-def test_a_model_that_is_not_synchronized_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="DistributedDataParallel"):
-        ShardedOptimizer(torch.optim.SGD, net())  # type: ignore[arg-type]
+    ThreadRanks(2).run(work)
 
 
 def test_a_second_one_over_the_same_model_is_refused() -> None:
@@ -548,16 +545,6 @@ def use_after_closing() -> None:
 
 def test_one_with_gradients_is_not_closed_and_a_closed_one_is_not_used() -> None:
     ThreadRanks(2).run(use_after_closing)
-
-
-def test_a_reduction_that_makes_no_means_is_refused() -> None:
-    def work() -> None:
-        model = DistributedDataParallel(net())
-        model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-        with pytest.raises(ConfigurationError, match="sends something else"):
-            ShardedOptimizer(torch.optim.SGD, model)
-
-    ThreadRanks(2).run(work)
 
 
 def look_at_gradients() -> None:

@@ -290,15 +290,17 @@ class ShardedOptimizer(BucketOptimizer):
             self._segments.cut({index: state for index, state in states.items() if index in parts})
         self._consolidated = None
 
+    @property
+    def _shares(self) -> Sequence[Share]:
+        return () if self._segments is None else self._segments.shares
+
     def _parts(self) -> dict[int, Part]:
         """This rank's parts of the parameters that lie in buckets."""
-        shares = [] if self._segments is None else self._segments.shares
-        return {part.index: part for share in shares for part in share.parts}
+        return {part.index: part for share in self._shares for part in share.parts}
 
     def _inside(self) -> set[int]:
         """The parameters that lie in buckets, on any rank."""
-        shares = [] if self._segments is None else self._segments.shares
-        return {slot.parameter for share in shares for slot in share.plan.slots}
+        return {slot.parameter for share in self._shares for slot in share.plan.slots}
 
     # -- in pieces, for torch.distributed.checkpoint ---------------------------------------------------------------
 

@@ -84,7 +84,6 @@ class Share:
         self._copy = torch.zeros(plan.share, dtype=plan.dtype, device=plan.device) if self._is_wider else None
         self.flat = self._absent if self._copy is None else self._copy
         self._gather_into(self._bucket_memory)
-        self.sent = self.gathered[self._own]
         self._pointers: list[tuple[int, tuple[int, ...]]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_views = False
