@@ -8,7 +8,6 @@ then know by counting alone that a small collective is due, and nothing is excha
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from gradsync.core.bucket.chunk import Chunk
 from gradsync.core.bucket.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from gradsync.core.bucket.sizes import BucketTuner
 
-__all__ = ["Arrangement", "BucketOptions", "GradientOrder", "Place"]
+__all__ = ["Arrangement", "GradientOrder", "Place"]
 
 CHECK_EVERY = 256
 
@@ -148,22 +147,23 @@ def merge_order(previous: Sequence[int], observed: Sequence[int], seen: Collecti
 Place = tuple[Bucket, Chunk, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketOptions:
-    """Options that buckets are built with: the initial ``caps``, which ``tuner`` may change in the first windows."""
-
-    allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor]
-    world_size: int
-    caps: BucketCaps
-    tuner: BucketTuner | None = None
-    before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
-
-
 class Arrangement:
-    """Maps parameters to their places in buckets. ``places`` has None for a parameter that is in no bucket."""
+    """Maps parameters to their places in buckets. ``places`` has None for a parameter that is in no bucket.
+
+    Buckets start with the sizes ``caps``, which ``tuner`` may change in the first windows; ``allocate`` makes their
+    memory, and ``before_gather`` is called with the parameters of a chunk.
+    """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], specs: Sequence[ParameterSpec], options: BucketOptions
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        *,
+        world_size: int,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+        caps: BucketCaps,
+        tuner: BucketTuner | None = None,
+        before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None,
     ) -> None:
         self.parameters = parameters
         self.order = GradientOrder(len(parameters))
@@ -175,10 +175,10 @@ class Arrangement:
         # The number of shares that buckets are divided into, and the unit their sizes are a multiple of.
         self.shares = self.unit = 1
         # The only place that knows how large buckets may be: the tuner and a loaded state change it.
-        self.caps = options.caps
+        self.caps = caps
         self.specs = specs
-        self.tuner = options.tuner
-        self._options = options
+        self.tuner = tuner
+        self._world_size, self._allocate, self._before_gather = world_size, allocate, before_gather
         self._trainable = [parameter.requires_grad for parameter in parameters]
         # Whether ranks agreed on the trained parameters since the buckets were made.
         self.stale = False
@@ -259,9 +259,9 @@ class Arrangement:
         self.buckets = []
         self.places = [None] * len(self.parameters)
         for plan in self.layout.buckets:
-            bucket = Bucket(plan, self.parameters, self.specs, self._options.allocate)
-            if self._options.before_gather is not None:
-                bucket.before_gather(self._options.before_gather)
+            bucket = Bucket(plan, self.parameters, self.specs, self._allocate)
+            if self._before_gather is not None:
+                bucket.before_gather(self._before_gather)
             self.buckets.append(bucket)
             for number, slot in enumerate(plan.slots):
                 chunk, place = bucket.place_of(number)
@@ -318,7 +318,7 @@ class Arrangement:
 
     def _plan(self, caps: BucketCaps) -> BucketLayout:
         trained = [index for index in self.order.order if self._trainable[index]]
-        ballot = self._options.world_size + Requests.PLACES
+        ballot = self._world_size + Requests.PLACES
         return plan_layout(self.specs, trained, caps, ballot=ballot, shares=self.shares, unit=self.unit)
 
     def land_again(self, arrivals: Iterable[int]) -> None:

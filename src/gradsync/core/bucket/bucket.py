@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradsync.core.bucket.chunk import Chunk, Member
+from gradsync.core.bucket.chunk import Chunk, ChunkMember
 from gradsync.core.bucket.layout import BucketPlan, ParameterSpec, Slot
 
 __all__ = ["Bucket"]
@@ -77,7 +77,7 @@ class Bucket:
 
     def _make_chunk(self, first: int, end: int) -> Chunk:
         members = [
-            Member(parameter, spec.name, view)
+            ChunkMember(parameter, spec.name, view)
             for parameter, spec, view in zip(
                 self.parameters[first:end], self.specs[first:end], self.views[first:end], strict=True
             )

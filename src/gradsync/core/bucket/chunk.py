@@ -18,7 +18,7 @@ import torch
 
 from gradsync.base.errors import LateGradientError, MisuseError
 
-__all__ = ["LATE_REMEDY", "Chunk", "Member", "gradients_of"]
+__all__ = ["LATE_REMEDY", "Chunk", "ChunkMember", "gradients_of"]
 
 # Above this mean size it is cheaper to scale each gradient while it is copied than to scale the chunk in a further
 # pass; below it the cost of an operation per gradient weighs more than the pass.
@@ -30,7 +30,7 @@ LATE_REMEDY = (
 )
 
 
-class Member(NamedTuple):
+class ChunkMember(NamedTuple):
     """A parameter of a bucket, with its name and the view of the bucket that becomes its gradient."""
 
     parameter: torch.nn.Parameter
@@ -44,7 +44,7 @@ class Chunk:
     ``flags`` tell the other ranks which slots have a gradient here; see :mod:`gradsync.core.bucket.layout`.
     """
 
-    def __init__(self, members: Sequence[Member], memory: torch.Tensor, flags: torch.Tensor, first: int) -> None:
+    def __init__(self, members: Sequence[ChunkMember], memory: torch.Tensor, flags: torch.Tensor, first: int) -> None:
         self.parameters = [member.parameter for member in members]
         self.names = [member.name for member in members]
         self.views = [member.view for member in members]

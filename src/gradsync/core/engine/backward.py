@@ -67,7 +67,15 @@ class BackwardEngine:
         self.switches, self.phases, self.record = Switches(), Phases(), WindowRecord()
         self.veto = Veto(options.policy.on_veto, options.communicator)
         self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
-        self.arrangement = Arrangement(self.parameters, specs, options.of_buckets())
+        self.arrangement = Arrangement(
+            self.parameters,
+            specs,
+            world_size=options.communicator.world_size,
+            allocate=options.communicator.allocate,
+            caps=options.caps,
+            tuner=options.tuner,
+            before_gather=None if options.keeper is None else options.keeper.release,
+        )
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
         self.window, self.sharing, self._sparse = store.window, store.sharing, store.sparse
@@ -83,11 +91,6 @@ class BackwardEngine:
     @property
     def phase(self) -> Phase:
         return self.phases.now
-
-    @property
-    def counting(self) -> bool:
-        """Whether hooks count every gradient, as opposed to looking at chunks; see :mod:`.ready_hooks`."""
-        return self._hooks.counting
 
     @property
     def buckets(self) -> list[Bucket]:

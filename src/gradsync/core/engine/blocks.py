@@ -13,7 +13,7 @@ from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.state import Phase
 from gradsync.core.window import WindowState
 
-__all__ = ["Block", "Blocks", "PendingWork", "load_window", "save_window"]
+__all__ = ["Block", "PendingWork", "RunningBlock", "load_window", "save_window"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -38,7 +38,7 @@ class _Entered:
     failed: int
 
 
-class Blocks:
+class RunningBlock:
     """Tracks the one block of an engine that has been entered and not left.
 
     There is one at a time: entering another means that the one before was left for good. The iterator of an abandoned

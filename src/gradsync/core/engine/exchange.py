@@ -32,7 +32,7 @@ from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.state import Phase, Phases, WindowRecord
 from gradsync.core.window import WindowState
 from gradsync.core.window.fingerprints import Comparison
-from gradsync.core.window.veto import Verdict, invalidate
+from gradsync.core.window.veto import WindowVerdict, invalidate
 from gradsync.health.watch import make_meter
 
 __all__ = ["GradientExchange", "agree_on_order"]
@@ -302,14 +302,14 @@ class GradientExchange:
         self._weights.reset()
         return True
 
-    def _hear_vetoes(self) -> Verdict | None:
+    def _hear_vetoes(self) -> WindowVerdict | None:
         """The verdict on the ballot, if any rank has vetoed. Collective then. A failed rank does not take part."""
         pipeline = self._pipeline
         if pipeline.failed:
             return pipeline.veto.tolerate(pipeline.failed)
         if pipeline.requests.late:
             # Ranks raise at the end of this window, for the previous one.
-            return Verdict()
+            return WindowVerdict()
         return pipeline.veto.hear() if pipeline.requests.vetoed else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:

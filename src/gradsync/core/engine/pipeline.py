@@ -81,7 +81,8 @@ class Pipeline:
         # Where there is no bucket, because there are no dense gradients, the ballot is sent alone.
         self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
         self._unread_ballot: HostCopy | None = None
-        # Computed from that ballot on the device, once an optimizer is about to step. See :mod:`.step_gate`.
+        # Computed from that ballot on the device, once an optimizer is about to step. See [Note: the step gate] in
+        # :mod:`.step_guard`.
         self._gate: torch.Tensor | None = None
         # Whether the reduction has been given buckets of a window without knowing how it ended, and what their means
         # were multiplied by since.

@@ -12,7 +12,6 @@ import torch
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import BucketCaps
-from gradsync.core.bucket.arrangement import BucketOptions
 from gradsync.core.bucket.precise import checked_dtype
 from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.observer import Observer, Observers
@@ -178,16 +177,6 @@ class SynchronizerOptions:
     droppable: bool = False
     tuner: BucketTuner | None = None
     recorder: Observer | None = None
-
-    def of_buckets(self) -> BucketOptions:
-        """The options that buckets are built with."""
-        return BucketOptions(
-            allocate=self.communicator.allocate,
-            world_size=self.communicator.world_size,
-            caps=self.caps,
-            tuner=self.tuner,
-            before_gather=None if self.keeper is None else self.keeper.release,
-        )
 
     def watchers(self) -> Observers | None:
         """The observers to notify, if there are any."""

@@ -16,7 +16,7 @@ from gradsync.base.errors import MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction import Reduction
-from gradsync.core.reduction.shared_gradient import Circle, is_zeroed, unshare_views
+from gradsync.core.reduction.shared_gradient import SharedGradients, is_zeroed, unshare_views
 
 __all__ = ["BucketClient", "Sharing"]
 
@@ -48,14 +48,14 @@ class Sharing:
         self._communicator = communicator
         self.client: BucketClient | None = None
         self._is_out = False
-        self._circle = Circle(communicator)
+        self._circle = SharedGradients(communicator)
         # The gradients are gone: their memory was overwritten.
         self._are_used_up = False
 
     def hand_out(self, buckets: Sequence[Bucket]) -> None:
         """Every rank has the means of its share now."""
         self._is_out, self._are_used_up = True, False
-        self._circle = Circle(self._communicator)
+        self._circle = SharedGradients(self._communicator)
         for bucket in buckets:
             self._circle.take_in(bucket)
 
@@ -109,7 +109,7 @@ class Sharing:
                 "optimizer.step()"
             )
         self._is_out = self._are_used_up = False
-        self._circle = Circle(self._communicator)
+        self._circle = SharedGradients(self._communicator)
         for bucket, has_means in zip(buckets, kept, strict=True):
             zeroed = [view for view in bucket.views if is_zeroed(view)]
             unshare_views(bucket)

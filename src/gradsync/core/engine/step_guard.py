@@ -3,13 +3,9 @@
 One pre-hook and one post-hook for all of torch's optimizers notify every synchronizer that owns parameters of the
 optimizer, from the moment the synchronizer is made until it is detached or gone.
 
-On an accelerator a synchronizer may not know yet whether the gradients are means. See
-:mod:`gradsync.core.engine.step_guard`.
-
-The step gate: no optimizer steps on gradients that are not the mean, even where the host learns of it later.
-
-On an accelerator the host does not read the ballot before it queues the optimizer step. Whether the step may be taken
-is decided in one of two ways, and this module chooses between them:
+[Note: the step gate] On an accelerator the host does not read the ballot before it queues the optimizer step, so it may
+not know yet whether the gradients are means. Whether the step may be taken is decided in one of two ways, and this
+module chooses between them:
 
 on the device
     The ballot is converted there to a number that is 1.0 if the step must not be taken. torch's fused optimizers read

@@ -28,7 +28,7 @@ from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
-from gradsync.core.engine.blocks import Block, Blocks, PendingWork
+from gradsync.core.engine.blocks import Block, PendingWork, RunningBlock
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.sharing import BucketClient
@@ -82,14 +82,16 @@ class Synchronizer:
         for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
             owner.hand_over(parameters)  # type: ignore[union-attr]
         self._refusal: str | None = None
-        # The module that has run the last forward.
+        # The thread that has run the last forward.
         self.thread: int | None = None
         self.engine = BackwardEngine(parameters, specs, options)
         self.parameters = self.engine.parameters
+        self.window: Window = self.engine.window
+        self.pace: PaceMeter = self.engine.exchange.pace
         self.specs = list(specs)
         self.options = options
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.blocks = Blocks(self.engine)
+        self.blocks = RunningBlock(self.engine)
         self.pending_work = PendingWork(self.engine)
         for parameter in self.parameters:
             _owners[parameter] = weakref.ref(self)
@@ -102,11 +104,12 @@ class Synchronizer:
     def describe(self) -> str:
         """The state of everything, in lines: for a person who looks at a hanging training run."""
         engine = self.engine
+        learned = "" if engine.arrangement.order.learned else "not "
         lines = [
             f"{engine.phase.name.lower()}: {engine.phase.value}",
             repr(self.window),
-            f"{self.synchronizations} windows synchronized, order {'' if engine.arrangement.order.learned else 'not '}"
-            f"learned, gradients {'counted' if engine.counting else 'seen'}, caps {list(self.caps.caps)} bytes",
+            f"{self.synchronizations} windows synchronized, order {learned}learned, gradients "
+            f"{'counted' if engine.store.hooks.counting else 'seen'}, caps {list(self.caps.caps)} bytes",
             repr(engine.pipeline),
         ]
         lines += [f"  {engine.pipeline.state_of(bucket).value:9} {bucket!r}" for bucket in self.buckets]
@@ -122,15 +125,7 @@ class Synchronizer:
             busy=busy,
         )
 
-    @property
-    def pace(self) -> PaceMeter:
-        return self.engine.exchange.pace
-
     # -- properties for wrappers -----------------------------------------------------------------------------------
-
-    @property
-    def window(self) -> Window:
-        return self.engine.window
 
     @property
     def buckets(self) -> list[Bucket]:

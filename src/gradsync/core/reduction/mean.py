@@ -1,9 +1,7 @@
 """The exact mean: on every rank by one all-reduce per bucket, or each rank's share of it by a reduce-scatter.
 
-``ScatteredMean``: each rank gets its share of the mean, by one reduce-scatter per bucket (half of an all-reduce).
-
-The other half is an all-gather. In an all-reduce it carries gradients; where an optimizer updates every rank's share,
-it carries new parameters, later.
+A reduce-scatter is half of an all-reduce. The other half is an all-gather. In an all-reduce it carries gradients; where
+an optimizer updates every rank's share, it carries new parameters, later.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Reductions that send gradients in fewer bytes per number: ``Cast``, ``Quantize`` and ``Sign``.
 
-The sum over ranks through any coding; the bytes per rank do not depend on the number of ranks.
+[Note: coded sums] Sums go through a coding; the bytes per rank do not depend on the number of ranks.
 
 ::
 
@@ -208,7 +208,7 @@ class Cast(Compressing):
     """Sends gradients in ``dtype``.
 
     In a wider dtype they are summed in it, too. In a narrower one they are summed in float32, whatever the number of
-    ranks: see :mod:`gradsync.core.reduction.quantize`. float16, whose numbers end at 65504, gets a scale for every
+    ranks: see [Note: coded sums]. float16, whose numbers end at 65504, gets a scale for every
     thousand of them, so that neither large nor small gradients are lost.
     """
 

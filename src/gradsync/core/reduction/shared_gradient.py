@@ -17,7 +17,7 @@ from gradsync.base.errors import MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket.bucket import Bucket
 
-__all__ = ["WITHOUT_VALUES", "Circle", "SharedGradient", "is_zeroed", "unshare_views"]
+__all__ = ["WITHOUT_VALUES", "SharedGradient", "SharedGradients", "is_zeroed", "unshare_views"]
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "grad", "grad_fn", "is_leaf", "requires_grad"),
@@ -41,7 +41,7 @@ class SharedGradient(torch.Tensor):
     zeroed: bool
     part: torch.Tensor | None
     # The circle of gradients that are shared out with it.
-    circle: "Circle"
+    circle: "SharedGradients"
 
     @classmethod
     def __torch_function__(
@@ -74,7 +74,7 @@ class SharedGradient(torch.Tensor):
         )
 
 
-class Circle:
+class SharedGradients:
     """The gradients of one synchronizer that are shared out together."""
 
     def __init__(self, communicator: Communicator) -> None:

@@ -45,7 +45,7 @@ from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.ballot import Requests, reads_at_once
 
-__all__ = ["ON_VETO", "FiniteCheck", "OnVeto", "Verdict", "Veto", "invalidate"]
+__all__ = ["ON_VETO", "FiniteCheck", "OnVeto", "Veto", "WindowVerdict", "invalidate"]
 
 
 class FiniteCheck:
@@ -120,7 +120,7 @@ ABSTAINS, NOT_FINITE, STILL = b"a", b"n", b"s"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class WindowVerdict:
     """The agreement of all ranks: how many are left out of the mean, or, if there is no mean, that the window is
     skipped. ``finite``: all gradients were."""
 
@@ -199,7 +199,7 @@ class Veto:
 
     # -- the votes of all ranks ------------------------------------------------------------------------------------
 
-    def hear(self) -> Verdict:
+    def hear(self) -> WindowVerdict:
         """The ballot says that there is a veto: learn whose it is, why, and what follows. Collective.
 
         Raises :class:`VetoError` on all ranks where that is what follows.
@@ -215,17 +215,17 @@ class Veto:
         drops = self._on_veto == "drop-rank" and len(vetoes) < len(reasons) and STILL not in vetoes.values()
         if drops:
             self._warn(f"{told}: the mean of this window is over the other ranks")
-            return Verdict(dropped=len(vetoes))
+            return WindowVerdict(dropped=len(vetoes))
         if told:
             self._warn(f"{told}: this window is skipped on all ranks, and no optimizer steps on it")
-        return Verdict(finite=finite)
+        return WindowVerdict(finite=finite)
 
-    def tolerate(self, failed: Sequence[int]) -> Verdict:
+    def tolerate(self, failed: Sequence[int]) -> WindowVerdict:
         """The ballot says that the backwards of these ranks failed. They do not take part here."""
         names = listed([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)
-        return Verdict()
+        return WindowVerdict()
 
     def _told(self, rank: int, reason: bytes) -> str:
         name, text = rank_name(self._communicator.group, rank), reason[1:].decode()

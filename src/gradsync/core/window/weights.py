@@ -92,7 +92,8 @@ class Weights:
 
         What has been sent stays sent: a rank that gives up its part of a window has still told the others about it.
         """
-        # Whether the window's gradients are means, by the sum that ranks have agreed on.
+        # Whether the window's gradients are means, by the sum that ranks have agreed on. That sum stays known until
+        # the further backward that is about to run has undone the mean.
         self.synchronized = False
         self._tally = _Tally()
         if self._block is not None:
