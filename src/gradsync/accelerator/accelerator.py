@@ -39,7 +39,7 @@ from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.core.engine.clipping import require_means_of, synchronizers_of
 from gradsync.health.elastic import Elastic
-from gradsync.observe.charts.numbers import count
+from gradsync.observe import count
 from gradsync.parallel.accumulation import backward_through
 from gradsync.parallel.gradients import clip_grad_norm_, clip_grad_value_
 
