@@ -1,14 +1,8 @@
 """What scripts import from ``accelerate.utils``: ``from gradsync.utils import gather_object, set_seed``."""
 
 from gradsync.accelerator.helpers import (
-    broadcast,
-    broadcast_object_list,
     clear_device_cache,
     find_executable_batch_size,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
     release_memory,
     set_seed,
     should_reduce_batch_size,
@@ -16,7 +10,18 @@ from gradsync.accelerator.helpers import (
     wait_for_everyone,
 )
 from gradsync.accelerator.models import extract_model_from_parallel
-from gradsync.accelerator.operations import concatenate, find_batch_size, send_to_device, slice_tensors
+from gradsync.accelerator.operations import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    find_batch_size,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    send_to_device,
+    slice_tensors,
+)
 from gradsync.accelerator.settings import (
     AutocastKwargs,
     DataLoaderConfiguration,

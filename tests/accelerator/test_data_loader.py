@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 import gradsync
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from gradsync.accelerator.sampler_generators import draw_seed
+from gradsync.accelerator.epoch_order import draw_seed
 from gradsync.accelerator.settings import DataLoaderConfiguration
 from gradsync.accelerator.windows import GradientState
 from gradsync.communicator import choose_communicator

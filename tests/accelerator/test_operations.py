@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync.accelerator.operations import (
-    Reduction,
     UnsupportedTypeError,
     broadcast,
     broadcast_object_list,
@@ -80,7 +79,9 @@ def needs_two(ranks: Ranks) -> None:
 
 def gather_all_dtypes() -> list[torch.Tensor]:
     wire = choose_communicator()
-    gathered: list[torch.Tensor] = gather(wire, [pattern(wire.rank, 3, 2, dtype=dtype) for dtype in DTYPES])
+    gathered: list[torch.Tensor] = gather(
+        [pattern(wire.rank, 3, 2, dtype=dtype) for dtype in DTYPES], communicator=wire
+    )
     return gathered
 
 
@@ -96,7 +97,6 @@ def gather_odd_ones() -> dict[str, torch.Tensor]:
     wire = choose_communicator()
     own = pattern(wire.rank, 2, 3)
     gathered: dict[str, torch.Tensor] = gather(
-        wire,
         {
             "scalar": torch.tensor(wire.rank),
             "empty": torch.empty(0, 3),
@@ -106,6 +106,7 @@ def gather_odd_ones() -> dict[str, torch.Tensor]:
             "conjugate": pattern(wire.rank, 2, dtype=torch.complex64).conj(),
             "with a graph": own.requires_grad_() * 2,
         },
+        communicator=wire,
     )
     return gathered
 
@@ -128,7 +129,7 @@ def test_odd_shapes_and_strides_are_gathered(ranks: Ranks) -> None:
 def gather_a_structure() -> Any:
     wire = choose_communicator()
     one = torch.tensor([wire.rank])
-    return gather(wire, OrderedDict(a=[one, (one,)], b=Point(x=one, y={"deep": one})))
+    return gather(OrderedDict(a=[one, (one,)], b=Point(x=one, y={"deep": one})), communicator=wire)
 
 
 def test_structures_keep_their_types(ranks: Ranks) -> None:
@@ -145,10 +146,10 @@ def results_that_share_memory() -> list[str]:
     wire = choose_communicator()
     own = torch.ones(2)
     results = {
-        "gather": gather(wire, own),
-        "broadcast": broadcast(wire, own),
-        "mean": reduce(wire, own),
-        "none": reduce(wire, own, "none"),
+        "gather": gather(own, communicator=wire),
+        "broadcast": broadcast(own, communicator=wire),
+        "mean": reduce(own, communicator=wire),
+        "none": reduce(own, "none", communicator=wire),
     }
     return [name for name, result in results.items() if result.data_ptr() == own.data_ptr()]
 
@@ -159,7 +160,9 @@ def test_results_share_no_memory_with_arguments(ranks: Ranks) -> None:
 
 def gather_different_shapes() -> tuple[str, str]:
     last = choose_communicator().rank == choose_communicator().world_size - 1
-    return outcome(lambda wire: gather(wire, {"logits": torch.ones(2, 3), "ids": torch.ones(1 if last else 4)}))
+    return outcome(
+        lambda wire: gather({"logits": torch.ones(2, 3), "ids": torch.ones(1 if last else 4)}, communicator=wire)
+    )
 
 
 def test_different_shapes_are_named_with_their_ranks(ranks: Ranks) -> None:
@@ -184,7 +187,7 @@ def gather_unlike(case: str) -> tuple[str, str]:
         "keys": {"a" if first else "b": torch.ones(1)},
         "length": [torch.ones(1)] * (1 if first else 2),
     }
-    return outcome(lambda wire: gather(wire, trees[case]))
+    return outcome(lambda wire: gather(trees[case], communicator=wire))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,9 @@ def test_what_differs_is_named(ranks: Ranks, case: str, zero: str, one: str) -> 
 
 def different_calls() -> tuple[str, str]:
     first = choose_communicator().rank == 0
-    return outcome(lambda wire: gather(wire, torch.ones(1)) if first else reduce(wire, torch.ones(1)))
+    return outcome(
+        lambda wire: gather(torch.ones(1), communicator=wire) if first else reduce(torch.ones(1), communicator=wire)
+    )
 
 
 def test_different_operations_are_named(ranks: Ranks) -> None:
@@ -229,7 +234,7 @@ LEAVES = {
 def with_leaf(name: str, operation: str, only_on_zero: bool) -> tuple[str, str]:
     leaf = torch.ones(2) if only_on_zero and choose_communicator().rank else LEAVES[name][0]
     function = {"gather": gather, "broadcast": broadcast, "reduce": reduce, "pad": pad_across_processes}[operation]
-    return outcome(lambda wire: function(wire, {"x": [torch.ones(2), leaf]}))
+    return outcome(lambda wire: function({"x": [torch.ones(2), leaf]}, communicator=wire))
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -260,7 +265,7 @@ def test_the_error_is_also_a_type_error() -> None:
 def gather_own_objects() -> list[Any]:
     wire = choose_communicator()
     own = [f"ünï {wire.rank}", {"n": wire.rank, 7: [None, True, 1.5, (1, torch.full((2, 1), wire.rank))]}]
-    return gather_object(wire, own * wire.rank)  # nothing on rank 0, and more on every next one
+    return gather_object(own * wire.rank, communicator=wire)  # nothing on rank 0, and more on every next one
 
 
 def test_objects_are_gathered_in_rank_order(ranks: Ranks) -> None:
@@ -277,7 +282,7 @@ def test_objects_are_gathered_in_rank_order(ranks: Ranks) -> None:
 def broadcast_own_objects(source: int, shorter: bool) -> Any:
     wire = choose_communicator()
     own: list[Any] = [wire.rank, {"of": (wire.rank,)}][: 1 if shorter and wire.rank else 2]
-    return outcome(lambda wire: broadcast_object_list(wire, own, source)), own
+    return outcome(lambda wire: broadcast_object_list(own, source, communicator=wire)), own
 
 
 def test_objects_are_broadcast_in_place(ranks: Ranks) -> None:
@@ -310,7 +315,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 def gather_bad_object(name: str) -> tuple[str, str]:
     last = choose_communicator().rank == choose_communicator().world_size - 1
-    return outcome(lambda wire: gather_object(wire, OBJECTS[name][0]() if last else ["fine"]))
+    return outcome(lambda wire: gather_object(OBJECTS[name][0]() if last else ["fine"], communicator=wire))
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -323,10 +328,10 @@ def test_objects_that_cannot_be_sent_are_named_everywhere(ranks: Ranks, name: st
 # -- reduce -----------------------------------------------------------------------------------------------------------
 
 
-def reduce_pattern(dtype: torch.dtype, reduction: Reduction, scale: float = 1.0) -> torch.Tensor:
+def reduce_pattern(dtype: torch.dtype, reduction: str, scale: float = 1.0) -> torch.Tensor:
     wire = choose_communicator()
     own = pattern(wire.rank, 3, 2, dtype=dtype).t()
-    reduced: torch.Tensor = reduce(wire, {"a": (own,)}, reduction, scale)["a"][0]
+    reduced: torch.Tensor = reduce({"a": (own,)}, reduction, scale, communicator=wire)["a"][0]
     return reduced
 
 
@@ -380,7 +385,7 @@ def test_the_result_is_scaled(ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def halves_that_overflow() -> float:
-    return float(reduce(choose_communicator(), torch.tensor(60000.0, dtype=torch.float16)))
+    return float(reduce(torch.tensor(60000.0, dtype=torch.float16), communicator=choose_communicator()))
 
 
 def test_the_mean_of_large_halves_is_finite(ranks: Ranks) -> None:
@@ -390,12 +395,12 @@ def test_the_mean_of_large_halves_is_finite(ranks: Ranks) -> None:
 def reduce_badly(case: str) -> tuple[str, str]:
     rank = choose_communicator().rank
     calls: dict[str, Callable[[Communicator], Any]] = {
-        "complex": lambda wire: reduce(wire, [torch.ones(1, dtype=torch.complex64)], "max"),
-        "reduction": lambda wire: reduce(wire, torch.ones(1), "median"),  # type: ignore[arg-type]
-        "empty": lambda wire: reduce(wire, torch.ones(0, 2)).shape,
-        "reductions": lambda wire: reduce(wire, torch.ones(1), "sum" if rank else "mean"),
-        "scales": lambda wire: reduce(wire, torch.ones(1), scale=1.0 + rank),
-        "shapes": lambda wire: reduce(wire, torch.ones(1 + rank)),
+        "complex": lambda wire: reduce([torch.ones(1, dtype=torch.complex64)], "max", communicator=wire),
+        "reduction": lambda wire: reduce(torch.ones(1), "median", communicator=wire),
+        "empty": lambda wire: reduce(torch.ones(0, 2), communicator=wire).shape,
+        "reductions": lambda wire: reduce(torch.ones(1), "sum" if rank else "mean", communicator=wire),
+        "scales": lambda wire: reduce(torch.ones(1), scale=1.0 + rank, communicator=wire),
+        "shapes": lambda wire: reduce(torch.ones(1 + rank), communicator=wire),
     }
     return outcome(calls[case])
 
@@ -420,7 +425,7 @@ def broadcast_from(source: int) -> list[torch.Tensor]:
     wire = choose_communicator()
     own = [pattern(wire.rank, 3, 2, dtype=dtype).t() for dtype in DTYPES]
     kept = [each.clone() for each in own]
-    result: list[torch.Tensor] = broadcast(wire, (own, torch.empty(0)), source)[0]
+    result: list[torch.Tensor] = broadcast((own, torch.empty(0)), source, communicator=wire)[0]
     assert all(each.tolist() == before.tolist() for each, before in zip(own, kept, strict=True))
     return result
 
@@ -436,9 +441,9 @@ def test_everybody_has_the_tensors_of_the_source(ranks: Ranks) -> None:
 def broadcast_badly(case: str) -> tuple[str, str]:
     wire = choose_communicator()
     if case == "shapes":
-        return outcome(lambda wire: broadcast(wire, torch.ones(1 + wire.rank)))
+        return outcome(lambda wire: broadcast(torch.ones(1 + wire.rank), communicator=wire))
     source = {"outside": wire.world_size, "negative": -1, "different": wire.rank}[case]
-    return outcome(lambda wire: broadcast(wire, torch.ones(1), source))
+    return outcome(lambda wire: broadcast(torch.ones(1), source, communicator=wire))
 
 
 def test_a_source_that_is_no_rank(ranks: Ranks) -> None:
@@ -466,7 +471,7 @@ def pad_own(dim: int, pad_first: bool) -> dict[str, torch.Tensor]:
         "flags": torch.ones(2, wire.world_size - wire.rank, dtype=torch.bool),
     }
     padded: dict[str, torch.Tensor] = pad_across_processes(
-        wire, tree, dim, pad_index=0 if dim else 9, pad_first=pad_first
+        tree, dim, pad_index=0 if dim else 9, pad_first=pad_first, communicator=wire
     )
     assert padded["scalar"] is tree["scalar"]
     return padded
@@ -487,8 +492,8 @@ def test_tensors_are_padded_to_the_largest(ranks: Ranks, dim: int, pad_first: bo
 def pad_ids() -> list[Any]:
     wire = choose_communicator()
     ids = torch.arange(wire.rank, dtype=torch.int64)  # none at all on rank 0
-    padded = pad_across_processes(wire, [ids], pad_index=-100)
-    return [padded[0].tolist(), gather(wire, padded)[0].numel()]
+    padded = pad_across_processes([ids], pad_index=-100, communicator=wire)
+    return [padded[0].tolist(), gather(padded, communicator=wire)[0].numel()]
 
 
 def test_what_is_padded_can_be_gathered(ranks: Ranks) -> None:
@@ -501,7 +506,7 @@ def test_what_is_padded_can_be_gathered(ranks: Ranks) -> None:
 def pad_with_a_graph() -> list[float]:
     wire = choose_communicator()
     own = torch.ones(wire.rank + 1, requires_grad=True)
-    (3 * pad_across_processes(wire, own)).sum().backward()
+    (3 * pad_across_processes(own, communicator=wire)).sum().backward()
     assert own.grad is not None
     return own.grad.tolist()
 
@@ -513,8 +518,8 @@ def test_gradients_flow_through_padding(thread_ranks: Ranks) -> None:
 def pad_badly(case: str) -> tuple[str, str]:
     rank = choose_communicator().rank
     if case == "dims":
-        return outcome(lambda wire: pad_across_processes(wire, torch.ones(2, 2), dim=rank % 2))
-    return outcome(lambda wire: pad_across_processes(wire, {"a": torch.ones((1,) * (rank + 1))}))
+        return outcome(lambda wire: pad_across_processes(torch.ones(2, 2), dim=rank % 2, communicator=wire))
+    return outcome(lambda wire: pad_across_processes({"a": torch.ones((1,) * (rank + 1))}, communicator=wire))
 
 
 def test_different_numbers_of_dimensions_cannot_be_padded(ranks: Ranks) -> None:
@@ -565,7 +570,9 @@ def test_containers_of_any_class_keep_their_class() -> None:
 
 
 def gather_own_containers() -> tuple[str, str]:
-    return outcome(lambda wire: gather(wire, UserDict(a=[Rows([torch.ones(1), Point(torch.ones(1), "x")])])))
+    return outcome(
+        lambda wire: gather(UserDict(a=[Rows([torch.ones(1), Point(torch.ones(1), "x")])]), communicator=wire)
+    )
 
 
 def test_paths_lead_through_containers_of_any_class(thread_ranks: Ranks) -> None:
@@ -666,11 +673,16 @@ def test_a_group_with_nccl_alone_takes_tensors_from_everywhere() -> None:
         for device in ("cpu", "cuda:0"):
             for dtype in DTYPES:
                 own = pattern(0, 3, 2, dtype=dtype).t().to(device)
-                for result in (gather(wire, own), broadcast(wire, own), reduce(wire, own, "none"), reduce(wire, own)):
+                for result in (
+                    gather(own, communicator=wire),
+                    broadcast(own, communicator=wire),
+                    reduce(own, "none", communicator=wire),
+                    reduce(own, communicator=wire),
+                ):
                     assert str(result.device) == device
                     assert result.tolist() == own.tolist()
         short = [torch.ones(2, device="cuda"), torch.ones(3)]
-        assert [each.numel() for each in pad_across_processes(wire, short)] == [2, 3]
-        assert gather_object(wire, ["a"]) == ["a"]
+        assert [each.numel() for each in pad_across_processes(short, communicator=wire)] == [2, 3]
+        assert gather_object(["a"], communicator=wire) == ["a"]
     finally:
         dist.destroy_process_group()

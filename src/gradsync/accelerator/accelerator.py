@@ -38,7 +38,7 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.health.elastic import Elastic
-from gradsync.observe.charts.numbers import count
+from gradsync.observe import count
 from gradsync.parallel.accumulation import backward_through
 from gradsync.parallel.clipping import clip_grad_norm_, clip_grad_value_, require_means_of, synchronizers_of
 

@@ -91,7 +91,7 @@ class Compatibility(ProcessControl):
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all processes, one after the other along the first dimension; also in nested structures."""
-        return operations.gather(self.communicator, tensor)
+        return operations.gather(tensor, communicator=self.communicator)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """:meth:`gather` without the samples that only completed the last batch: each sample of the data once.
@@ -105,11 +105,11 @@ class Compatibility(ProcessControl):
         """The sum, or mean, of tensors over all processes."""
         if reduction == "mean":
             self.windows.local.averaged(tensors_in(tensor))
-        return operations.reduce(self.communicator, tensor, reduction, scale)  # type: ignore[arg-type]
+        return operations.reduce(tensor, reduction, scale, communicator=self.communicator)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors made as long in ``dim`` as the longest of all processes."""
-        return operations.pad_across_processes(self.communicator, tensor, dim, pad_index, pad_first)
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first, communicator=self.communicator)
 
     def set_trigger(self) -> None:
         """Raise the flag that :meth:`check_trigger` asks for: here alone, at any time."""

@@ -20,10 +20,9 @@ them still have the same number of accumulation windows: see :meth:`PreparedData
 """
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -32,34 +31,36 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gradsync.accelerator.dispatching import dispatch
+from gradsync.accelerator.epoch_order import (
+    EpochPosition,
+    SamplerGenerators,
+    agree_on_position,
+    decoded,
+    draw_seed,
+    generators_replaced,
+    require_same_order,
+)
 from gradsync.accelerator.operations import send_to_device
-from gradsync.accelerator.sampler_generators import SamplerGenerators, decoded, draw_seed, generators_replaced
 from gradsync.accelerator.settings import DataLoaderConfiguration
 from gradsync.accelerator.sharding import (
     CollateShare,
     Lookahead,
     PrepareWorker,
     RankBatchSampler,
+    RoundShare,
     ShardedBatchSampler,
     ShardedDataset,
     ShardedIterable,
     ShardingPlan,
-    Share,
     SkipOnce,
     length_or_none,
     plan_for,
-    require_same_order,
 )
 from gradsync.accelerator.windows import GradientState
-from gradsync.base.errors import ConfigurationError, MismatchError, NoProcessGroupError
+from gradsync.base.errors import ConfigurationError, NoProcessGroupError
 from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
-from gradsync.communicator.agreement import gather_bytes
 
-__all__ = [
-    "PreparedDataLoader",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
+__all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -68,18 +69,6 @@ SEED_STRIDE = 0x9E3779B97F4A7C15
 
 # What a loader made of another one has of it.
 CARRIED_OVER = "num_workers pin_memory timeout multiprocessing_context prefetch_factor persistent_workers in_order"
-
-
-@dataclass(frozen=True)
-class Position:
-    """The state of an iteration. ``ended``: this rank has had its last batch. The rest determines the epoch's order."""
-
-    epoch: int
-    batches: int = 0
-    ended: bool = False
-    base: int | None = None
-    seed: int | None = None
-    generator: str | None = None
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -114,8 +103,8 @@ class PreparedDataLoader(DataLoader[Any]):
         self._inside, self._sharded = self._build_inside()
         self._data_seed = torch.initial_seed() if configuration.data_seed is None else configuration.data_seed
         self._skip = 0
-        self._resume: Position | None = None
-        self._position: Position | None = None
+        self._resume: EpochPosition | None = None
+        self._position: EpochPosition | None = None
         self._current: Lookahead | None = None
         self._told = False
         # Made of a plain loader, to be iterated as it is or to be prepared.
@@ -220,7 +209,7 @@ class PreparedDataLoader(DataLoader[Any]):
         window begins on all ranks at the same batch, the last multiple of ``size`` that every rank goes beyond, and
         each rank puts all it has left into it. So all ranks have equally many windows.
 
-        That needs one fact: does every rank have a batch after this one? The next batch tells (see :class:`Share`).
+        That needs one fact: does every rank have a batch after this one? The next one tells (see :class:`RoundShare`).
         """
         return self._current is not None and self._current.closes_window(size)
 
@@ -252,11 +241,13 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that say which batch comes next, in which order. What workers draw is not part of it."""
-        return asdict(self._resume or self._position or Position(self.iteration, generator=self._generators.states()))
+        return asdict(
+            self._resume or self._position or EpochPosition(self.iteration, generator=self._generators.states())
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where the loader stood that gave ``state``. On every rank, with that rank's."""
-        self._resume = Position(**state)
+        self._resume = EpochPosition(**state)
         self.iteration = self._resume.epoch
         if self._resume.seed is None:  # between two epochs: of the next nothing has been drawn
             self._generators.set_states(decoded(self._resume.generator))
@@ -290,7 +281,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 self._sharded.forget()
             self.gradient_state.leave_dataloader(self)
 
-    def _hand_out(self, ahead: Lookahead, position: Position) -> Iterator[Any]:
+    def _hand_out(self, ahead: Lookahead, position: EpochPosition) -> Iterator[Any]:
         self._position = position
         for batch in ahead:
             # Moved before the next one is read: meanwhile it may travel.
@@ -306,7 +297,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._skip = 0
         self.iteration = position.epoch + 1
 
-    def _tell_if_completed(self, share: Share) -> None:
+    def _tell_if_completed(self, share: RoundShare) -> None:
         """Log, once, that Accelerate, which dispatches streams unless it is told not to, would complete this batch by
         less."""
         if self._told or share.remainder < 0 or self.communicator.rank > 0:
@@ -324,16 +315,16 @@ class PreparedDataLoader(DataLoader[Any]):
     def _move(self, batch: Any) -> Any:
         return batch if self.device is None else send_to_device(batch, self.device, self.configuration.non_blocking)
 
-    def _source(self, start: int) -> Iterator[tuple[Share, Any]]:
+    def _source(self, start: int) -> Iterator[tuple[RoundShare, Any]]:
         """All rounds of this epoch. The first ``start`` that this rank has a part in may come without their batch."""
         if not self._dispatches:
             return self._read(start)
         plan, skipped = self._plan, start * self._group
         batches = (batch for _, batch in islice(self._read(skipped), skipped, None))
         rounds = dispatch(batches, self.communicator, group=self._group, drop_last=plan.drop_last, even=plan.even)
-        return chain(repeat((Share("common"), None), start), rounds)
+        return chain(repeat((RoundShare("common"), None), start), rounds)
 
-    def _read(self, skip: int) -> Iterator[tuple[Share, Any]]:
+    def _read(self, skip: int) -> Iterator[tuple[RoundShare, Any]]:
         if isinstance(self._sharded, ShardedBatchSampler):
             rounds = self._sharded.rounds()
             # Of these the indices are enough.
@@ -343,10 +334,10 @@ class PreparedDataLoader(DataLoader[Any]):
 
     # -- agreement -------------------------------------------------------------------------------------------------
 
-    def _begin(self, stack: contextlib.ExitStack) -> Position:
+    def _begin(self, stack: contextlib.ExitStack) -> EpochPosition:
         """Agree with the other ranks on where the epoch starts and in which order, and bring that order about."""
         resumed, self._resume = self._resume, None
-        wanted = resumed or Position(self.iteration, self._skip)
+        wanted = resumed or EpochPosition(self.iteration, self._skip)
         self.set_epoch(wanted.epoch)
         source = self._loaders_generator or torch.default_generator
         state_before = source.get_state()
@@ -369,7 +360,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """What seeds of workers are drawn from, as in Accelerate: where rank 0 reads for all, not the loader's."""
         return None if self._dispatches else self.base_dataloader.generator
 
-    def _draw(self, wanted: Position) -> Position:
+    def _draw(self, wanted: EpochPosition) -> EpochPosition:
         """Draw as torch would: a number for the workers, and one for a random sampler without a generator, where it is
         read."""
         base, seed = draw_seed(self._loaders_generator), 0
@@ -380,34 +371,18 @@ class PreparedDataLoader(DataLoader[Any]):
             seed = draw_seed(None)
         return replace(wanted, base=base, seed=seed, generator=self._generators.states())
 
-    def _agree(self, wanted: Position) -> Position:
+    def _agree(self, wanted: EpochPosition) -> EpochPosition:
         """Rank 0's order for everybody. Everything else must be the same already."""
-        states = decoded(wanted.generator)
         batch_size, length = self._plan.batch_size, length_or_none(self._sharded.source)
+        reads = not self._dispatches
         compared = {
             "epoch": wanted.epoch,
             "number of batches already taken": wanted.batches,
-            "size of the generators' state": -1 if self._dispatches else states.numel(),
-            "length": -1 if self._dispatches or length is None else length,
-            "batch size": -1 if self._dispatches or batch_size is None else batch_size,
+            "size of the generators' state": decoded(wanted.generator).numel() if reads else -1,
+            "length": length if reads and length is not None else -1,
+            "batch size": batch_size if reads and batch_size is not None else -1,
         }
-        row = json.dumps([wanted.base or 0, wanted.seed or 0, wanted.ended, *compared.values()])
-        rows = [json.loads(text) for text in gather_bytes(self.communicator, row.encode())]
-        for number, name in enumerate(compared, 3):
-            values = [row[number] for row in rows]
-            if len(set(values)) > 1:
-                raise MismatchError(
-                    f"ranks differ in the {name} of a prepared loader: {_by_rank(values)}. Every rank must be given "
-                    "the same dataset and loader, and load the state that it saved at the same time as the others"
-                )
-        if states.numel():
-            if not self._dispatches and self.communicator.world_size > 1:
-                wire = states.to(self.communicator.device)
-                self.communicator.broadcast(wire, 0).wait()
-                states = wire.cpu()
-            self._generators.set_states(states)
-        ended = all(row[2] for row in rows)
-        return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=self._generators.states(), ended=ended)
+        return agree_on_position(self.communicator, wanted, compared, self._generators, shares_states=reads)
 
 
 def _dealt_again(
@@ -433,10 +408,6 @@ def _stateful_loader() -> Any:
             "`pip install torchdata`, or leave it: a prepared loader has state_dict() and load_state_dict() without it"
         ) from error
     return StatefulDataLoader
-
-
-def _by_rank(values: list[int]) -> str:
-    return ", ".join(f"rank {rank} has {'none' if value < 0 else value}" for rank, value in enumerate(values))
 
 
 def prepare_data_loader(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, is_namedtuple_instance
 
-from gradsync.accelerator.sharding import Share
+from gradsync.accelerator.sharding import RoundShare
 from gradsync.accelerator.trees import (
     ALIGNMENT,
     NotPlainError,
@@ -33,7 +33,7 @@ from gradsync.communicator import Communicator
 
 __all__ = ["dispatch"]
 
-Part = tuple[Share, Any]
+Part = tuple[RoundShare, Any]
 
 
 def dispatch(
@@ -68,12 +68,12 @@ def _rounds(
             # The first round may have been shorter than what is missing; the last round is then that one.
             whole = whole.followed_by([first.tree] * (world_size - left))
             bounds = [(rank * (part + 1), (rank + 1) * (part + 1)) for rank in range(world_size)]
-            yield [(Share("common", size), whole.cut(*each).tree) for each in bounds]
+            yield [(RoundShare("common", size), whole.cut(*each).tree) for each in bounds]
             continue
         starts = [rank * part + min(rank, left) for rank in range(world_size + 1)]
-        kind = Share("common" if part else "partial")
+        kind = RoundShare("common" if part else "partial")
         yield [
-            (kind, whole.cut(start, stop).tree) if start < stop else (Share("absent"), first.cut(0, 1).tree)
+            (kind, whole.cut(start, stop).tree) if start < stop else (RoundShare("absent"), first.cut(0, 1).tree)
             for start, stop in pairwise(starts)
         ]
 
@@ -168,7 +168,7 @@ def _next_part(rounds: Iterator[Sequence[Part]], communicator: Communicator) -> 
     if not head["parts"]:
         return None
     share, part = head["parts"][communicator.rank]
-    return Share(*share), rebuild(part, payload)
+    return RoundShare(*share), rebuild(part, payload)
 
 
 def _broadcast(communicator: Communicator, head: dict[str, Any], tensors: Placed) -> tuple[Any, torch.Tensor]:

@@ -133,7 +133,10 @@ class Elasticity:
     def _attempt(self) -> Iterator[int]:
         if self._running:
             raise MisuseError("an attempt was begun inside another one. Leave the first block before the second")
-        self._watch_optimizers()
+        for prepared in self._prepared.optimizers:
+            if id(prepared) not in self._hooked:
+                self._hooked.add(id(prepared))
+                prepared.optimizer.register_step_post_hook(self._note_step)
         buffers = [buffer.clone() for buffer in self._buffers()]
         self._stepped, self._running = 0, True
         self._begun += 1
@@ -179,12 +182,6 @@ class Elasticity:
     def _buffers(self) -> list[torch.Tensor]:
         """State that forwards change: a repeated window must not count twice in a running mean."""
         return [buffer for model in self._prepared.models.plain for buffer in model.buffers()]
-
-    def _watch_optimizers(self) -> None:
-        for prepared in self._prepared.optimizers:
-            if id(prepared) not in self._hooked:
-                self._hooked.add(id(prepared))
-                prepared.optimizer.register_step_post_hook(self._note_step)
 
     def _note_step(self, *_: Any) -> None:
         self._stepped += self._running
@@ -238,17 +235,14 @@ class Elasticity:
             self._looked = time.monotonic()
             members = self._ask()
             if {member.identity for member in members} != self.generation.identities:
-                self._say_farewell()
+                # The communicator still works, unless a rank was lost at this very moment.
+                try:
+                    for listener in self._before:
+                        listener()
+                except PeerFailedError as error:
+                    LOGGER.info("step %d: %s", self.step, error)
                 self._leave()
                 self._meet(members)
-
-    def _say_farewell(self) -> None:
-        """Say goodbye over the communicator, which still works unless a rank was lost at this very moment."""
-        try:
-            for listener in self._before:
-                listener()
-        except PeerFailedError as error:
-            LOGGER.info("step %d: %s", self.step, error)
 
     def _is_time_to_look(self, generation: Generation) -> bool:
         """The same on all ranks: number 0 looks at its clock and says, before a window begins, that the others are to
@@ -284,19 +278,15 @@ class Elasticity:
                 if isinstance(error, GradsyncError) and not isinstance(error, PeerFailedError):
                     raise
                 LOGGER.info("generation %d did not come about: %s", self._latest, _first_line(error))
-                self._leave_behind()
+                self._leave()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
             else:
                 self._tell(self.generation, time.monotonic() - began)
                 return
         raise GradsyncError(
             f"{MEETINGS} meetings in a row came to nothing, since ranks were lost in each. See what they wrote"
         )
-
-    def _leave_behind(self) -> None:
-        """Clean up after a rendezvous that failed."""
-        self._leave()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def _choose_backend(self, store: Any, size: int) -> str:
         launched = replace(self._launched, world_size=size)

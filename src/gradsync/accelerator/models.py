@@ -41,6 +41,7 @@ _ENGINE = ("policy", "bucket_cap_mb")
 
 # What names a communication hook, and its defaults.
 _HOOK: dict[str, Any] = {"comm_hook": "no", "comm_wrapper": "no", "comm_state_option": {}}
+HALF = (torch.float16, torch.bfloat16)
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -153,7 +154,7 @@ class Precision:
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self.autocast():
                 output = plain(*args, **kwargs)
-            return map_tensors(_to_float32, output)
+            return map_tensors(lambda each: each.float() if each.dtype in HALF else each, output)
 
         model._gradsync_plain_forward = plain  # type: ignore[assignment]
         model.forward = MethodType(forward, model)
@@ -165,10 +166,6 @@ def plain_forward(model: nn.Module) -> nn.Module:
         del model._gradsync_plain_forward
         del model.forward
     return model
-
-
-def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------

@@ -2,22 +2,23 @@
 
 A structure is a tensor, or a dict, list, tuple, named tuple or other mapping of structures; results have the type of
 their inputs. Before data moves, the ranks compare what they are about to do: if they differ, every rank raises, and
-none waits. Tensors travel as bytes, so every dtype works; results never share memory with arguments or carry a graph,
-not even in a world of one.
+none waits. Without a ``communicator`` the ranks are those of :func:`everyone`. Tensors travel as bytes, so every dtype
+works; results never share memory with arguments or carry a graph, not even in a world of one.
 """
 
 import itertools
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from gradsync.accelerator.trees import NotPlainError, flatten, leaves_of, map_leaves, pack, plain, unpack
 from gradsync.accelerator.windows import GradientState
-from gradsync.base.errors import ConfigurationError, MismatchError
-from gradsync.communicator import Communicator
+from gradsync.base.environment import read_environment
+from gradsync.base.errors import ConfigurationError, MismatchError, NoProcessGroupError
+from gradsync.communicator import Communicator, InProcessWorld, choose_communicator
 from gradsync.communicator.agreement import gather_bytes, require_agreement
 from gradsync.core.engine.backward_watch import tensors_in
 
@@ -26,6 +27,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "concatenate",
+    "everyone",
     "find_batch_size",
     "gather",
     "gather_for_metrics",
@@ -37,7 +39,6 @@ __all__ = [
     "slice_tensors",
 ]
 
-Reduction = Literal["mean", "sum", "max", "none"]
 REDUCTIONS = ("mean", "sum", "max", "none")
 
 
@@ -48,98 +49,127 @@ class UnsupportedTypeError(ConfigurationError, TypeError):
 # -- over ranks -------------------------------------------------------------------------------------------------------
 
 
-def gather(communicator: Communicator, tree: Any) -> Any:
-    """Every tensor of all ranks, one after the other along dimension 0. Collective.
+def everyone() -> Communicator:
+    """The ranks of the default process group, those of :func:`gradsync.testing.run_ranks`, or this one alone."""
+    try:
+        return choose_communicator()
+    except NoProcessGroupError:
+        environment = read_environment()
+        if environment.world_size > 1:
+            raise ConfigurationError(
+                f"rank {environment.rank} of {environment.world_size} has no process group yet. Make the Accelerator "
+                "first; if it has a communicator of its own, use its methods of the same name"
+            ) from None
+        return InProcessWorld(1).communicator(0)
 
-    Tensors without dimensions come back with one, as long as there are ranks.
+
+def gather(tensor: Any, *, communicator: Communicator | None = None) -> Any:
+    """Tensors of all processes, one after the other along the first dimension; also in nested structures. Collective.
+
+    Tensors without dimensions come back with one, as long as there are processes.
     """
+    communicator = everyone() if communicator is None else communicator
     advice = "Tensors must have the same shape and dtype on all ranks; pad_across_processes makes their shapes equal"
-    _agree(communicator, "gather", tree, _shape_and_dtype, advice)
-    return map_tensors(lambda tensor: _gather_one(communicator, tensor), tree)
+    _agree(communicator, "gather", tensor, _shape_and_dtype, advice)
+    return map_tensors(lambda each: _gather_one(communicator, each), tensor)
 
 
-def broadcast(communicator: Communicator, tree: Any, from_process: int = 0) -> Any:
-    """The tensors of rank ``from_process``, on all ranks. Collective. The arguments are left alone."""
+def broadcast(tensor: Any, from_process: int = 0, *, communicator: Communicator | None = None) -> Any:
+    """The tensors of process ``from_process``, on all processes. Collective. The arguments are left alone."""
+    communicator = everyone() if communicator is None else communicator
     advice = "All ranks must name the same rank and pass tensors of the same shapes and dtypes"
-    _agree(communicator, f"broadcast from {from_process!r}", tree, _shape_and_dtype, advice)
+    _agree(communicator, f"broadcast from {from_process!r}", tensor, _shape_and_dtype, advice)
     _require_rank(communicator, from_process)
-    return map_tensors(lambda tensor: _broadcast_one(communicator, tensor, from_process), tree)
+    return map_tensors(lambda each: _broadcast_one(communicator, each, from_process), tensor)
 
 
-def reduce(communicator: Communicator, tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """The mean, sum or maximum of every tensor over all ranks, times ``scale``. Collective.
+def reduce(
+    tensor: Any, reduction: str = "mean", scale: float = 1.0, *, communicator: Communicator | None = None
+) -> Any:
+    """The mean, sum or maximum (``"max"``) of tensors over all processes, times ``scale``. Collective.
 
-    ``"none"`` leaves every rank its own values. Floats of less than 32 bits are summed in float32. Whole numbers stay
-    whole unless they are averaged or scaled; booleans are counted.
+    ``"none"`` leaves every process its own values. Floats of less than 32 bits are summed in float32. Whole numbers
+    stay whole unless they are averaged or scaled; booleans are counted.
     """
+    communicator = everyone() if communicator is None else communicator
     call = f"reduce by {reduction!r} with scale {scale!r}"
     advice = "All ranks must pass the same reduction and scale, and tensors of the same shapes and dtypes"
-    tensors = _agree(communicator, call, tree, _shape_and_dtype, advice)
+    tensors = _agree(communicator, call, tensor, _shape_and_dtype, advice)
     if reduction not in REDUCTIONS:
         raise ConfigurationError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    if reduction == "max" and any(tensor.is_complex() for tensor in tensors):
+    if reduction == "max" and any(each.is_complex() for each in tensors):
         raise ConfigurationError("reduction 'max' needs numbers with an order, got a complex tensor")
-    return map_tensors(lambda tensor: _reduce_one(communicator, tensor, reduction, scale), tree)
+    return map_tensors(lambda each: _reduce_one(communicator, each, reduction, scale), tensor)
 
 
 def pad_across_processes(
-    communicator: Communicator, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    communicator: Communicator | None = None,
 ) -> Any:
-    """Every tensor, filled up with ``pad_index`` to the largest size that any rank has in ``dim``. Collective.
+    """Tensors filled up with ``pad_index`` to the largest size that any process has in ``dim``. Collective.
 
     Tensors that have no dimension ``dim`` and those that are large enough come back as they are.
     """
+    communicator = everyone() if communicator is None else communicator
     advice = "Tensors must have as many dimensions on all ranks; reshape them before they are padded"
     call = f"pad_across_processes in dim {dim!r}"
-    tensors = _agree(communicator, call, tree, lambda tensor: f"{tensor.ndim}-dimensional", advice)
-    sizes = [tensor.shape[dim] for tensor in tensors if -tensor.ndim <= dim < tensor.ndim]
+    tensors = _agree(communicator, call, tensor, lambda each: f"{each.ndim}-dimensional", advice)
+    sizes = [each.shape[dim] for each in tensors if -each.ndim <= dim < each.ndim]
     if not sizes:
-        return tree
+        return tensor
     largest = torch.tensor(sizes, device=communicator.device)
     communicator.all_reduce(largest, "max").wait()
     wanted = iter(largest.tolist())
 
-    def pad(tensor: torch.Tensor) -> torch.Tensor:
-        if not -tensor.ndim <= dim < tensor.ndim:
-            return tensor
-        missing = next(wanted) - tensor.shape[dim]
+    def pad(each: torch.Tensor) -> torch.Tensor:
+        if not -each.ndim <= dim < each.ndim:
+            return each
+        missing = next(wanted) - each.shape[dim]
         if missing == 0:
-            return tensor
-        shape = list(tensor.shape)
+            return each
+        shape = list(each.shape)
         shape[dim] = missing
-        filler = tensor.new_full(shape, pad_index)
-        return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim)
+        filler = each.new_full(shape, pad_index)
+        return torch.cat([filler, each] if pad_first else [each, filler], dim)
 
-    return map_tensors(pad, tree)
+    return map_tensors(pad, tensor)
 
 
-def gather_object(communicator: Communicator, objects: Sequence[Any]) -> list[Any]:
-    """The lists of all ranks as one. Collective.
+def gather_object(object: Sequence[Any], *, communicator: Communicator | None = None) -> list[Any]:
+    """The lists of all processes as one: of numbers, texts, tensors, and dicts, lists and tuples of such. Collective.
 
-    The elements may be what a message can hold (see :mod:`gradsync.accelerator.trees`); tensors arrive on the CPU.
+    Tensors arrive on the CPU.
     """
-    own = _packed(objects, "gather_object")
+    communicator = everyone() if communicator is None else communicator
+    own = _packed(object, "gather_object")
     answers = [unpack(payload) for payload in gather_bytes(communicator, own)]
     _refuse_errors(answers, "gather_object")
     return [element for answer in answers for element in answer["objects"]]
 
 
-def broadcast_object_list(communicator: Communicator, objects: list[Any], from_process: int = 0) -> list[Any]:
-    """Put rank ``from_process``'s elements into the list of every rank, which is returned too. Collective."""
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, communicator: Communicator | None = None
+) -> list[Any]:
+    """Put the elements of process ``from_process`` into the list of every process; returns the list too. Collective."""
+    communicator = everyone() if communicator is None else communicator
     call = f"broadcast_object_list from {from_process!r}"
     advice = "All ranks must name the same rank and pass lists of the same length"
-    described = [("call", call), ("length", len(objects))]
+    described = [("call", call), ("length", len(object_list))]
     try:
         require_agreement(communicator, call, described)
     except MismatchError as error:
         raise MismatchError(f"{error}. {advice}") from error
     _require_rank(communicator, from_process)
-    own = _packed(objects, "broadcast_object_list") if communicator.rank == from_process else b""
+    own = _packed(object_list, "broadcast_object_list") if communicator.rank == from_process else b""
     payloads = gather_bytes(communicator, own)
     answer = unpack(payloads[from_process])
     _refuse_errors([answer], "broadcast_object_list", from_process)
-    objects[:] = answer["objects"]
-    return objects
+    object_list[:] = answer["objects"]
+    return object_list
 
 
 def _packed(objects: Any, call: str) -> bytes:
@@ -174,11 +204,11 @@ def gather_for_metrics(communicator: Communicator, data: Any, state: GradientSta
     """
     repeated = state.in_dataloader and state.active_dataloader.is_padding
     if objects or not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves_of(data)):
-        gathered = gather_object(communicator, [] if repeated else data)
+        gathered = gather_object([] if repeated else data, communicator=communicator)
         return gathered[: state.remainder] if _completed(state) else gathered
     if state.in_dataloader and state.active_dataloader.uneven:
         return map_tensors(lambda tensor: _of_any_length(communicator, tensor, repeated), data)
-    gathered = gather(communicator, data)
+    gathered = gather(data, communicator=communicator)
     if not _completed(state):
         return gathered
     remainder = state.remainder
@@ -194,10 +224,11 @@ def _of_any_length(communicator: Communicator, tensor: torch.Tensor, repeated: b
     if tensor.dim() == 0:
         tensor = tensor.unsqueeze(0)
     kept = tensor[:0] if repeated else tensor
-    lengths = gather(communicator, torch.tensor([len(kept)], device=communicator.device)).tolist()
+    own = torch.tensor([len(kept)], device=communicator.device)
+    lengths = gather(own, communicator=communicator).tolist()
     longest = max(lengths)
-    padded = pad_across_processes(communicator, kept)
-    gathered: torch.Tensor = gather(communicator, padded)
+    padded = pad_across_processes(kept, communicator=communicator)
+    gathered: torch.Tensor = gather(padded, communicator=communicator)
     parts = [gathered[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
     return torch.cat(parts)
 
@@ -294,7 +325,7 @@ def _broadcast_one(communicator: Communicator, tensor: torch.Tensor, source: int
     return payload.view(tensor.dtype).view(tensor.shape).to(tensor.device)
 
 
-def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
+def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
     total = torch.empty(tensor.shape, dtype=_summed_in(tensor), device=_wire_device(communicator, tensor))
     total.copy_(tensor.detach())
     if reduction != "none" and total.numel():

@@ -5,7 +5,7 @@ numbers and what an unfinished window has accumulated. Objects are identified by
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_sta
 from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
 from gradsync.core.engine.blocks import load_window, save_window
-from gradsync.parallel.replica import BATCH_BYTES, broadcast_tensors
+from gradsync.parallel.replica import broadcast_tensors, in_batches
 
 __all__ = [
     "Prepared",
@@ -201,7 +201,7 @@ def heal(prepared: Prepared, communicator: Communicator, lagging: Sequence[int])
     told = json.dumps([structure, [_described(*item) for item in tensors.items()]]) if is_source else ""
     structure, described = json.loads(_from_source(told.encode(), communicator))
     received: dict[str, torch.Tensor] = {}
-    for batch in _batches(described):
+    for batch in in_batches(described, lambda one: int(one["bytes"])):
         pieces = [(tensors[one["name"]] if is_source else _room_for(one, communicator)).contiguous() for one in batch]
         broadcast_tensors(pieces, communicator, HEALTHY)
         if lags:
@@ -224,17 +224,6 @@ def _room_for(described: dict[str, Any], communicator: Communicator) -> torch.Te
     index = communicator.device.index if described["device"] == communicator.device.type else None
     device = torch.device(described["device"], index) if index is not None else torch.device(described["device"])
     return torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device=device)
-
-
-def _batches(described: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
-    for each in described:
-        if batch and sum(one["bytes"] for one in batch) + each["bytes"] > BATCH_BYTES:
-            yield batch
-            batch = []
-        batch.append(each)
-    if batch:
-        yield batch
 
 
 def _from_source(message: bytes, communicator: Communicator) -> bytes:

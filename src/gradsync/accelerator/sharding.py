@@ -2,14 +2,13 @@
 
 Samples are distributed in *rounds*. A round is one global batch: with ``split_batches`` one batch of the loader,
 otherwise the next ``world_size`` of them. Every rank sees every round and takes its part of it, so it also knows the
-other ranks' parts. That knowledge accompanies the batch as a :class:`Share`, and the ranks need not ask each other how
-many batches they have.
+other ranks' parts. That knowledge accompanies the batch as a :class:`RoundShare`, and the ranks need not ask each other
+how many batches they have.
 
 Batch samplers are split by their indices in the main process, iterable datasets by their elements, in the workers if
 there are any.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -19,30 +18,28 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from gradsync.accelerator.settings import DataLoaderConfiguration
-from gradsync.base.errors import ConfigurationError, MismatchError
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
-from gradsync.communicator.agreement import gather_bytes
 
 __all__ = [
     "CollateShare",
     "Lookahead",
     "PrepareWorker",
     "RankBatchSampler",
+    "RoundShare",
     "ShardedBatchSampler",
     "ShardedDataset",
     "ShardedIterable",
     "ShardingPlan",
-    "Share",
     "SkipOnce",
     "length_or_none",
     "plan_for",
-    "require_same_order",
 ]
 
 T = TypeVar("T")
 
 
-class Share(NamedTuple):
+class RoundShare(NamedTuple):
     """What a rank knows about its part of a round.
 
     ``common``: every rank has a part. ``partial``: this rank has one, and at least one other has none. ``absent``: this
@@ -73,20 +70,20 @@ class ShardingPlan:
             return 1
         return self.batch_size // self.world_size if self.split else self.batch_size
 
-    def deal(self, units: list[T], first: list[T], part: int) -> tuple[Share, list[T]] | None:
+    def deal(self, units: list[T], first: list[T], part: int) -> tuple[RoundShare, list[T]] | None:
         """This rank's part of the round ``units``; None if the round is dropped. ``first`` is the first round."""
         whole = part * self.world_size
         mine = slice(part * self.rank, part * (self.rank + 1))
         if len(units) >= whole:
-            return Share("common"), units[mine]
+            return RoundShare("common"), units[mine]
         if self.drop_last:
             return None
         if self.even and self.world_size > 1:
             completed = units + list(islice(cycle(first), whole - len(units)))
-            return Share("common", len(units)), completed[mine]
+            return RoundShare("common", len(units)), completed[mine]
         if len(units) > part * (self.world_size - 1):
-            return Share("common"), units[mine]
-        return (Share("partial"), units[mine]) if units[mine] else (Share("absent"), first[:part])
+            return RoundShare("common"), units[mine]
+        return (RoundShare("partial"), units[mine]) if units[mine] else (RoundShare("absent"), first[:part])
 
     def count(self, full_rounds: int, rest: int, part: int) -> int:
         """This rank's batches in ``full_rounds`` and one of ``rest`` more units. Nobody is left with none."""
@@ -132,7 +129,7 @@ class ShardedBatchSampler(Sampler[Any]):
         self.source = source
         self.plan = plan
         self.check = check
-        self.rest: Iterator[tuple[Share, Any]] = iter(())
+        self.rest: Iterator[tuple[RoundShare, Any]] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self.rest
@@ -151,7 +148,7 @@ class ShardedBatchSampler(Sampler[Any]):
         tail = 0 if samples is None else samples % (plan.batch_size or 1)
         return plan.count(batches - 1, tail, plan.part) if tail and not plan.drop_last else batches
 
-    def rounds(self) -> Iterator[tuple[Share, Any]]:
+    def rounds(self) -> Iterator[tuple[RoundShare, Any]]:
         """The indices of this rank's part of each round."""
         stream, take = iter(self.source), 1 if self.plan.split else self.plan.world_size
         first = batches = list(islice(stream, take))
@@ -161,7 +158,7 @@ class ShardedBatchSampler(Sampler[Any]):
                 yield outcome
             batches = list(islice(stream, take))
 
-    def _deal(self, batches: list[Any], first: list[Any]) -> tuple[Share, Any] | None:
+    def _deal(self, batches: list[Any], first: list[Any]) -> tuple[RoundShare, Any] | None:
         plan = self.plan
         if plan.world_size > 1 and (plan.split or (self._regular(batches) and self._regular(first))):
             # The samples of a round in a row: a batch each, and what is missing is missing at the end.
@@ -173,7 +170,7 @@ class ShardedBatchSampler(Sampler[Any]):
             return None
         share, own = outcome
         real = sum(len(batch) if isinstance(batch, Sized) else 1 for batch in batches)
-        return (share if share.remainder < 0 else Share(share.kind, real)), own[0]
+        return (share if share.remainder < 0 else RoundShare(share.kind, real)), own[0]
 
     def _regular(self, batches: list[Any]) -> bool:
         size = self.plan.batch_size
@@ -244,7 +241,7 @@ class ShardedDataset(Dataset[Any]):
     source: Any
     batched: bool
 
-    def __getitem__(self, dealt: tuple[Share, Any]) -> tuple[Share, list[Any]]:
+    def __getitem__(self, dealt: tuple[RoundShare, Any]) -> tuple[RoundShare, list[Any]]:
         share, index = dealt
         if not self.batched:
             return share, [self.source[index]]
@@ -267,7 +264,7 @@ class ShardedIterable(IterableDataset[Any]):
         self.source = source
         self.plan = plan
 
-    def __iter__(self) -> Iterator[tuple[Share, list[Any]]]:
+    def __iter__(self) -> Iterator[tuple[RoundShare, list[Any]]]:
         plan, stream = self.plan, iter(self.source)
         first: list[Any] = []
         while elements := list(islice(stream, plan.part * plan.world_size)):
@@ -288,7 +285,7 @@ class CollateShare:
     collate: Callable[[Any], Any]
     batched: bool
 
-    def __call__(self, dealt: tuple[Share, list[Any]]) -> tuple[Share, Any]:
+    def __call__(self, dealt: tuple[RoundShare, list[Any]]) -> tuple[RoundShare, Any]:
         share, elements = dealt
         return share, self.collate(elements if self.batched else elements[0])
 
@@ -320,12 +317,12 @@ class Lookahead:
     ``partial`` round per worker.
     """
 
-    def __init__(self, rounds: Iterator[tuple[Share, Any]], start: int) -> None:
+    def __init__(self, rounds: Iterator[tuple[RoundShare, Any]], start: int) -> None:
         self.position = 0
-        self.share = Share("common")
+        self.share = RoundShare("common")
         self._rounds, self._start = rounds, start
-        self._waiting: deque[tuple[Share, Any]] = deque()
-        self._spare: tuple[Share, Any] | None = None
+        self._waiting: deque[tuple[RoundShare, Any]] = deque()
+        self._spare: tuple[RoundShare, Any] | None = None
         self._seen = self._own = self._common = 0
         self._ended = False
 
@@ -370,21 +367,6 @@ class Lookahead:
                 self._spare = dealt
         elif self._own > self._start:
             self._waiting.append(dealt)
-
-
-# -- order -------------------------------------------------------------------------------------------------------------
-
-
-def require_same_order(communicator: Communicator, batches: list[Any]) -> None:
-    """Raise :class:`MismatchError` on every rank unless all of them pass the same first round."""
-    digests = gather_bytes(communicator, hashlib.sha256(repr(batches).encode()).digest())
-    if len(set(digests)) > 1:
-        odd = next(rank for rank, each in enumerate(digests) if each != digests[0])
-        raise MismatchError(
-            f"ranks 0 and {odd} go through the dataset in different orders, so that samples would be lost and "
-            "repeated. A sampler must yield the same on every rank: let it shuffle by a torch.Generator in its "
-            "attribute 'generator', or by its epoch. A DistributedSampler is not needed here"
-        )
 
 
 def length_or_none(sized: Any) -> int | None:

@@ -43,6 +43,7 @@ __all__ = [
     "ProcessControl",
     "World",
     "agree_on_backend",
+    "barrier",
     "connect",
     "run_id",
     "settle_at_exit",
@@ -52,7 +53,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 SETTLING_SECONDS = 0.1
-ROOT = "gradsync/life"
+STORE_PREFIX = "gradsync/life"
 LOOK_SECONDS = 0.005
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -115,9 +116,7 @@ class ProcessControl:
 
     def wait_for_everyone(self) -> None:
         """Return when all ranks have called this."""
-        token = torch.zeros(1, device=self.communicator.device)
-        self.communicator.all_reduce(token).wait()
-        token.cpu()  # on CUDA wait() only orders the stream
+        barrier(self.communicator)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """The others enter the block when rank 0 has left it, by an exception too."""
@@ -192,6 +191,13 @@ class ProcessControl:
         """The built-in, on the main process only."""
         if self.is_main_process:
             print(*args, **kwargs)
+
+
+def barrier(communicator: Communicator) -> None:
+    """Return when all ranks have called this."""
+    token = torch.zeros(1, device=communicator.device)
+    communicator.all_reduce(token).wait()
+    token.cpu()  # on CUDA wait() only orders the stream
 
 
 def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -370,8 +376,8 @@ def _apart(store: Any, environment: ProcessEnvironment, timeout: timedelta | Non
     """``store`` without what an earlier life of the ranks may have left there: torchrun keeps its own over restarts."""
     if environment.launcher != "torchrun" or not dist.is_torchelastic_launched():
         return store
-    word = run_id(store, environment.rank, environment.world_size, timeout)
-    return dist.PrefixStore(f"gradsync/life/{word}", store)  # type: ignore[attr-defined]
+    run = run_id(store, environment.rank, environment.world_size, timeout)
+    return dist.PrefixStore(f"gradsync/life/{run}", store)  # type: ignore[attr-defined]
 
 
 def run_id(store: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> str:
@@ -382,30 +388,30 @@ def run_id(store: Any, rank: int, world_size: int, timeout: timedelta | None = N
 
 def _ask(store: Any, rank: int, limit: timedelta) -> str:
     number = uuid.uuid4().hex
-    store.set(f"{ROOT}/joins/{rank}", number)
-    answer = f"{ROOT}/offers/{rank}/{number}"
+    store.set(f"{STORE_PREFIX}/joins/{rank}", number)
+    answer = f"{STORE_PREFIX}/offers/{rank}/{number}"
     store.wait([answer], limit)
-    word: str = store.get(answer).decode()
-    store.set(f"{ROOT}/came/{word}/{rank}", "")
-    return word
+    run: str = store.get(answer).decode()
+    store.set(f"{STORE_PREFIX}/came/{run}/{rank}", "")
+    return run
 
 
 def _offer(store: Any, world_size: int, limit: timedelta) -> str:
-    word, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
+    run, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
     missing, answered = set(range(1, world_size)), dict[int, bytes]()
     while True:
-        missing -= {rank for rank in missing if store.check([f"{ROOT}/came/{word}/{rank}"])}
+        missing -= {rank for rank in missing if store.check([f"{STORE_PREFIX}/came/{run}/{rank}"])}
         if not missing:
-            return word
+            return run
         if time.monotonic() > deadline:
             names = ", ".join(f"rank {rank}" for rank in sorted(missing))
             raise GradsyncError(f"{names} did not come within {limit.total_seconds():g} s to where the ranks meet")
         for rank in missing:
-            if store.check([f"{ROOT}/joins/{rank}"]):
-                number = store.get(f"{ROOT}/joins/{rank}")
+            if store.check([f"{STORE_PREFIX}/joins/{rank}"]):
+                number = store.get(f"{STORE_PREFIX}/joins/{rank}")
                 if answered.get(rank) != number:
                     answered[rank] = number
-                    store.set(f"{ROOT}/offers/{rank}/{number.decode()}", word)
+                    store.set(f"{STORE_PREFIX}/offers/{rank}/{number.decode()}", run)
         time.sleep(LOOK_SECONDS)
 
 

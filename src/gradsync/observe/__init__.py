@@ -1,3 +1,10 @@
-"""What happened in a step and what to expect of one: recordings, timelines, explanations, traces, plans, charts."""
+"""What happened in a step and what to expect of one: recordings, timelines, explanations, traces, plans, charts.
 
-__all__: list[str] = []
+Here is what packages above need of it without knowing how it is made.
+"""
+
+from gradsync.observe.charts.numbers import count, size
+from gradsync.observe.explain.explanation_text import Explanation
+from gradsync.observe.explain.model import explain_model
+
+__all__ = ["Explanation", "count", "explain_model", "size"]

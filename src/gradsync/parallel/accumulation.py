@@ -13,8 +13,7 @@ from gradsync.core.bucket.norm import checked_norm
 from gradsync.core.engine.blocks import Block
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.window.weights import checked_weight
-from gradsync.observe.explain.explanation_text import Explanation
-from gradsync.observe.explain.model import explain_model
+from gradsync.observe import Explanation, explain_model
 from gradsync.parallel.clipping import clip_norm
 from gradsync.parallel.replica import Replica
 
@@ -189,9 +188,6 @@ class Accumulation:
                 f"accumulate() expected the batches of a window, got {type(batches).__name__}. Did you mean "
                 "accumulate(last=…)?"
             )
-        return self._micro_batches(batches)
-
-    def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         return framed(batches, lambda last: MicroBatches([self], last=last))
 
     def backward(self, loss: torch.Tensor, weight: Any = None, **options: Any) -> None:

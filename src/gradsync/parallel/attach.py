@@ -8,7 +8,7 @@ from torch import nn
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
 from gradsync.core.engine.policy import BucketSize, PolicySettings, SyncPolicy
-from gradsync.observe.charts.numbers import count, size
+from gradsync.observe import count, size
 from gradsync.parallel.accumulation import Accumulation
 from gradsync.parallel.replica import Replica
 

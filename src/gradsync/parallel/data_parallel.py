@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -231,7 +232,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
             self.synchronizer.end_forward(output)
             self._finish_buffers_after(output)
             if self._in_backward is not None:
-                call_after_backward(output, self._step_in_backward)
+                call_after_backward(output, partial(self._in_backward.step, self.synchronizer))
         elif self._low_precision is not None and not self._awaits_backward:
             self._low_precision.release_all()
         # As in torch: of consecutive forwards without gradients only the first takes rank 0's buffers, so ranks may
@@ -243,10 +244,6 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         """Before the first backward: optimizers may be attached to parameters before or after wrapping."""
         self._in_backward = InBackwardOptimizers.of(self.replica.parameters)
         self._lazy_init_ran = True
-
-    def _step_in_backward(self) -> None:
-        if self._in_backward is not None:
-            self._in_backward.step(self.synchronizer)
 
     # -- copies, other groups --------------------------------------------------------------------------------------
 

@@ -40,11 +40,6 @@ class LowPrecision:
                 if name not in ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
 
-    @staticmethod
-    def wire_dtype(config: MixedPrecisionConfig) -> torch.dtype | None:
-        """The dtype of the reduction: the configured one, else that of the computation."""
-        return config.reduce_dtype or config.param_dtype
-
     @torch.no_grad()
     def enter(self) -> None:
         """Before a forward. Copies are made each time, because the optimizer has changed the values since."""

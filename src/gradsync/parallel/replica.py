@@ -2,8 +2,8 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ from gradsync.health.watch import look_at, set_watch
 from gradsync.observe.recording.recorder import Recorder
 from gradsync.observe.recording.setting import attach_recorder, choose_recorder, described, recorder_in
 
-__all__ = ["BATCH_BYTES", "MIB", "Replica", "agree_on_rank", "broadcast_tensors"]
+__all__ = ["BATCH_BYTES", "MIB", "Replica", "agree_on_rank", "broadcast_tensors", "in_batches"]
+
+T = TypeVar("T")
 
 MIB = 1024 * 1024
 
@@ -170,7 +172,12 @@ class Replica:
         """Owners of the managed buffers, with the short and the full name. Walking a large module takes longer than
         many a forward, so it is done once."""
         if self._places is None:
-            self._places = _find_buffers(self.module, self.ignored)
+            named = [
+                (owner, name, f"{path}.{name}" if path else name)
+                for path, owner in self.module.named_modules()
+                for name in owner._buffers
+            ]
+            self._places = [each for each in named if each[2] not in self.ignored]
         return self._places
 
 
@@ -216,15 +223,6 @@ def _check(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
             + ", ".join(f"{kind} ({examples[kind]!r})" for kind in kinds)
             + ". Move the whole module before you wrap it"
         )
-
-
-def _find_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str, str]]:
-    named = [
-        (owner, name, f"{path}.{name}" if path else name)
-        for path, owner in module.named_modules()
-        for name in owner._buffers
-    ]
-    return [each for each in named if each[2] not in ignored]
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:
@@ -287,19 +285,20 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], communicator: Communicato
         if tensor.numel():
             alike[(tensor.dtype, tensor.device)].append(tensor.detach())
     for group in alike.values():
-        for batch in _batches(group):
+        for batch in in_batches(group, lambda tensor: tensor.nbytes):
             _broadcast_batch(batch, communicator, source)
 
 
-def _batches(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    batch: list[torch.Tensor] = []
+def in_batches(each_of: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of as many in a row as have at most :data:`BATCH_BYTES` together; what is larger comes alone."""
+    batch: list[T] = []
     size = 0
-    for tensor in tensors:
-        if batch and size + tensor.nbytes > BATCH_BYTES:
+    for each in each_of:
+        if batch and size + nbytes(each) > BATCH_BYTES:
             yield batch
             batch, size = [], 0
-        batch.append(tensor)
-        size += tensor.nbytes
+        batch.append(each)
+        size += nbytes(each)
     if batch:
         yield batch
 

@@ -24,7 +24,7 @@ from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction import Cast, CommHook, Mean, Reduction
-from gradsync.parallel.mixed_precision import LowPrecision, MixedPrecisionConfig
+from gradsync.parallel.mixed_precision import MixedPrecisionConfig
 from gradsync.parallel.replica import MIB, Replica
 
 __all__ = ["Devices", "TorchDDP", "TorchNames", "choose_ranks", "default_reduction", "refuse_cpu_sync_batch_norm"]
@@ -277,7 +277,7 @@ def choose_ranks(
 
 def default_reduction(mixed_precision: MixedPrecisionConfig | None) -> Reduction:
     """The reduction used where none was given: narrow gradients, if ``mixed_precision`` asks for them."""
-    dtype = None if mixed_precision is None else LowPrecision.wire_dtype(mixed_precision)
+    dtype = None if mixed_precision is None else mixed_precision.reduce_dtype or mixed_precision.param_dtype
     return Mean() if dtype is None else Cast(dtype)
 
 

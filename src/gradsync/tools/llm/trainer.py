@@ -329,7 +329,7 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return ReplicaProof(digests=tuple(gather_object(communicator, [digest.hexdigest()])))
+    return ReplicaProof(digests=tuple(gather_object([digest.hexdigest()], communicator=communicator)))
 
 
 def make_accelerator(

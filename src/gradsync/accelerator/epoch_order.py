@@ -1,14 +1,29 @@
-"""The random numbers behind a loader's order: who draws them, and how all ranks get the same."""
+"""The order of an epoch: the random numbers behind it, who draws them, and how all ranks get the same."""
 
 import base64
 import contextlib
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["SamplerGenerators", "decoded", "draw_seed", "generators_replaced"]
+from gradsync.base.errors import MismatchError
+from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import gather_bytes
+
+__all__ = [
+    "EpochPosition",
+    "SamplerGenerators",
+    "agree_on_position",
+    "decoded",
+    "draw_seed",
+    "generators_replaced",
+    "require_same_order",
+]
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -31,6 +46,18 @@ def generators_replaced(holders: Iterable[Any], seed: int) -> Iterator[None]:
 
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class EpochPosition:
+    """The state of an iteration. ``ended``: this rank has had its last batch. The rest determines the epoch's order."""
+
+    epoch: int
+    batches: int = 0
+    ended: bool = False
+    base: int | None = None
+    seed: int | None = None
+    generator: str | None = None
 
 
 class SamplerGenerators:
@@ -99,3 +126,46 @@ class SamplerGenerators:
 def decoded(states: str | None) -> torch.Tensor:
     """The bytes of :meth:`SamplerGenerators.states`."""
     return torch.tensor(list(base64.b64decode(states or "")), dtype=torch.uint8, device="cpu")
+
+
+def agree_on_position(
+    communicator: Communicator,
+    wanted: EpochPosition,
+    compared: Mapping[str, int],
+    generators: SamplerGenerators,
+    *,
+    shares_states: bool,
+) -> EpochPosition:
+    """``wanted`` with rank 0's order, and generators in its state if ``shares_states``. Raises
+    :class:`MismatchError` on every rank unless all pass the same numbers in ``compared``. Collective."""
+    row = json.dumps([wanted.base or 0, wanted.seed or 0, wanted.ended, *compared.values()])
+    rows = [json.loads(text) for text in gather_bytes(communicator, row.encode())]
+    for number, name in enumerate(compared, 3):
+        values = [row[number] for row in rows]
+        if len(set(values)) > 1:
+            found = ", ".join(f"rank {rank} has {'none' if value < 0 else value}" for rank, value in enumerate(values))
+            raise MismatchError(
+                f"ranks differ in the {name} of a prepared loader: {found}. Every rank must be given the same dataset "
+                "and loader, and load the state that it saved at the same time as the others"
+            )
+    states = decoded(wanted.generator)
+    if states.numel():
+        if shares_states and communicator.world_size > 1:
+            wire = states.to(communicator.device)
+            communicator.broadcast(wire, 0).wait()
+            states = wire.cpu()
+        generators.set_states(states)
+    ended = all(row[2] for row in rows)
+    return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=generators.states(), ended=ended)
+
+
+def require_same_order(communicator: Communicator, batches: list[Any]) -> None:
+    """Raise :class:`MismatchError` on every rank unless all of them pass the same first round."""
+    digests = gather_bytes(communicator, hashlib.sha256(repr(batches).encode()).digest())
+    if len(set(digests)) > 1:
+        odd = next(rank for rank, each in enumerate(digests) if each != digests[0])
+        raise MismatchError(
+            f"ranks 0 and {odd} go through the dataset in different orders, so that samples would be lost and "
+            "repeated. A sampler must yield the same on every rank: let it shuffle by a torch.Generator in its "
+            "attribute 'generator', or by its epoch. A DistributedSampler is not needed here"
+        )
