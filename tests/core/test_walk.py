@@ -19,7 +19,12 @@ DOCUMENT = PACKAGE.parents[1] / "docs" / "architecture.md"
 # What a stop asks on its way, and does not pass the gradient on with.
 QUESTIONS = {"averages", "world_size", "rank", "device", "divides_on_the_wire", "now", "describe"}
 # Observers, and the mark by which an interrupt is noticed, are not stages.
-ONLOOKERS = {"core/engine/observer.py", "observe/recording/recorder.py", "core/engine/interrupts.py"}
+ONLOOKERS = {
+    "core/engine/observer.py",
+    "observe/recording/marks.py",
+    "observe/recording/recorder.py",
+    "core/engine/interrupts.py",
+}
 
 
 def documented() -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigurationError
-from gradsync.observe.plan.early import Times, plan_early
+from gradsync.observe.plan.schedule import Times, plan_early
 from gradsync.plan import (
     EXACT,
     REDUCTIONS,

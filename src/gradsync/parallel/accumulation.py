@@ -14,8 +14,7 @@ from gradsync.core.engine.blocks import Block
 from gradsync.core.engine.clipping import clip_norm
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.window.weights import checked_weight
-from gradsync.observe.explain.explanation_text import Explanation
-from gradsync.observe.explain.model import explain_model
+from gradsync.observe.explain.explanation import Explanation, explain_model
 from gradsync.parallel.replica import Replica
 
 __all__ = ["Accumulation", "MicroBatches", "backward_through", "framed"]

@@ -24,8 +24,8 @@ from gradsync.core.engine.options import SynchronizerOptions
 from gradsync.core.engine.policy import SyncPolicy
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.health.watch import look_at, set_watch
+from gradsync.observe.recording.attach import attach_recorder, choose_recorder, described, recorder_in
 from gradsync.observe.recording.recorder import Recorder
-from gradsync.observe.recording.setting import attach_recorder, choose_recorder, described, recorder_in
 from gradsync.parallel.replica_state import broadcast_tensors
 
 __all__ = ["MIB", "Replica"]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from gradsync.communicator import Communicator, Handle
-from gradsync.observe.plan.early import Times, plan_early
+from gradsync.observe.plan.schedule import Times, plan_early
 
 __all__ = ["PLANNED_AFTER", "Pace", "Times", "plan_early"]
 
