@@ -301,13 +301,25 @@ def draw_columns(axes: "Axes", edges: Sequence[float], parts: Mapping[str, Seque
     axes.grid(True, axis="y", color=colour("card"), alpha=0.5)
 
 
-def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, float]) -> None:
-    """One row a bucket: a thin line while it waits, a bar while it is on the wire, cut where backward ends."""
+def _unit(longest: float) -> tuple[float, str]:
+    """What seconds are multiplied by along an axis, and the name of that."""
+    return next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if longest * f >= 2 or u == "µs")
+
+
+def _time_axis(axes: "Axes", words: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    axes.set_xlabel(words, loc="right")
+    _plain(axes, "x")
+    axes.spines["left"].set_visible(False)
+
+
+def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, float]) -> None:
+    """One row a bucket: a thin line while it waits, a bar while it is on the wire, cut where backward ends."""
     gathers = [(row, *gather) for row, bar in enumerate(bars, start=1) for gather in bar.gathers]
     last = max([backward[1], *(bar.finish for bar in bars)]) or 1.0
-    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if last * f >= 2 or u == "µs")
+    factor, unit = _unit(last)
     begin, end = (moment * factor for moment in backward)
     low = min([begin, *(bar.ready * factor for bar in bars), *(since * factor for _, since, _, _ in gathers)])
 
@@ -341,10 +353,7 @@ def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, floa
     axes.set_yticks(range(0, len(labels), every), labels[::every])
     axes.set_ylim(len(bars) + 0.5, -0.5)
     axes.set_xlim(low, last * factor)
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
-    axes.set_xlabel(f"{unit} since backward began", loc="right")
-    _plain(axes, "x")
-    axes.spines["left"].set_visible(False)
+    _time_axis(axes, f"{unit} since backward began")
 
 
 # -- lanes ------------------------------------------------------------------------------------------------------------
@@ -371,10 +380,8 @@ class Lane:
 
 def draw_lanes(axes: "Axes", lanes: Sequence[Lane], names: Mapping[str, str]) -> None:
     """Lanes from the top down; ``names`` are what colours mean, for the legend."""
-    from matplotlib.ticker import MaxNLocator
-
     last = max((stretch.end for lane in lanes for stretch in lane.stretches), default=1.0) or 1.0
-    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if last * f >= 2 or u == "µs")
+    factor, unit = _unit(last)
     for name, shade in names.items():
         axes.barh(0, 0, color=shade, label=name)
     for row, lane in enumerate(lanes):
@@ -392,8 +399,4 @@ def draw_lanes(axes: "Axes", lanes: Sequence[Lane], names: Mapping[str, str]) ->
         tick.set_color(SOFT if lane.narrow else tick.get_color())
     axes.set_ylim(len(lanes) - 0.5, -0.6)
     axes.set_xlim(0, last * factor)
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
-    axes.set_xlabel(f"{unit} since the step began", loc="right")
-    axes.grid(True, axis="x")
-    for side in ("left", "bottom"):
-        axes.spines[side].set_visible(False)
+    _time_axis(axes, f"{unit} since the step began")

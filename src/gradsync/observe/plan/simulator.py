@@ -164,39 +164,32 @@ class _Run:
         self._ready: dict[tuple[int, int], float] = {}
         self._loop = loop
         self._early = self._plan_early(profiles[0]) if schedule.overlap == "next-forward" else frozenset()
-        live = self._sharded_life if schedule.overlap == "next-forward" else self._plain_life
         for rank in self._ranks:
-            rank.follow(live(rank))
+            rank.follow(self._life(rank))
         loop.run()
         self._active = _Active(self._traffic.active)
 
     # -- the life of a rank ----------------------------------------------------------------------------------------
 
-    def _plain_life(self, rank: _Rank) -> Generator[tuple[str, Wait], None, None]:
-        profile = rank.profile
+    def _life(self, rank: _Rank) -> Generator[tuple[str, Wait], None, None]:
+        profile, sharded = rank.profile, self._schedule.overlap == "next-forward"
         for number in range(self._warm_up + self._counted):
             rank.begin()
+            if sharded:
+                yield "data", profile.data
+                yield from self._awaiting_forward(rank, number - 1)
+            # With shards, all that was gathered has arrived in the first forward.
             yield from self._accumulate(profile)
-            yield "data", profile.data
-            yield "forward", profile.forward
+            if not sharded:
+                yield "data", profile.data
+                yield "forward", profile.forward
             yield from self._backward(rank, number)
             for bucket in profile.buckets:
                 yield "wire", self._reductions[number, bucket.index]
-            yield "optimizer", profile.optimizer
-        rank.begin()
-
-    def _sharded_life(self, rank: _Rank) -> Generator[tuple[str, Wait], None, None]:
-        profile = rank.profile
-        for number in range(self._warm_up + self._counted):
-            rank.begin()
-            yield "data", profile.data
-            yield from self._awaiting_forward(rank, number - 1)
-            # All that was gathered has arrived in the first forward.
-            yield from self._accumulate(profile)
-            yield from self._backward(rank, number)
-            for bucket in profile.buckets:
-                yield "wire", self._reductions[number, bucket.index]
-            yield from self._scattered_step(rank, number)
+            if sharded:
+                yield from self._scattered_step(rank, number)
+            else:
+                yield "optimizer", profile.optimizer
         rank.begin()
 
     def _accumulate(self, profile: StepProfile) -> Generator[tuple[str, Wait], None, None]:

@@ -29,7 +29,6 @@ from gradsync.base.json_data import from_json
 from gradsync.communicator.naming import absent, listed
 
 __all__ = [
-    "ACTIVITIES",
     "FOLDER",
     "FORMAT",
     "BucketPart",
@@ -56,12 +55,6 @@ FOLDER = "recording"
 PATTERN = "rank-*.jsonl"
 
 
-# What a span may be called. "synchronization" lies between the end of a backward and the last mean, "gather" is waiting
-# for parameters that are on their way, "data" is waiting for a loader, "loop" what else precedes the forward of a
-# micro-batch: code of the training's own.
-ACTIVITIES = ("data", "loop", "forward", "backward", "synchronization", "gather", "optimizer", "other")
-
-
 # Of a synchronization: the one number of seconds that no clock has shown.
 DURATION = "busy"
 
@@ -76,7 +69,12 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The rank did ``name`` from ``begin`` to ``end``."""
+    """The rank did ``name`` from ``begin`` to ``end``.
+
+    It is one of ``data`` (waiting for a loader), ``loop`` (what else precedes the forward of a micro-batch: code of the
+    training's own), ``forward``, ``backward``, ``synchronization`` (from the end of a backward to the last mean),
+    ``gather`` (waiting for parameters that are on their way), ``optimizer`` and ``other``.
+    """
 
     name: str
     begin: float
