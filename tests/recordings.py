@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from gradsync.observe.recording import (
     BucketPart,
-    BucketTimes,
     Clock,
     Header,
+    RecordedBucket,
     Recording,
     Span,
     Step,
@@ -129,7 +129,7 @@ class World:
     def _synchronize(self, backwards: Sequence[float]) -> list[Synchronization]:
         """Bucket k of n is ready when k/n of the backward has run; the last one starts when it has ended."""
         count, free = len(self.buckets), 0.0
-        times: list[list[BucketTimes]] = [[] for _ in self.ranks]
+        times: list[list[RecordedBucket]] = [[] for _ in self.ranks]
         for index, nbytes in enumerate(self.buckets):
             starts = [
                 begin + loop.backward * (index + 1) / count for begin, loop in zip(backwards, self.ranks, strict=True)
@@ -137,7 +137,7 @@ class World:
             free = max(free, *starts) + self.latency + nbytes * self.per_byte
             for rank, start in enumerate(starts):
                 times[rank].append(
-                    BucketTimes(
+                    RecordedBucket(
                         index=index,
                         full=start - self.host,
                         ready=start - self.host / 2,

@@ -1,22 +1,9 @@
 """What to expect of a step: see :mod:`gradsync.observe.plan`."""
 
-from gradsync.observe.plan import (
-    EXACT,
-    REDUCTIONS,
-    BucketProfile,
-    Cost,
-    Jitter,
-    Link,
-    ReductionCost,
-    Schedule,
-    SimulatedBucket,
-    SimulatedStep,
-    StepParts,
-    StepProfile,
-    Topology,
-    Wire,
-    simulate,
-)
+from gradsync.observe.plan.network import Cost, Link, Topology, Wire
+from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
+from gradsync.observe.plan.schedule import EXACT, REDUCTIONS, ReductionCost, Schedule
+from gradsync.observe.plan.simulator import SimulatedBucket, SimulatedStep, StepParts, simulate
 
 __all__ = [
     "EXACT",

@@ -12,11 +12,10 @@ import pytest
 from gradsync.base.files import from_json
 from gradsync.errors import ConfigurationError
 from gradsync.observe.explain import explain_recordings
-from gradsync.observe.plan.calibration import Calibration
+from gradsync.observe.plan.calibration import Calibration, recorded
 from gradsync.observe.plan.library import published
 from gradsync.observe.plan.planner import Setting, predict
-from gradsync.observe.plan.recorded import recorded
-from gradsync.observe.recording import BucketTimes, read_recordings
+from gradsync.observe.recording import RecordedBucket, read_recordings
 from gradsync.observe.recording.files import file_name, lines_of
 from gradsync.tools.run.account import account_path, read_account
 from gradsync.tools.run.messages import tell
@@ -117,11 +116,11 @@ def test_what_is_wrong_is_said_with_its_place() -> None:
 
 
 def test_an_object_may_be_an_array_in_the_order_of_its_fields() -> None:
-    assert from_json(BucketTimes, [1, None, 2, 3.5, None]) == BucketTimes(index=1, start=2.0, reduced=3.5)
-    assert from_json(BucketTimes, [1, None, 2]) == BucketTimes(index=1, start=2.0)
+    assert from_json(RecordedBucket, [1, None, 2, 3.5, None]) == RecordedBucket(index=1, start=2.0, reduced=3.5)
+    assert from_json(RecordedBucket, [1, None, 2]) == RecordedBucket(index=1, start=2.0)
     with pytest.raises(ValueError, match="start is missing"):
-        from_json(BucketTimes, [1, 2])
+        from_json(RecordedBucket, [1, 2])
     with pytest.raises(ValueError, match="expected an object"):
-        from_json(BucketTimes, [1, None, 2, 3, 4, 5, 6])
+        from_json(RecordedBucket, [1, None, 2, 3, 4, 5, 6])
     with pytest.raises(ValueError, match="start is missing"):
-        from_json(BucketTimes, {"index": 1, "colour": "red"})
+        from_json(RecordedBucket, {"index": 1, "colour": "red"})

@@ -17,11 +17,10 @@ from torch import nn
 from gradsync import DistributedDataParallel
 from gradsync.errors import ConfigurationError
 from gradsync.observe.explain import Explanation, explain_recordings
-from gradsync.observe.explain.evidence import FEWEST_STEPS, SHORTEST_STEP
-from gradsync.observe.explain.link import Link, fit_link
-from gradsync.observe.explain.merging import WARM_UP, Timeline, merge
-from gradsync.observe.explain.other_buckets import regroup
-from gradsync.observe.explain.replay import duration
+from gradsync.observe.explain.link import BucketCost, fit_link
+from gradsync.observe.explain.merging import WARM_UP, MergedRecording, merge
+from gradsync.observe.explain.replay import duration, regroup
+from gradsync.observe.explain.split import FEWEST_STEPS, SHORTEST_STEP
 from gradsync.observe.explain.split import split as split_of
 from gradsync.observe.recording import Step
 from gradsync.observe.recording.files import lines_of, parse_recording, read_recordings, write_lines
@@ -229,7 +228,7 @@ def test_what_starting_buckets_takes_is_saved_where_the_thread_computes() -> Non
 def test_a_thread_that_computes_and_has_no_core_is_kept_off_it_by_buckets(latency: float, limit: str) -> None:
     """As long as the wire is busy, and no longer: others use the machine, too."""
 
-    def fitted(busy: float) -> tuple[Link, Timeline]:
+    def fitted(busy: float) -> tuple[BucketCost, MergedRecording]:
         world = World(
             ranks=[Loop(), Loop()], buckets=[40_000] * 20, latency=latency, per_byte=1e-12, host=1e-4, busy=busy
         )
@@ -266,7 +265,7 @@ def test_other_buckets_are_those_that_the_engine_would_lay_out() -> None:
 def test_what_bytes_cost_is_taken_from_a_measurement_where_buckets_do_not_tell() -> None:
     recordings = World(ranks=[Loop(), Loop()], buckets=[40_000] * 100, latency=2e-4, per_byte=1e-8).record()
 
-    def predicted(link: tuple[float, float] | None) -> Link:
+    def predicted(link: tuple[float, float] | None) -> BucketCost:
         known = [dataclasses.replace(each, header=dataclasses.replace(each.header, link=link)) for each in recordings]
         explanation = explain_recordings(known)
         fitted = fit_link(explanation.timeline, explanation.split)

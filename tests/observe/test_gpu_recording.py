@@ -12,7 +12,7 @@ from torch import nn
 
 from gradsync import DistributedDataParallel
 from gradsync.observe.explain import explain_recordings
-from gradsync.observe.explain.explanation_text import Explanation
+from gradsync.observe.explain.explanation import Explanation
 from gradsync.observe.recording import Recorder
 from gradsync.observe.recording.files import read_recordings
 

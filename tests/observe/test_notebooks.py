@@ -14,9 +14,10 @@ from gradsync import Accelerator, DistributedDataParallel, Timeline, synchronize
 from gradsync.communicator import InProcessWorld
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.explain import explain_recordings
-from gradsync.observe.explain.explanation_text import NAMES
+from gradsync.observe.explain.explanation import NAMES
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
-from gradsync.observe.timeline import BucketTimes, GatherTimes, StepTimes, as_html
+from gradsync.observe.recording import GatherTimes
+from gradsync.observe.timeline import BucketTimes, StepTimes, as_html
 from gradsync.testing import run_ranks
 from tests.recordings import Loop, World
 

@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 
 from gradsync.errors import ConfigurationError
 from gradsync.observe.explain import explain_recordings
-from gradsync.observe.plan.calibration import Calibration, Reading, fit_wire
+from gradsync.observe.plan.calibration import Calibration, Reading, fit_wire, recorded
 from gradsync.observe.plan.library import known_machines, known_models, published
 from gradsync.observe.plan.planner import Setting, best_setting, extrapolation, predict, rate_for, settle
-from gradsync.observe.plan.recorded import recorded
+from gradsync.observe.plan.profile import steady_straggler
 from gradsync.observe.plan.report import make_report
-from gradsync.observe.plan.stragglers import steady_straggler
 from gradsync.observe.recording import Recording
 from gradsync.observe.recording.files import lines_of, write_lines
 from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Wire, simulate
@@ -99,16 +98,16 @@ def test_models_have_as_many_parameters_as_their_papers_say() -> None:
 
 
 def test_ten_thousand_ranks_take_no_more_events_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradsync.observe.plan.event_loop import Clock
+    from gradsync.observe.plan.event_loop import EventLoop
 
     counts: list[int] = []
-    at = Clock.at
+    at = EventLoop.at
 
-    def counting(self: Clock, *args: object) -> None:
+    def counting(self: EventLoop, *args: object) -> None:
         counts[-1] += 1
         at(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Clock, "at", counting)
+    monkeypatch.setattr(EventLoop, "at", counting)
     calibration = published("v100-100g", "resnet50")
     for ranks in (16, 10_000):
         counts.append(0)

@@ -23,7 +23,7 @@ from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError
 from gradsync.observe.explain import explain_recordings
 from gradsync.observe.recording import Recorder, Step, close_recorders, loading, read_models, read_recordings
-from gradsync.observe.recording.clocks import align_clocks, measure_offset
+from gradsync.observe.recording.attach import align_clocks, measure_offset
 from gradsync.observe.recording.files import step_line
 from gradsync.testing import run_ranks
 from tests.ranks import RankFailure, RankPool, pool_of
@@ -515,7 +515,7 @@ def align_as_machines() -> tuple[float, float | None]:
     from unittest.mock import patch
 
     # As if every rank had a machine, and a clock, of its own.
-    with patch("gradsync.observe.recording.clocks.clock_identity", lambda: f"machine {choose_communicator().rank}"):
+    with patch("gradsync.observe.recording.attach.clock_identity", lambda: f"machine {choose_communicator().rank}"):
         clock = align_clocks(choose_communicator())
     return clock.offset, clock.error
 

@@ -13,8 +13,8 @@ from torch import nn
 from gradsync import DistributedDataParallel, Timeline
 from gradsync.communicator import InProcessWorld, choose_communicator
 from gradsync.core.bucket.ballot import Requests
-from gradsync.observe import timeline
-from gradsync.observe.timeline import BucketTimes, GatherTimes, StepTimes, render
+from gradsync.observe.recording import GatherTimes
+from gradsync.observe.timeline import BucketTimes, StepTimes, render
 from gradsync.optim.sharded import ShardedOptimizer
 from tests.ranks import RankPool, Ranks, pool_of
 
@@ -326,6 +326,6 @@ def test_marks_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             ended.append(not other.is_alive())
         return 0.0
 
-    monkeypatch.setattr(timeline, "_now", handle)
+    monkeypatch.setattr(observer, "_now", handle)
     observer.backward_began(synchronizes=True)
     assert ended == [True]

@@ -18,8 +18,7 @@ from gradsync import DistributedDataParallel, ShardedOptimizer
 from gradsync.errors import ConfigurationError
 from gradsync.observe.recording import Recorder, Recording, find_recordings, read_recording, read_recordings
 from gradsync.observe.recording.files import file_name, lines_of, write_lines
-from gradsync.observe.trace.perfetto import write_trace
-from gradsync.observe.trace.tracks import Slice, _lanes
+from gradsync.observe.trace import Slice, _lanes, write_trace
 from gradsync.tools.cli.main import main
 from tests.ranks import pool_of
 from tests.recordings import Loop, World

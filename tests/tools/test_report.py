@@ -17,16 +17,14 @@ from rich.console import Console
 
 from gradsync.errors import ConfigurationError
 from gradsync.observe.charts.canvas import PALETTE, PARTS, canvas, colour, style
-from gradsync.observe.charts.kinds import Bar, Point, Series, draw_columns, draw_steps, draw_timeline, thin
-from gradsync.observe.charts.lanes import draw_lanes
+from gradsync.observe.charts.kinds import Bar, Point, Series, draw_columns, draw_lanes, draw_steps, draw_timeline, thin
 from gradsync.observe.charts.numbers import compact, duration, size, tick_labels
 from gradsync.observe.charts.page import page_svg, svg_file
-from gradsync.observe.explain.explanation_text import NAMES
+from gradsync.observe.explain.explanation import NAMES
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
 from gradsync.observe.plan.library import published
-from gradsync.observe.plan.picture import draw_plan
 from gradsync.observe.plan.planner import Setting
-from gradsync.observe.plan.report import make_report
+from gradsync.observe.plan.report import draw_plan, make_report
 from gradsync.observe.recording.files import lines_of, write_lines
 from gradsync.tools.llm.explained import explain_run, lanes_of, names_of
 from gradsync.tools.llm.phases import PHASES

@@ -4,7 +4,6 @@ Here is what packages above need of it without knowing how it is made.
 """
 
 from gradsync.observe.charts.numbers import count, size
-from gradsync.observe.explain.explanation_text import Explanation
-from gradsync.observe.explain.model import explain_model
+from gradsync.observe.explain.explanation import Explanation, explain_model
 
 __all__ = ["Explanation", "count", "explain_model", "size"]

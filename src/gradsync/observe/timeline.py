@@ -7,18 +7,26 @@ from typing import Any
 
 import torch
 
-from gradsync.communicator import Handle
-from gradsync.core.bucket.bucket import Bucket
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import Piece, frame, heading, legend, lines, strip, table
 from gradsync.observe.charts.numbers import count, duration, size
+from gradsync.observe.recording.files import GatherTimes
+from gradsync.observe.recording.marks import (
+    BACKWARD_END,
+    FINISH,
+    READY,
+    START,
+    SYNCHRONIZED,
+    Gather,
+    Marker,
+    Marks,
+    read_gathers,
+)
 
 __all__ = ["BucketTimes", "GatherTimes", "StepTimes", "Timeline"]
 
 
 NOTHING = "no synchronized backward recorded yet"
-# What, of which bucket (index and bytes: a recorded step must not keep gradients alive), when.
-Marks = list[tuple[str, tuple[int, int] | None, Any]]
 
 
 @dataclass(kw_only=True)
@@ -34,17 +42,6 @@ class BucketTimes:
     start: float | None = None
     reduced: float | None = None
     finish: float | None = None
-
-
-@dataclass(kw_only=True)
-class GatherTimes:
-    """New parameters of one bucket on their way, behind the forward: in seconds since the backward began, so before
-    zero. ``end`` is None as long as they have not arrived."""
-
-    index: int
-    nbytes: int
-    start: float
-    end: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -67,7 +64,7 @@ class StepTimes:
         return self.finished - self.backward_end
 
 
-class Timeline:
+class Timeline(Marker):
     """Records every synchronized backward: ``DistributedDataParallel(model, observer=Timeline())``.
 
     On the CPU, times are read from the clock. On CUDA the host runs ahead of the device, so events are recorded on the
@@ -75,11 +72,10 @@ class Timeline:
     """
 
     def __init__(self, *, keep: int = 100) -> None:
+        super().__init__()
+        self._now = _now
         self._keep = keep
-        self._marks: Marks = []
-        # Of gathers since the last synchronization: what comes in pairs, a start and an end.
-        self._gathers: list[Marks] = []
-        self._recorded: list[tuple[Marks, list[Marks]]] = []
+        self._recorded: list[tuple[Marks, list[Gather]]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, as that of a wrapper takes along, begins with nothing recorded."""
@@ -102,40 +98,13 @@ class Timeline:
 
     def backward_began(self, *, synchronizes: bool) -> None:
         self._marks = []
-        self._mark("began", None)
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        self._mark("ready", bucket)
-
-    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._mark("start", bucket)
-        marks = self._marks
-        # Runs on the wire's own thread, and on CUDA on a stream that is ordered after the collective.
-        handle.when_done(lambda: self._mark("reduced", bucket, marks))
-
-    def backward_ended(self) -> None:
-        self._mark("ended", None)
-
-    def bucket_finished(self, bucket: Bucket) -> None:
-        self._mark("finish", bucket)
+        super().backward_began(synchronizes=synchronizes)
 
     def synchronization_finished(self) -> None:
-        self._mark("synchronized", None)
+        super().synchronization_finished()
         self._recorded.append((self._marks, self._gathers))
         del self._recorded[: -self._keep]
         self._marks, self._gathers = [], []
-
-    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        marks: Marks = []
-        self._mark("gather", bucket, marks)
-        self._gathers.append(marks)
-        handle.when_done(lambda: self._mark("gathered", bucket, marks))
-
-    def _mark(self, what: str, bucket: Bucket | None, marks: Marks | None = None) -> None:
-        # Several threads come by. There is no lock: a signal handler that reads a parameter in here waits for another
-        # thread, which would wait for this one.
-        identity = None if bucket is None else (bucket.index, bucket.buffer.nbytes)
-        (self._marks if marks is None else marks).append((what, identity, _now()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keep={self._keep}, {count(len(self._recorded), 'step')} recorded)"
@@ -158,34 +127,35 @@ def _now() -> Any:
     return time.perf_counter()
 
 
-def _since(mark: Any, origin: Any) -> float:
-    if isinstance(mark, float):
-        return mark - float(origin)
-    mark.synchronize()
-    seconds: float = origin.elapsed_time(mark) / 1e3
-    return seconds
+_STAGES = {READY: "ready", START: "start", FINISH: "finish"}
 
 
-def _read(marks: Marks, gathers: list[Marks]) -> StepTimes:
-    step = StepTimes()
-    by_bucket: dict[tuple[int, int], dict[str, float]] = {}
+def _read(marks: Marks, gathers: list[Gather]) -> StepTimes:
     origin = marks[0][2]
-    for what, bucket, mark in marks:
-        seconds = _since(mark, origin)
-        if what == "ended":
-            step.backward_end = seconds
-        elif what == "synchronized":
-            step.finished = seconds
-        elif bucket is not None:
-            by_bucket.setdefault(bucket, {})[what] = seconds
+
+    def since(moment: Any) -> float:
+        if isinstance(moment, float):
+            return moment - float(origin)
+        moment.synchronize()
+        seconds: float = origin.elapsed_time(moment) / 1e3
+        return seconds
+
+    step = StepTimes(gathers=list(read_gathers(gathers, since)))
+    by_bucket: dict[tuple[int, int], dict[str, float]] = {}
+    for kind, details, moment in marks:
+        if kind == BACKWARD_END:
+            step.backward_end = since(moment)
+        elif kind == SYNCHRONIZED:
+            step.finished = since(moment)
+        elif kind in _STAGES:
+            index, nbytes, *reduced = details
+            times = by_bucket.setdefault((index, nbytes), {})
+            times[_STAGES[kind]] = since(moment)
+            if kind == START and reduced[0] is not None:
+                times["reduced"] = since(reduced[0])
     step.buckets = [
         BucketTimes(index=index, nbytes=nbytes, **by_bucket[index, nbytes]) for index, nbytes in sorted(by_bucket)
     ]
-    for started, *ended in gathers:
-        assert started[1] is not None
-        gather = GatherTimes(index=started[1][0], nbytes=started[1][1], start=_since(started[2], origin))
-        gather.end = _since(ended[0][2], origin) if ended else None
-        step.gathers.append(gather)
     return step
 
 

@@ -23,8 +23,8 @@ from gradsync.core.engine.policy import ParameterKeeper, SynchronizerOptions, Sy
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction.measurement import measure_link
 from gradsync.health.watch import look_at, set_watch
+from gradsync.observe.recording.attach import attach_recorder, choose_recorder, described, recorder_in
 from gradsync.observe.recording.recorder import Recorder
-from gradsync.observe.recording.setting import attach_recorder, choose_recorder, described, recorder_in
 
 __all__ = ["BATCH_BYTES", "MIB", "Replica", "agree_on_rank", "broadcast_tensors", "in_batches"]
 

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "HINT",
     "Bar",
+    "Lane",
     "Point",
     "Series",
+    "Stretch",
     "draw_bars",
     "draw_columns",
     "draw_curves",
+    "draw_lanes",
     "draw_rows",
     "draw_stacks",
     "draw_steps",
@@ -42,6 +45,8 @@ MOST_ABOVE = 1.3
 LONGEST = 1.5
 # The width of a character of a label, on average, and the height of its line. Generous: no label may touch the next.
 CHARACTER, LINE = 8, 16
+# Heights of a lane, to the distance of two.
+WIDE, NARROW = 0.8, 0.5
 LOOKS: dict[str, dict[str, Any]] = {
     "line": {"solid_capstyle": "round"},
     "dashed": {"linestyle": "--"},
@@ -296,13 +301,25 @@ def draw_columns(axes: "Axes", edges: Sequence[float], parts: Mapping[str, Seque
     axes.grid(True, axis="y", color=colour("card"), alpha=0.5)
 
 
-def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, float]) -> None:
-    """One row a bucket: a thin line while it waits, a bar while it is on the wire, cut where backward ends."""
+def _unit(longest: float) -> tuple[float, str]:
+    """What seconds are multiplied by along an axis, and the name of that."""
+    return next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if longest * f >= 2 or u == "µs")
+
+
+def _time_axis(axes: "Axes", words: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    axes.set_xlabel(words, loc="right")
+    _plain(axes, "x")
+    axes.spines["left"].set_visible(False)
+
+
+def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, float]) -> None:
+    """One row a bucket: a thin line while it waits, a bar while it is on the wire, cut where backward ends."""
     gathers = [(row, *gather) for row, bar in enumerate(bars, start=1) for gather in bar.gathers]
     last = max([backward[1], *(bar.finish for bar in bars)]) or 1.0
-    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if last * f >= 2 or u == "µs")
+    factor, unit = _unit(last)
     begin, end = (moment * factor for moment in backward)
     low = min([begin, *(bar.ready * factor for bar in bars), *(since * factor for _, since, _, _ in gathers)])
 
@@ -336,7 +353,50 @@ def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, floa
     axes.set_yticks(range(0, len(labels), every), labels[::every])
     axes.set_ylim(len(bars) + 0.5, -0.5)
     axes.set_xlim(low, last * factor)
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
-    axes.set_xlabel(f"{unit} since backward began", loc="right")
-    _plain(axes, "x")
-    axes.spines["left"].set_visible(False)
+    _time_axis(axes, f"{unit} since backward began")
+
+
+# -- lanes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """From ``begin`` to ``end``, in seconds, in this colour; ``hint`` is read out below a pointer."""
+
+    begin: float
+    end: float
+    colour: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One row. A narrow one belongs to the row above it."""
+
+    name: str
+    stretches: Sequence[Stretch]
+    narrow: bool = False
+
+
+def draw_lanes(axes: "Axes", lanes: Sequence[Lane], names: Mapping[str, str]) -> None:
+    """Lanes from the top down; ``names`` are what colours mean, for the legend."""
+    last = max((stretch.end for lane in lanes for stretch in lane.stretches), default=1.0) or 1.0
+    factor, unit = _unit(last)
+    for name, shade in names.items():
+        axes.barh(0, 0, color=shade, label=name)
+    for row, lane in enumerate(lanes):
+        for stretch in lane.stretches:
+            # At least a hair: what took no time at this scale was there all the same.
+            length = max(stretch.end - stretch.begin, last / 1500) * factor
+            height = NARROW if lane.narrow else WIDE
+            looks: dict[str, Any] = {"color": stretch.colour, "gid": HINT + stretch.hint, "zorder": 2}
+            # Neighbours of one colour are told apart.
+            axes.barh(
+                row, length, height, left=stretch.begin * factor, edgecolor=colour("card"), linewidth=0.6, **looks
+            )
+    axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
+    for tick, lane in zip(axes.get_yticklabels(), lanes, strict=True):
+        tick.set_color(SOFT if lane.narrow else tick.get_color())
+    axes.set_ylim(len(lanes) - 0.5, -0.6)
+    axes.set_xlim(0, last * factor)
+    _time_axis(axes, f"{unit} since the step began")

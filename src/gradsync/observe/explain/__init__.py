@@ -2,22 +2,16 @@
 
 ::
 
-    merging    all ranks on one clock
-    split      the parts of a step, which add up to it
-    evidence   whether that is enough to conclude something
-    stragglers which rank the others wait for
-    link       what communication costs
-    replay     recorded steps, replayed with something changed
-    changes    what may be changed
-    advice     changes, ranked by their gain
-    words      all of it as text
-    model      ``model.explain()``, during a training
+    merging       all ranks on one clock
+    split         the parts of a step, which add up to it, and which rank the others wait for
+    link          what communication costs
+    replay        recorded steps, replayed with something changed
+    advice        changes, ranked by their gain
+    explanation   all of it as text; ``model.explain()``, during a training
 """
 
 from gradsync.observe.explain.advice import Advice
-from gradsync.observe.explain.explanation import explain_recordings
-from gradsync.observe.explain.explanation_text import Explanation
-from gradsync.observe.explain.split import Parts, Split
-from gradsync.observe.explain.stragglers import Straggler
+from gradsync.observe.explain.explanation import Explanation, explain_recordings
+from gradsync.observe.explain.split import Parts, SlowRank, Split
 
-__all__ = ["Advice", "Explanation", "Parts", "Split", "Straggler", "explain_recordings"]
+__all__ = ["Advice", "Explanation", "Parts", "SlowRank", "Split", "explain_recordings"]

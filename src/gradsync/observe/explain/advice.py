@@ -5,15 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradsync.observe.charts.numbers import count, duration, size
-from gradsync.observe.explain import changes
-from gradsync.observe.explain.evidence import missing_evidence
-from gradsync.observe.explain.link import Link, fit_link
-from gradsync.observe.explain.merging import Timeline
-from gradsync.observe.explain.other_buckets import other_buckets, regroup
-from gradsync.observe.explain.replay import Script
-from gradsync.observe.explain.replay import duration as played
-from gradsync.observe.explain.split import Split
-from gradsync.observe.explain.stragglers import SLOW, Straggler
+from gradsync.observe.explain import replay
+from gradsync.observe.explain.link import BucketCost, fit_link
+from gradsync.observe.explain.merging import MergedRecording
+from gradsync.observe.explain.replay import regroup
+from gradsync.observe.explain.split import SLOW, SlowRank, Split, missing_evidence
 
 __all__ = ["Advice", "advise"]
 
@@ -34,6 +30,9 @@ ANOTHER = 1.2
 AS_GOOD = 1.01
 # What other buckets gain is off by about a hundredth of a step: less than this is not known to a fifth.
 SURE = 0.05
+
+# Seconds of a step with a change of :mod:`replay`, and its details.
+After = Callable[..., float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +59,16 @@ class Advice:
         return self.before - self.after
 
 
-def advise(timeline: Timeline, split: Split, stragglers: Sequence[Straggler]) -> list[Advice]:
-    """What would gain something, most first; see :data:`FREE`. Nothing without :mod:`evidence`."""
+def advise(timeline: MergedRecording, split: Split, stragglers: Sequence[SlowRank]) -> list[Advice]:
+    """What would gain something, most first; see :data:`FREE`. Nothing without enough evidence."""
     step = split.mean.step
-    base = played(timeline)
+    base = replay.duration(timeline)
     if base <= 0 or missing_evidence(timeline, split):
         return []
 
-    def after(change: Callable[[Script], Script]) -> float:
+    def after(change: replay.Change, *details: object) -> float:
         """By the ratio of two replays, so that what a replay leaves out counts on both sides."""
-        return step * played(timeline, change) / base
+        return step * replay.duration(timeline, change, *details) / base
 
     link = fit_link(timeline, split)
     found = [
@@ -93,7 +92,7 @@ def advise(timeline: Timeline, split: Split, stragglers: Sequence[Straggler]) ->
 # -- who is slow ------------------------------------------------------------------------------------------------------
 
 
-def _slow_rank(straggler: Straggler, split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Advice:
+def _slow_rank(straggler: SlowRank, split: Split, after: After) -> Advice:
     factors = {phase: usual / own for phase, (own, usual) in straggler.phases.items() if own > 0}
     place = list(split.ranks).index(straggler.rank)
     return Advice(
@@ -101,14 +100,14 @@ def _slow_rank(straggler: Straggler, split: Split, after: Callable[[Callable[[Sc
         cause=straggler.cause,
         change=straggler.remedy,
         before=split.mean.step,
-        after=after(changes.as_fast_as_others(place, factors)),
+        after=after(replay.as_fast_as_others, place, factors),
     )
 
 
 # -- data, windows ----------------------------------------------------------------------------------------------------
 
 
-def _slow_data(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+def _slow_data(split: Split, after: After) -> Iterator[Advice]:
     mean = split.mean
     # What one rank alone waits for is its own affair, and said above.
     data = min(parts.data for parts in split.ranks.values())
@@ -120,11 +119,11 @@ def _slow_data(split: Split, after: Callable[[Callable[[Script], Script]], float
         cause=f"every rank waits {duration(data)} of a step for its data loader",
         change=f"DataLoader(…, num_workers={workers}, persistent_workers=True): batches are made while ranks compute",
         before=mean.step,
-        after=after(changes.without("data")),
+        after=after(replay.without, "data"),
     )
 
 
-def _slow_loop(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+def _slow_loop(split: Split, after: After) -> Iterator[Advice]:
     mean = split.mean
     loop = min(parts.loop for parts in split.ranks.values())
     if loop < SLOW_LOOP * mean.step:
@@ -136,11 +135,11 @@ def _slow_loop(split: Split, after: Callable[[Callable[[Script], Script]], float
         change="look at that code with a profiler. Batches that it makes can come from a DataLoader with workers, and "
         "losses need not be read in every step",
         before=mean.step,
-        after=after(changes.without("loop")),
+        after=after(replay.without, "loop"),
     )
 
 
-def _forgotten_no_sync(split: Split, after: Callable[[Callable[[Script], Script]], float]) -> Iterator[Advice]:
+def _forgotten_no_sync(split: Split, after: After) -> Iterator[Advice]:
     times = round(split.synchronizations)
     if times < 2 or (len(split.ranks) < 2 and split.mean.step <= 0):
         return
@@ -150,22 +149,20 @@ def _forgotten_no_sync(split: Split, after: Callable[[Callable[[Script], Script]
         f"once: {times - 1} of {times} are for nothing",
         change="for batch in model.accumulate(batches): …; or with model.no_sync(): around all backwards but the last",
         before=split.mean.step,
-        after=after(changes.synchronized_once()),
+        after=after(replay.synchronized_once),
     )
 
 
 # -- the wire ---------------------------------------------------------------------------------------------------------
 
 
-def _buckets(
-    timeline: Timeline, split: Split, link: Link, after: Callable[[Callable[[Script], Script]], float]
-) -> Iterator[Advice]:
+def _buckets(timeline: MergedRecording, split: Split, link: BucketCost, after: After) -> Iterator[Advice]:
     sizes = [bucket.nbytes for bucket in timeline.layout]
     tried: dict[int, tuple[str, float]] = {}
     for cap in _caps(sum(sizes)):
         layout = regroup(timeline, int(float(cap) * 2**20))
         if len(layout) not in tried and not 1 / ANOTHER < len(layout) / len(sizes) < ANOTHER:
-            tried[len(layout)] = cap, after(other_buckets(layout, link))
+            tried[len(layout)] = cap, after(replay.other_buckets, layout, link)
     if not tried:
         return
     # Of sizes that are as good as each other the one nearest to what was recorded: the further, the less is known.
@@ -196,9 +193,7 @@ def _caps(total: int) -> Iterator[str]:
         cap //= 2
 
 
-def _slow_link(
-    timeline: Timeline, split: Split, link: Link, after: Callable[[Callable[[Script], Script]], float]
-) -> Iterator[Advice]:
+def _slow_link(timeline: MergedRecording, split: Split, link: BucketCost, after: After) -> Iterator[Advice]:
     mean = split.mean
     open_wire = mean.exposed + mean.turn
     if open_wire < SLOW_WIRE * mean.step or split.synchronizations > 1.5:
@@ -217,19 +212,19 @@ def _slow_link(
         base,
         change=f"accumulate {ACCUMULATED} micro-batches a step (larger batches): "
         "for batch in model.accumulate(batches): …",
-        after=after(changes.accumulated(ACCUMULATED)) / ACCUMULATED,
+        after=after(replay.accumulated, ACCUMULATED) / ACCUMULATED,
     )
     if header.reduction == "Mean()":
         yield replace(
             base,
             change='reduction="int8": a quarter of the bytes (means are rounded to 8 bits)',
-            after=after(changes.in_eight_bits(link)),
+            after=after(replay.in_eight_bits, link),
         )
         if not any(step.gathers for merged in timeline.steps for step in merged.ranks):
             yield replace(
                 base,
                 change=f"ShardedOptimizer(torch.optim.{header.optimizer or 'AdamW'}, model, …): new parameters cross "
                 "the wire behind the next forward (same results)",
-                after=after(changes.next_forward()),
+                after=after(replay.next_forward),
                 free=True,
             )

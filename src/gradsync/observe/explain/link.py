@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsync.observe.explain.merging import Timeline
+from gradsync.observe.explain.merging import MergedRecording
 from gradsync.observe.explain.split import Split
-from gradsync.observe.recording.steps import Synchronization
+from gradsync.observe.recording.files import Synchronization
 
-__all__ = ["Link", "fit_link"]
+__all__ = ["BucketCost", "fit_link"]
 
 # Sizes that are less than this apart do not tell latency and bandwidth apart.
 APART = 2.0
@@ -24,7 +24,7 @@ SLOWEST_BYTE = 8e-7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class BucketCost:
     """A bucket of n bytes keeps the wire busy for ``latency + n · seconds_per_byte``. ``starting`` are seconds by which
     it makes the backward of its rank longer, however small it is, and ``finishing`` what it takes after that."""
 
@@ -37,17 +37,17 @@ class Link:
         return self.latency + nbytes * self.seconds_per_byte
 
 
-def fit_link(timeline: Timeline, split: Split) -> Link | None:
+def fit_link(timeline: MergedRecording, split: Split) -> BucketCost | None:
     """By what the buckets took, large ones and small ones, and by what was measured; None where nothing travels."""
     buckets = [bucket for bucket in split.buckets if bucket.nbytes > 0]
     if len(timeline.members) < 2 or not buckets:
         return None
     latency, per_byte = _fit([(bucket.nbytes, bucket.wire) for bucket in buckets], _measured(timeline))
     starting, finishing = _host(timeline)
-    return Link(latency=latency, seconds_per_byte=per_byte, starting=starting, finishing=finishing)
+    return BucketCost(latency=latency, seconds_per_byte=per_byte, starting=starting, finishing=finishing)
 
 
-def _measured(timeline: Timeline) -> tuple[float, float] | None:
+def _measured(timeline: MergedRecording) -> tuple[float, float] | None:
     """What a plain all-reduce was measured to cost, where that is what gradients travel in."""
     header = timeline.recordings[0].header
     gathers = any(step.gathers for merged in timeline.steps for step in merged.ranks)
@@ -90,7 +90,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return mean - slope * middle, slope
 
 
-def _host(timeline: Timeline) -> tuple[float, float]:
+def _host(timeline: MergedRecording) -> tuple[float, float]:
     """What a rank does for a bucket besides, however small it is: from full to started, where its turn had come, and
     from the end of one to the end of the next, where both were there."""
     starting: dict[int, list[float]] = {}
@@ -106,7 +106,7 @@ def _host(timeline: Timeline) -> tuple[float, float]:
     )
 
 
-def _kept_off(timeline: Timeline) -> float:
+def _kept_off(timeline: MergedRecording) -> float:
     """Seconds a bucket by which the threads of the wire keep that of the backward off its core, or out of the
     interpreter: it computes, and is on none for a while. No longer than the wire is busy: there are others, too."""
     seconds = []
@@ -121,7 +121,7 @@ def _kept_off(timeline: Timeline) -> float:
     return statistics.median(seconds) if seconds else 0.0
 
 
-def _computes(timeline: Timeline) -> bool:
+def _computes(timeline: MergedRecording) -> bool:
     """Whether backwards run on the threads that start buckets, and not on something that those wait for."""
     shares = [
         part.busy / (part.backward_end - part.begin)

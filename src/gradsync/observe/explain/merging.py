@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.recording.steps import BucketPart, Recording, Step, Synchronization
+from gradsync.observe.recording.files import BucketPart, Recording, Step, Synchronization
 
-__all__ = ["ClockShift", "MergedStep", "OnWire", "Timeline", "clock_shifts", "merge"]
+__all__ = ["ClockShift", "MergedRecording", "MergedStep", "OnWire", "clock_shifts", "merge"]
 
 # Within each block of this many steps the slowest and the fastest tenth are left out as disturbed.
 LEFT_OUT = 0.1
@@ -57,7 +57,7 @@ class MergedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class MergedRecording:
     """What all ranks did. ``members`` are their numbers: all of them, or the one that was asked alone. ``recorded`` are
     the steps that all of them have, ``steps`` the usual ones of these."""
 
@@ -73,7 +73,7 @@ class Timeline:
         return len(self.members) == self.recordings[0].header.world_size
 
 
-def merge(recordings: Sequence[Recording]) -> Timeline:
+def merge(recordings: Sequence[Recording]) -> MergedRecording:
     """All of one model. ConfigurationError if ranks have no step in common."""
     empty = [each.header.rank for each in recordings if not each.steps]
     if empty:
@@ -100,7 +100,7 @@ def merge(recordings: Sequence[Recording]) -> Timeline:
             + ", ".join(f"rank {each.header.rank} has {len(each.steps)} of {each.total}" for each in recordings)
         )
     recorded = [_merged(tuple(steps[number] for steps in aligned)) for number in common]
-    return Timeline(
+    return MergedRecording(
         recordings=tuple(recordings),
         members=tuple(each.header.rank for each in recordings),
         steps=tuple(_chosen(recorded, last)),

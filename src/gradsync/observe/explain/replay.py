@@ -2,8 +2,8 @@
 
 Every recorded step is replayed with its recorded durations, on every rank: computing takes as long as it did, buckets
 start as long after the beginning of their backward as they did, and communication takes the recorded time for each.
-Only waiting is computed again: a bucket begins on the wire when the last rank has started it and the wire is free. So a
-replay without a change gives nearly the recorded time, and the ratio of two replays is the gain.
+Only waiting is computed again: a bucket's collective begins when the last rank has started it and the link is free. So
+a replay without a change gives nearly the recorded time, and the ratio of two replays is the gain.
 
 :mod:`gradsync.observe.plan` has its own simulator, because it answers a different question: it scales one synthetic
 step, from a profile and a link of known costs, to ranks and links that nobody has recorded. Here every recorded step of
@@ -13,17 +13,41 @@ them away, and what the simulator needs to know about a link cannot be learned b
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from gradsync.observe.explain.merging import MergedStep, Timeline
+import torch
 
-__all__ = ["Bucket", "Piece", "Play", "Script", "duration", "script_of"]
+from gradsync.core.bucket.layout import BucketCaps, ParameterSpec, plan_layout
+from gradsync.observe.explain.link import BucketCost
+from gradsync.observe.explain.merging import MergedRecording, MergedStep
+from gradsync.observe.recording.files import Span
+
+__all__ = [
+    "ReplayScript",
+    "accumulated",
+    "as_fast_as_others",
+    "duration",
+    "in_eight_bits",
+    "next_forward",
+    "other_buckets",
+    "regroup",
+    "synchronized_once",
+    "without",
+]
+
+# Bytes of int8 to those of float32, scales included, and seconds a byte of coding: before it goes, and on the way.
+INT8_SHARE, ENCODE, DECODE = 0.254, 4e-10, 6e-10
+# What is left of a duration at least, however much other buckets save on it.
+LEAST = 0.1
+
+# Seconds by what they were spent on.
+Spent = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """One bucket in a script. ``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it
-    ended. ``wire`` is how long the wire is busy with it."""
+class ReplayedBucket:
+    """``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it ended. ``wire`` is how
+    long the link is busy with it."""
 
     nbytes: int
     starts: tuple[float, ...]
@@ -32,56 +56,78 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What all ranks do between two meetings: they spend the ``seconds`` of each part, one after the other, and then
-    run a backward with these buckets, if there are any."""
+class ReplayedBackward:
+    """What all ranks do up to the end of one synchronization: they spend ``seconds`` one after the other, and then run
+    a backward with these buckets, if there are any. ``tails`` last from the end of the last bucket to where a rank goes
+    on."""
 
-    seconds: tuple[dict[str, float], ...]
+    seconds: tuple[Spent, ...]
     backward: tuple[float, ...] = ()
-    buckets: tuple[Bucket, ...] = ()
-    # From the end of the last bucket to where a rank goes on.
+    buckets: tuple[ReplayedBucket, ...] = ()
     tails: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
-    """One step of all ranks: pieces, and what comes after the last meeting."""
+class ReplayScript:
+    """One step of all ranks: its backwards, and what comes after the last of them."""
 
-    pieces: tuple[Piece, ...]
-    rest: tuple[dict[str, float], ...]
-
-
-Change = Callable[[Script], Script]
+    backwards: tuple[ReplayedBackward, ...]
+    rest: tuple[Spent, ...]
 
 
-def script_of(merged: MergedStep, sizes: Sequence[int]) -> Script:
+Change = Callable[..., ReplayScript]
+
+
+def duration(timeline: MergedRecording, change: Change | None = None, *details: object) -> float:
+    """Seconds that a step takes in a replay. ``change`` is called with each script, and with ``details``."""
+    sizes = [bucket.nbytes for bucket in timeline.layout]
+    ends = [0.0] * len(timeline.members)
+    for merged in timeline.steps:
+        script = _script_of(merged, sizes)
+        ends = _play(ends, script if change is None else change(script, *details))
+    return max(ends) / max(len(timeline.steps), 1)
+
+
+def _play(at: list[float], script: ReplayScript) -> list[float]:
+    """When each rank has run the script that it begins ``at``."""
+    ranks = range(len(at))
+    for each in script.backwards:
+        begins = [at[rank] + sum(each.seconds[rank].values()) for rank in ranks]
+        ends = [begins[rank] + each.backward[rank] for rank in ranks]
+        free = 0.0
+        for bucket in each.buckets:
+            bases = ends if bucket.at_end else begins
+            free = max(free, *(bases[rank] + bucket.starts[rank] for rank in ranks)) + bucket.wire
+        at = [max(ends[rank], free) + each.tails[rank] for rank in ranks]
+    return [at[rank] + sum(script.rest[rank].values()) for rank in ranks]
+
+
+def _script_of(merged: MergedStep, sizes: Sequence[int]) -> ReplayScript:
     """The script of a recorded step."""
-    pieces = []
+    backwards = []
+    places = range(len(merged.ranks))
     begins = [step.begin for step in merged.ranks]
     for number, wires in enumerate(merged.wires):
         parts = [step.synchronizations[number] for step in merged.ranks]
         buckets = []
         for wire in wires:
-            found = [next(b for b in part.buckets if b.index == wire.index) for part in parts]
-            late = all(b.start >= part.backward_end for b, part in zip(found, parts, strict=True))
+            starts = [next(b.start for b in part.buckets if b.index == wire.index) for part in parts]
+            late = all(start >= part.backward_end for start, part in zip(starts, parts, strict=True))
             buckets.append(
-                Bucket(
+                ReplayedBucket(
                     nbytes=sizes[wire.index] if wire.index < len(sizes) else 0,
                     starts=tuple(
-                        b.start - (part.backward_end if late else part.begin)
-                        for b, part in zip(found, parts, strict=True)
+                        start - (part.backward_end if late else part.begin)
+                        for start, part in zip(starts, parts, strict=True)
                     ),
                     at_end=late,
-                    wire=statistics.fmean(wire.seconds(place) for place in range(len(parts))),
+                    wire=statistics.fmean(wire.seconds(place) for place in places),
                 )
             )
         ends = [wires[-1].ends[place] if wires else part.finished for place, part in enumerate(parts)]
-        pieces.append(
-            Piece(
-                seconds=tuple(
-                    _spent(step.spans, begin, part.begin)
-                    for step, begin, part in zip(merged.ranks, begins, parts, strict=True)
-                ),
+        backwards.append(
+            ReplayedBackward(
+                seconds=tuple(_spent(merged.ranks[rank].spans, begins[rank], parts[rank].begin) for rank in places),
                 backward=tuple(part.backward_end - part.begin for part in parts),
                 buckets=tuple(buckets),
                 tails=tuple(
@@ -91,44 +137,197 @@ def script_of(merged: MergedStep, sizes: Sequence[int]) -> Script:
         )
         begins = [part.finished for part in parts]
     rest = tuple(_spent(step.spans, begin, step.end) for step, begin in zip(merged.ranks, begins, strict=True))
-    return Script(pieces=tuple(pieces), rest=rest)
+    return ReplayScript(backwards=tuple(backwards), rest=rest)
 
 
-def _spent(spans: Sequence[object], since: float, until: float) -> dict[str, float]:
-    spent: dict[str, float] = {}
+def _spent(spans: Sequence[Span], since: float, until: float) -> Spent:
+    spent: Spent = {}
     for span in spans:
-        begin, end, name = span.begin, span.end, span.name  # type: ignore[attr-defined]
-        inside = min(end, until) - max(begin, since)
+        inside = min(span.end, until) - max(span.begin, since)
         if inside > 0:
-            spent[name] = spent.get(name, 0.0) + inside
+            spent[span.name] = spent.get(span.name, 0.0) + inside
     return spent
 
 
-@dataclass
-class Play:
-    """Ranks that run one script after another. ``at`` is the current time of each."""
-
-    at: list[float] = field(default_factory=list)
-
-    def step(self, script: Script) -> None:
-        ranks = len(script.rest)
-        at = self.at or [0.0] * ranks
-        for piece in script.pieces:
-            begins = [at[rank] + sum(piece.seconds[rank].values()) for rank in range(ranks)]
-            ends = [begins[rank] + piece.backward[rank] for rank in range(ranks)]
-            free = 0.0
-            for bucket in piece.buckets:
-                bases = ends if bucket.at_end else begins
-                free = max(free, *(bases[rank] + bucket.starts[rank] for rank in range(ranks))) + bucket.wire
-            at = [max(ends[rank], free) + piece.tails[rank] for rank in range(ranks)]
-        self.at = [at[rank] + sum(script.rest[rank].values()) for rank in range(ranks)]
+# -- changes ----------------------------------------------------------------------------------------------------------
 
 
-def duration(timeline: Timeline, change: Change | None = None) -> float:
-    """Seconds a step takes when it is played again."""
-    sizes = [bucket.nbytes for bucket in timeline.layout]
-    play = Play()
-    for merged in timeline.steps:
-        script = script_of(merged, sizes)
-        play.step(script if change is None else change(script))
-    return max(play.at) / max(len(timeline.steps), 1)
+def as_fast_as_others(script: ReplayScript, place: int, factors: Spent) -> ReplayScript:
+    """The rank at ``place`` takes only so much of what it took, phase by phase."""
+    factor = factors.get("backward", 1.0)
+
+    def quicker(spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
+        mine = {name: seconds * factors.get(name, 1.0) for name, seconds in spent[place].items()}
+        return (*spent[:place], mine, *spent[place + 1 :])
+
+    def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
+        return (*values[:place], values[place] * factor, *values[place + 1 :])
+
+    backwards = [
+        replace(
+            each,
+            seconds=quicker(each.seconds),
+            backward=scaled(each.backward),
+            buckets=tuple(
+                bucket if bucket.at_end else replace(bucket, starts=scaled(bucket.starts)) for bucket in each.buckets
+            ),
+        )
+        for each in script.backwards
+    ]
+    return ReplayScript(backwards=tuple(backwards), rest=quicker(script.rest))
+
+
+def without(script: ReplayScript, name: str) -> ReplayScript:
+    """Nobody spends time on ``name``: data that is there when it is wanted, a loop that does nothing else."""
+
+    def idle(spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
+        return tuple({**each, name: 0.0} for each in spent)
+
+    backwards = tuple(replace(each, seconds=idle(each.seconds)) for each in script.backwards)
+    return ReplayScript(backwards=backwards, rest=idle(script.rest))
+
+
+def synchronized_once(script: ReplayScript) -> ReplayScript:
+    """Only the last backward of a step synchronizes."""
+    *local, last = script.backwards
+    none = (0.0,) * len(script.rest)
+    return replace(script, backwards=(*(replace(each, buckets=(), tails=none) for each in local), last))
+
+
+def accumulated(script: ReplayScript, times: int) -> ReplayScript:
+    """So many micro-batches a step instead of one, and one synchronization."""
+    first, *others = script.backwards
+    seconds = []
+    for rank, own in enumerate(first.seconds):
+        spent: Spent = {}
+        for part in [each.seconds[rank] for each in script.backwards]:
+            for name, value in part.items():
+                # What follows the optimizer's step comes once.
+                if name != "other":
+                    spent[name] = spent.get(name, 0.0) + value
+        backward = sum(each.backward[rank] for each in script.backwards)
+        spent["backward"] = spent.get("backward", 0.0) + backward
+        more = {name: (times - 1) * value for name, value in spent.items()}
+        seconds.append({name: own.get(name, 0.0) + more.get(name, 0.0) for name in {**own, **more}})
+    return replace(script, backwards=(replace(first, seconds=tuple(seconds)), *others))
+
+
+def in_eight_bits(script: ReplayScript, link: BucketCost) -> ReplayScript:
+    """A quarter of the bytes, and the time of making and reading them."""
+    backwards = []
+    for each in script.backwards:
+        coded, buckets = 0.0, []
+        for bucket in each.buckets:
+            coded += ENCODE * bucket.nbytes
+            shifted = bucket.starts if bucket.at_end else tuple(start + coded for start in bucket.starts)
+            latency = min(link.latency, bucket.wire)
+            wire = latency + (bucket.wire - latency) * INT8_SHARE + DECODE * bucket.nbytes
+            buckets.append(replace(bucket, wire=wire, starts=shifted))
+        backward = tuple(seconds + coded for seconds in each.backward)
+        backwards.append(replace(each, backward=backward, buckets=tuple(buckets)))
+    return replace(script, backwards=tuple(backwards))
+
+
+def next_forward(script: ReplayScript) -> ReplayScript:
+    """Half of what is communicated goes behind the next forward; a layer waits for what it needs."""
+    backwards = []
+    for number, each in enumerate(script.backwards):
+        halves = tuple(replace(bucket, wire=bucket.wire / 2) for bucket in each.buckets)
+        seconds = tuple(_awaited(spent, each) for spent in each.seconds) if number == 0 else each.seconds
+        backwards.append(replace(each, seconds=seconds, buckets=halves))
+    rest = tuple({**spent, "optimizer": spent.get("optimizer", 0.0) / len(script.rest)} for spent in script.rest)
+    return ReplayScript(backwards=tuple(backwards), rest=rest)
+
+
+def _awaited(spent: Spent, backward: ReplayedBackward) -> Spent:
+    """A forward whose layers wait for gathers, which have begun when the step ended. What started last is needed first,
+    and layers take as long as their bytes have it."""
+    forward, before = spent.get("forward", 0.0), sum(spent.get(name, 0.0) for name in ("data", "loop", "other"))
+    total = sum(bucket.nbytes for bucket in backward.buckets) or 1
+    arrived, now = 0.0, before
+    for bucket in reversed(backward.buckets):
+        arrived += bucket.wire / 2
+        now = max(now, arrived) + forward * bucket.nbytes / total
+    return {**spent, "forward": max(forward, now - before)}
+
+
+# -- other buckets ----------------------------------------------------------------------------------------------------
+#
+# They are laid out by the engine's own rule, from the existing parameters. A joined bucket is full when the last of its
+# gradients is ready, and a parameter is never split. Fewer buckets save, for each one, the latency, the work that the
+# rank does after its backward to finish it, and, where the thread of the backward computes itself, the work to start
+# it. A thread that waits for an accelerator has that time to spare.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regrouped:
+    """One bucket of a different layout: full when ``share`` of the recorded bucket ``source``'s gradients is ready."""
+
+    nbytes: int
+    source: int
+    share: float
+
+
+def regroup(timeline: MergedRecording, cap: int) -> tuple[Regrouped, ...]:
+    """The buckets that a cap of so many bytes makes."""
+    parameters = _parameters(timeline)
+    specs = [
+        ParameterSpec(name=str(n), shape=(each.nbytes,), stride=(1,), dtype=torch.uint8, device=torch.device("cpu"))
+        for n, each in enumerate(parameters)
+    ]
+    layout = plan_layout(specs, range(len(specs)), BucketCaps.uniform(cap), ballot=0)
+    groups = [[parameters[slot.parameter] for slot in plan.slots] for plan in layout.buckets]
+    return tuple(replace(group[-1], nbytes=sum(each.nbytes for each in group)) for group in groups)
+
+
+def _parameters(timeline: MergedRecording) -> list[Regrouped]:
+    """In the order of their buckets."""
+    known = timeline.recordings[0].header.parameters
+    parameters = []
+    for index, bucket in enumerate(timeline.layout):
+        sizes = [int(known.get(name, 0)) for name in bucket.parameters]
+        if not all(sizes):
+            # Not all sizes are known: it stays in one piece.
+            sizes = [bucket.nbytes]
+        for place, nbytes in enumerate(sizes):
+            share = sum(sizes[: place + 1]) / max(sum(sizes), 1)
+            parameters.append(Regrouped(nbytes=nbytes, source=index, share=share))
+    return parameters
+
+
+def other_buckets(script: ReplayScript, layout: Sequence[Regrouped], link: BucketCost) -> ReplayScript:
+    """The same step with these buckets."""
+    return replace(script, backwards=tuple(_changed(each, layout, link) for each in script.backwards))
+
+
+def _changed(backward: ReplayedBackward, layout: Sequence[Regrouped], link: BucketCost) -> ReplayedBackward:
+    if len(backward.buckets) <= max(each.source for each in layout):
+        # Not all buckets were sent here, or none was.
+        return backward
+    fewer = len(backward.buckets) - len(layout)
+    seconds = tuple(_less(each, fewer * link.starting) for each in backward.backward)
+    ratios = [new / old if old else 1.0 for new, old in zip(seconds, backward.backward, strict=True)]
+    # When each recorded bucket started, in seconds after the backward began.
+    starts = [(0.0,) * len(ratios), *(backward.backward if b.at_end else b.starts for b in backward.buckets)]
+    buckets = [
+        ReplayedBucket(
+            nbytes=each.nbytes,
+            # Between the start of the bucket before and that of its own.
+            starts=tuple(
+                (before + (start - before) * each.share) * ratio
+                for before, start, ratio in zip(starts[each.source], starts[each.source + 1], ratios, strict=True)
+            ),
+            at_end=False,
+            wire=link.seconds(each.nbytes),
+        )
+        for each in layout
+    ]
+    last = backward.buckets[-1]
+    # Whatever is in it, the last one starts when the last one did.
+    buckets[-1] = replace(buckets[-1], at_end=last.at_end, starts=last.starts)
+    tails = tuple(_less(each, fewer * link.finishing) for each in backward.tails)
+    return replace(backward, backward=seconds, buckets=tuple(buckets), tails=tails)
+
+
+def _less(seconds: float, saved: float) -> float:
+    return max(seconds - saved, seconds * LEAST)

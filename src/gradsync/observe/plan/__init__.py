@@ -1,26 +1,16 @@
-"""Predicts the time of a step: an event simulator over profiles of ranks, a link and a schedule."""
+"""Predicts the time of a step: an event simulator over profiles of ranks, a link and a schedule.
 
-from gradsync.observe.plan.link_cost import Cost, Wire
-from gradsync.observe.plan.profile import BucketProfile, StepProfile
-from gradsync.observe.plan.schedule import EXACT, REDUCTIONS, ReductionCost, Schedule
-from gradsync.observe.plan.simulator import SimulatedBucket, SimulatedStep, StepParts, simulate
-from gradsync.observe.plan.stragglers import Jitter
-from gradsync.observe.plan.topology import Link, Topology
+::
 
-__all__ = [
-    "EXACT",
-    "REDUCTIONS",
-    "BucketProfile",
-    "Cost",
-    "Jitter",
-    "Link",
-    "ReductionCost",
-    "Schedule",
-    "SimulatedBucket",
-    "SimulatedStep",
-    "StepParts",
-    "StepProfile",
-    "Topology",
-    "Wire",
-    "simulate",
-]
+    network      ranks, links, and what a collective costs
+    profile      what a rank does without the others, and by how much ranks differ
+    schedule     what is communicated, and what it hides behind
+    event_loop   the simulated machine
+    simulator    one step of all ranks
+    calibration  what a plan is made from: measurements, or a recording
+    library      machines and models known from datasheets and papers
+    planner      predictions, the best setting, the link that is needed
+    report       all of it, with a picture
+"""
+
+__all__: list[str] = []

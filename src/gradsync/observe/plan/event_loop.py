@@ -1,4 +1,4 @@
-"""The simulated machine: a clock, cores that compute, and a wire that runs collectives one after another.
+"""The simulated machine: an event loop, cores that compute, and a wire that runs collectives one after another.
 
 A collective is in flight when all ranks have joined it and the wire has a slot for it. Each of its phases takes a
 latency, during which the link is free for others, and then the link, in the order of arrival.
@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradsync.observe.plan.link_cost import Cost
+from gradsync.observe.plan.network import Cost
 
-__all__ = ["Clock", "Core", "Link", "Phase", "Traffic", "Transfer"]
+__all__ = ["Core", "EventLoop", "SharedLink", "Traffic", "Transfer", "TransferPhase"]
 
 
-class Clock:
+class EventLoop:
     """Simulated events in order of time; at the same moment, in the order in which they were scheduled."""
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class Clock:
 class Core:
     """The core of a rank: computes at full speed, or at ``slowed`` while communication takes its part."""
 
-    def __init__(self, clock: Clock, link: "Link", slowed: float) -> None:
-        self._clock, self._link, self._slowed = clock, link, slowed
+    def __init__(self, loop: EventLoop, link: "SharedLink", slowed: float) -> None:
+        self._loop, self._link, self._slowed = loop, link, slowed
         self._left, self._since, self._version = 0.0, 0.0, 0
         self._then: Callable[[], None] | None = None
         if slowed < 1:
@@ -49,22 +49,22 @@ class Core:
     def compute(self, seconds: float, then: Callable[[], None]) -> None:
         """Call ``then`` after so much work."""
         if self._slowed == 1:
-            self._clock.after(seconds, then)
+            self._loop.after(seconds, then)
             return
-        self._left, self._since, self._then = seconds, self._clock.now, then
+        self._left, self._since, self._then = seconds, self._loop.now, then
         self._plan(self._link.is_busy)
 
     def _plan(self, busy: bool) -> None:
         self._version += 1
         version = self._version
-        self._clock.after(self._left / (self._slowed if busy else 1.0), lambda: self._end(version))
+        self._loop.after(self._left / (self._slowed if busy else 1.0), lambda: self._end(version))
 
     def _pace_changes(self, busy: bool) -> None:
         if self._then is not None:
             # Until now it was the other way round.
             pace = 1.0 if busy else self._slowed
-            self._left = max(0.0, self._left - (self._clock.now - self._since) * pace)
-            self._since = self._clock.now
+            self._left = max(0.0, self._left - (self._loop.now - self._since) * pace)
+            self._since = self._loop.now
             self._plan(busy)
 
     def _end(self, version: int) -> None:
@@ -74,11 +74,11 @@ class Core:
             then()
 
 
-class Link:
+class SharedLink:
     """Bytes, first come, first served. What it did not use of its ``burst`` it saves up."""
 
-    def __init__(self, clock: Clock, burst: float) -> None:
-        self._clock, self._burst = clock, burst
+    def __init__(self, loop: EventLoop, burst: float) -> None:
+        self._loop, self._burst = loop, burst
         self._saved, self._saved_at = burst, 0.0
         self._free_at = 0.0
         self._users = 0
@@ -94,7 +94,7 @@ class Link:
 
     def send(self, cost: Cost, then: Callable[[], None]) -> None:
         """Call ``then`` when the bytes have gone through."""
-        begin = max(self._clock.now, self._free_at)
+        begin = max(self._loop.now, self._free_at)
         saved = self._saved
         if self._burst:
             saved = min(self._burst, saved + (begin - self._saved_at) * cost.bandwidth)
@@ -102,9 +102,9 @@ class Link:
         self._saved, self._saved_at = max(0.0, saved - cost.nbytes), begin + seconds
         self._free_at = begin + seconds
         if self._watchers and seconds > 0:
-            self._clock.at(begin, lambda: self._use(1))
-            self._clock.at(self._free_at, lambda: self._use(-1))
-        self._clock.at(self._free_at, then)
+            self._loop.at(begin, lambda: self._use(1))
+            self._loop.at(self._free_at, lambda: self._use(-1))
+        self._loop.at(self._free_at, then)
 
     def _use(self, change: int) -> None:
         before = self.is_busy
@@ -115,7 +115,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class TransferPhase:
     """Seconds in which nobody uses the link, then what goes through it."""
 
     before: float
@@ -125,7 +125,7 @@ class Phase:
 class Transfer:
     """One collective, or several in a row for one bucket: joined by each rank, then in flight, then done."""
 
-    def __init__(self, ranks: int, phases: Sequence[Phase], after: float = 0.0) -> None:
+    def __init__(self, ranks: int, phases: Sequence[TransferPhase], after: float = 0.0) -> None:
         self.phases, self.after = phases, after
         self._missing = ranks
         self._waiting: list[Callable[[], None]] = []
@@ -153,8 +153,8 @@ class Transfer:
 class Traffic:
     """The wire: transfers begin in the order in which they were complete, ``in_flight`` of them at a time."""
 
-    def __init__(self, clock: Clock, link: Link, in_flight: int) -> None:
-        self._clock, self._link = clock, link
+    def __init__(self, loop: EventLoop, link: SharedLink, in_flight: int) -> None:
+        self._loop, self._link = loop, link
         self._places = in_flight
         self._queue: deque[Transfer] = deque()
         # When at least one transfer was under way.
@@ -171,27 +171,27 @@ class Traffic:
         while self._queue and self._places:
             self._places -= 1
             transfer = self._queue.popleft()
-            transfer.began_at = self._clock.now
+            transfer.began_at = self._loop.now
             if not self._under_way:
-                self._active_since = self._clock.now
+                self._active_since = self._loop.now
             self._under_way += 1
             self._run(transfer, 0)
 
     def _run(self, transfer: Transfer, number: int) -> None:
         if number == len(transfer.phases):
-            self._clock.after(transfer.after, lambda: self._end(transfer))
+            self._loop.after(transfer.after, lambda: self._end(transfer))
             return
         phase = transfer.phases[number]
 
         def send() -> None:
             self._link.send(phase.cost, lambda: self._run(transfer, number + 1))
 
-        self._clock.after(phase.before + phase.cost.latency, send)
+        self._loop.after(phase.before + phase.cost.latency, send)
 
     def _end(self, transfer: Transfer) -> None:
         self._places += 1
         self._under_way -= 1
-        if not self._under_way and self._clock.now > self._active_since:
-            self.active.append((self._active_since, self._clock.now))
-        transfer.finish(self._clock.now)
+        if not self._under_way and self._loop.now > self._active_since:
+            self.active.append((self._active_since, self._loop.now))
+        transfer.finish(self._loop.now)
         self._admit()

@@ -14,10 +14,8 @@ from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.plan.calibration import Calibration
-from gradsync.observe.plan.link_cost import Wire
-from gradsync.observe.plan.profile import BucketProfile, StepProfile
-from gradsync.observe.plan.stragglers import Jitter
-from gradsync.observe.plan.topology import Link, Topology
+from gradsync.observe.plan.network import Link, Topology, Wire
+from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
 
 __all__ = ["known_machines", "known_models", "published"]
 

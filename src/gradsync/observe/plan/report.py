@@ -1,22 +1,40 @@
-"""A plan as data and text: steps with several numbers of ranks, what would be faster, what a link needs."""
+"""A plan as data and as a picture: steps with several numbers of ranks, what would be faster, what a link needs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from gradsync.base.errors import ConfigurationError
+from gradsync.observe.charts.canvas import INK, PARTS, SOFT, canvas, colour, legend, require, style
+from gradsync.observe.charts.numbers import compact, saving
+from gradsync.observe.charts.page import svg_file
 from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.planner import Prediction, Setting, best_setting, predict, rate_for
 
-__all__ = ["Advice", "PlanReport", "make_report", "rate_words"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["PlanAdvice", "PlanReport", "draw_plan", "make_report", "rate_words", "save_picture"]
 
 # What is tried, beside what was asked for.
 ACCUMULATIONS = (2, 4, 8)
 REDUCTIONS = ("bf16", "int8", "int4")
 # Gains below it are no advice.
 WORTH_SAYING = 0.01
+BANDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "waits for the slowest": "waiting",
+    "exposed wire": "exposed",
+}
+WIDE = 0.72
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class PlanAdvice:
     """A setting that is faster at ``at`` ranks, and by how much it shortens a micro-batch."""
 
     at: int
@@ -36,7 +54,7 @@ class PlanReport:
     calibration: Calibration
     alone: float
     predictions: tuple[Prediction, ...]
-    advice: tuple[Advice, ...]
+    advice: tuple[PlanAdvice, ...]
     loss: float
     needed: float | None
 
@@ -72,7 +90,7 @@ def make_report(
 
 def _advice(
     calibration: Calibration, now: Prediction, judge: Callable[[Calibration, Setting], Prediction]
-) -> list[Advice]:
+) -> list[PlanAdvice]:
     """Each change by itself, the one that gains most first."""
     setting = now.setting
     found = []
@@ -95,7 +113,7 @@ def _advice(
         line = f"model = DistributedDataParallel(model, bucket_cap_mb={best.setting.bucket_mb:g})"
         found.append((f"buckets of {best.setting.bucket_mb:g} MB", line, best))
     advice = [
-        Advice(
+        PlanAdvice(
             at=setting.ranks,
             prediction=better,
             gain=1 - better.a_micro_batch / now.a_micro_batch,
@@ -115,3 +133,90 @@ def rate_words(rate: float) -> str:
         if bits >= size:
             return f"{bits / size:.3g} {name}"
     return f"{bits / 1e3:.3g} kbit/s"
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def draw_plan(report: PlanReport) -> "Figure":
+    """Inside ``with style():``."""
+    rows = [
+        "a step, by the number of ranks",
+        *([f"a micro-batch at {report.advice[0].at:,} ranks"] if report.advice else []),
+    ]
+    figure, axes = canvas(_title(report), panels=rows, height=4.4, shared=False)
+    _draw_steps(axes[0], report)
+    if report.advice:
+        _draw_advice(axes[1], report)
+    legend(axes[:1])
+    return figure
+
+
+def save_picture(report: PlanReport, path: Path) -> None:
+    require("matplotlib")
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigurationError(f"a picture is drawn into a .svg or a .png, got {path.name!r}")
+    with style():
+        figure = draw_plan(report)
+        if path.suffix == ".svg":
+            path.write_text(svg_file(figure, "plan"))
+        else:
+            figure.savefig(path, dpi=144)
+
+
+def _title(report: PlanReport) -> str:
+    last = report.predictions[-1]
+    words = f"At {last.setting.ranks:,} ranks a step keeps {report.efficiency(last):.0%} of the speed of one"
+    if report.advice:
+        first = report.advice[0]
+        words += f"; {first.words}: saves {saving(first.saved, first.gain)}"
+    return words
+
+
+def _draw_steps(axes: "Axes", report: PlanReport) -> None:
+    predictions = report.predictions
+    factor, unit = (1.0, "s") if max(each.high for each in predictions) >= 2 else (1e3, "ms")
+    bottoms = [0.0] * len(predictions)
+    for name, part in BANDS.items():
+        values = [_part(each, part) * factor for each in predictions]
+        if part == "waiting" and not any(value > 1e-9 for value in values):
+            continue
+        axes.bar(range(len(values)), values, WIDE, bottom=bottoms, color=PARTS[part], label=name)
+        bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
+    for place, each in enumerate(predictions):
+        axes.plot([place] * 2, [each.low * factor, each.high * factor], color=INK, linewidth=1.1, alpha=0.7)
+    axes.axhline(report.alone * factor, color=SOFT, linewidth=1.2, linestyle=(0, (4, 3)), label="one rank alone")
+    axes.set_xticks(
+        range(len(predictions)), [f"{each.setting.ranks:,}" for each in predictions], rotation=45, ha="right"
+    )
+    axes.set_ylabel(unit)
+    axes.grid(True, axis="y")
+    axes.set_axisbelow(True)
+
+
+def _part(prediction: Prediction, name: str) -> float:
+    parts = prediction.simulated.slowest
+    value: float = getattr(parts, name)
+    # A step is a little longer than its parts where ranks have work of their own for each bucket.
+    return value + (parts.host + parts.data if name == "forward" else 0.0)
+
+
+def _draw_advice(axes: "Axes", report: PlanReport) -> None:
+    now = report.predictions[-1]
+    rows = [("change nothing", now), *((each.words, each.prediction) for each in report.advice)]
+    factor, unit = (1.0, "s") if now.a_micro_batch >= 2 else (1e3, "ms")
+    values = [each.a_micro_batch * factor for _, each in rows]
+    colours = [colour("grey"), *[colour("blue")] * (len(rows) - 1)]
+    axes.barh(range(len(rows)), values, 0.62, color=colours)
+    for place, value in enumerate(values):
+        axes.annotate(
+            compact(float(f"{value:.3g}")), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    axes.set_yticks(
+        range(len(rows)), [words.replace("send new parameters behind the", "parameters in the") for words, _ in rows]
+    )
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, max(values) * 1.18)
+    axes.set_xlabel(unit, loc="right")
+    axes.grid(True, axis="x")
+    axes.set_axisbelow(True)

@@ -1,10 +1,10 @@
-"""What is communicated in a step, and what it may hide behind."""
+"""What is communicated in a step, and what it hides behind."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.plan.link_cost import Operation
+from gradsync.observe.plan.network import Operation
 
 __all__ = ["EXACT", "REDUCTIONS", "Overlap", "ReductionCost", "Schedule"]
 

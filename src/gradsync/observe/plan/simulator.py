@@ -17,8 +17,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.plan.event_loop import Clock, Core, Link, Phase, Traffic, Transfer
-from gradsync.observe.plan.link_cost import Operation, Wire
+from gradsync.observe.plan.event_loop import Core, EventLoop, SharedLink, Traffic, Transfer, TransferPhase
+from gradsync.observe.plan.network import Operation, Wire
 from gradsync.observe.plan.profile import StepProfile
 from gradsync.observe.plan.schedule import Schedule
 
@@ -112,15 +112,15 @@ Wait = float | Transfer
 class _Rank:
     """One rank, and its records of each step."""
 
-    def __init__(self, profile: StepProfile, clock: Clock, core: Core) -> None:
-        self.profile, self._clock, self._core = profile, clock, core
+    def __init__(self, profile: StepProfile, loop: EventLoop, core: Core) -> None:
+        self.profile, self._loop, self._core = profile, loop, core
         self.began: list[float] = []
         # By step: seconds by name, and waits for the wire as intervals.
         self.spent: list[dict[str, float]] = []
         self.waits: list[list[tuple[float, float]]] = []
 
     def begin(self) -> None:
-        self.began.append(self._clock.now)
+        self.began.append(self._loop.now)
         self.spent.append(dict.fromkeys(("data", "forward", "backward", "optimizer", "host"), 0.0))
         self.waits.append([])
 
@@ -130,19 +130,19 @@ class _Rank:
         if item is None:
             return
         part, wait = item
-        since = self._clock.now
+        since = self._loop.now
 
         def go_on() -> None:
             if isinstance(wait, Transfer):
-                if self._clock.now > since:
-                    self.waits[-1].append((since, self._clock.now))
+                if self._loop.now > since:
+                    self.waits[-1].append((since, self._loop.now))
             else:
-                self.spent[-1][part] += self._clock.now - since
+                self.spent[-1][part] += self._loop.now - since
             self.follow(work)
 
         if isinstance(wait, Transfer):
             # From the clock, not from within: many waits in a row must not become many calls in each other.
-            wait.when_done(lambda: self._clock.after(0.0, go_on))
+            wait.when_done(lambda: self._loop.after(0.0, go_on))
         else:
             self._core.compute(wait, go_on)
 
@@ -155,47 +155,40 @@ class _Run:
         # Asked for the same sizes in every step.
         self._cost = functools.cache(wire.cost)
         self._warm_up, self._counted = WARM_UP[schedule.overlap], COUNTED[schedule.overlap]
-        clock = Clock()
-        link = Link(clock, wire.topology.between.burst)
-        self._traffic = Traffic(clock, link, wire.in_flight)
-        self._ranks = [_Rank(profile, clock, Core(clock, link, wire.hidden)) for profile in profiles]
+        loop = EventLoop()
+        link = SharedLink(loop, wire.topology.between.burst)
+        self._traffic = Traffic(loop, link, wire.in_flight)
+        self._ranks = [_Rank(profile, loop, Core(loop, link, wire.hidden)) for profile in profiles]
         self._reductions: dict[tuple[int, int], Transfer] = {}
         self._gathers: dict[tuple[int, int], Transfer] = {}
         self._ready: dict[tuple[int, int], float] = {}
-        self._clock = clock
-        live = self._sharded_life if schedule.overlap == "next-forward" else self._plain_life
+        self._loop = loop
         for rank in self._ranks:
-            rank.follow(live(rank))
-        clock.run()
+            rank.follow(self._life(rank))
+        loop.run()
         self._active = _Active(self._traffic.active)
 
     # -- the life of a rank ----------------------------------------------------------------------------------------
 
-    def _plain_life(self, rank: _Rank) -> Generator[tuple[str, Wait], None, None]:
-        profile = rank.profile
+    def _life(self, rank: _Rank) -> Generator[tuple[str, Wait], None, None]:
+        profile, sharded = rank.profile, self._schedule.overlap == "next-forward"
         for number in range(self._warm_up + self._counted):
             rank.begin()
+            if sharded:
+                yield "data", profile.data
+                yield from self._awaiting_forward(rank, number - 1)
+            # With shards, all that was gathered has arrived in the first forward.
             yield from self._accumulate(profile)
-            yield "data", profile.data
-            yield "forward", profile.forward
+            if not sharded:
+                yield "data", profile.data
+                yield "forward", profile.forward
             yield from self._backward(rank, number)
             for bucket in profile.buckets:
                 yield "wire", self._reductions[number, bucket.index]
-            yield "optimizer", profile.optimizer
-        rank.begin()
-
-    def _sharded_life(self, rank: _Rank) -> Generator[tuple[str, Wait], None, None]:
-        profile = rank.profile
-        for number in range(self._warm_up + self._counted):
-            rank.begin()
-            yield "data", profile.data
-            yield from self._awaiting_forward(rank, number - 1)
-            # All that was gathered has arrived in the first forward.
-            yield from self._accumulate(profile)
-            yield from self._backward(rank, number)
-            for bucket in profile.buckets:
-                yield "wire", self._reductions[number, bucket.index]
-            yield from self._scattered_step(rank, number)
+            if sharded:
+                yield from self._scattered_step(rank, number)
+            else:
+                yield "optimizer", profile.optimizer
         rank.begin()
 
     def _accumulate(self, profile: StepProfile) -> Generator[tuple[str, Wait], None, None]:
@@ -225,7 +218,7 @@ class _Run:
 
     def _reduce(self, rank: _Rank, number: int, index: int, nbytes: int) -> Generator[tuple[str, Wait], None, None]:
         reduction = self._schedule.reduction
-        self._ready[number, index] = max(self._ready.get((number, index), 0.0), self._clock.now)
+        self._ready[number, index] = max(self._ready.get((number, index), 0.0), self._loop.now)
         own = self._schedule.host + reduction.encode * nbytes
         if own:
             yield "host", own
@@ -268,7 +261,7 @@ class _Run:
         operations = reduction.operations
         decode = reduction.decode * nbytes / len(operations)
         phases = [
-            Phase(before=decode if place else 0.0, cost=self._cost(operation, nbytes * reduction.share))
+            TransferPhase(before=decode if place else 0.0, cost=self._cost(operation, nbytes * reduction.share))
             for place, operation in enumerate(operations)
         ]
         return Transfer(len(self._ranks), phases, after=decode)
@@ -282,8 +275,8 @@ class _Run:
     def _gather(self, nbytes: int) -> Transfer:
         return Transfer(len(self._ranks), [self._phase("all_gather", nbytes)])
 
-    def _phase(self, operation: Operation, nbytes: float) -> Phase:
-        return Phase(before=0.0, cost=self._cost(operation, nbytes))
+    def _phase(self, operation: Operation, nbytes: float) -> TransferPhase:
+        return TransferPhase(before=0.0, cost=self._cost(operation, nbytes))
 
     # -- what came of it ---------------------------------------------------------------------------------------------
 

@@ -3,34 +3,36 @@
 ::
 
     recorder   receives forwards, backwards, buckets, gathers and steps, and keeps when they happened
-    marks      turns the marks of a step into spans that fill the step without a gap
-    steps      the parts of a recording
+    marks      notes the stages of backwards and gathers, and turns marks into spans that fill the step without a gap
     loading    when the loop waits for its data
-    files      one file per rank, which other programs may read
-    clocks     the offset of each rank's clock from rank 0's
+    files      the parts of a recording, and its format: one file per rank, which other programs may read
+    attach     which recorder a model has, and the offset of the rank's clock from rank 0's
 """
 
-from gradsync.observe.recording.files import find_recordings, read_models, read_recording, read_recordings
-from gradsync.observe.recording.loading import loading
-from gradsync.observe.recording.recorder import Recorder, close_recorders
-from gradsync.observe.recording.steps import (
+from gradsync.observe.recording.files import (
     BucketPart,
-    BucketTimes,
     Clock,
     GatherTimes,
     Header,
+    RecordedBucket,
     Recording,
     Span,
     Step,
     Synchronization,
+    find_recordings,
+    read_models,
+    read_recording,
+    read_recordings,
 )
+from gradsync.observe.recording.loading import loading
+from gradsync.observe.recording.recorder import Recorder, close_recorders
 
 __all__ = [
     "BucketPart",
-    "BucketTimes",
     "Clock",
     "GatherTimes",
     "Header",
+    "RecordedBucket",
     "Recorder",
     "Recording",
     "Span",

@@ -1,4 +1,5 @@
-"""The recording format: one file per rank, in lines of JSON: a header, bucket layouts, the kept steps, and an end.
+"""A recording: its parts, and its format: one file per rank, in lines of JSON: a header, bucket layouts, the kept
+steps, and an end.
 
 ::
 
@@ -11,24 +12,33 @@
      "gathers": [[index, nbytes, start, end, needed, arrived], …]}
     {"kind": "end", "total": 1200, "ended": true}
 
-Times are seconds on the rank's own clock; the header has the offset to rank 0's. A file is always complete: it is
-rewritten now and then, and gets its name only once it is complete.
+All times are seconds on the clock of the rank that wrote them (``time.perf_counter``); with the :class:`Clock` in its
+header they become rank 0's. A file is always complete: it is rewritten now and then, and gets its name only once it is
+complete.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
 from gradsync.communicator.logs import absent, listed
-from gradsync.observe.recording.steps import BucketPart, BucketTimes, GatherTimes, Header, Recording, Span, Step
 
 __all__ = [
     "FOLDER",
     "FORMAT",
+    "BucketPart",
+    "Clock",
+    "GatherTimes",
+    "Header",
+    "RecordedBucket",
+    "Recording",
+    "Span",
+    "Step",
+    "Synchronization",
     "find_recordings",
     "lines_of",
     "parse_recording",
@@ -44,6 +54,180 @@ FOLDER = "recording"
 PATTERN = "rank-*.jsonl"
 
 
+# Of a synchronization: the one number of seconds that no clock has shown.
+DURATION = "busy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """``time + offset`` is the time on rank 0's clock, to within ``error``; None if that was not measured."""
+
+    offset: float = 0.0
+    error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The rank did ``name`` from ``begin`` to ``end``.
+
+    It is one of ``data`` (waiting for a loader), ``loop`` (what else precedes the forward of a micro-batch: code of the
+    training's own), ``forward``, ``backward``, ``synchronization`` (from the end of a backward to the last mean),
+    ``gather`` (waiting for parameters that are on their way), ``optimizer`` and ``other``.
+    """
+
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedBucket:
+    """One bucket's walk. ``full`` is when its last chunk was, and began to land, ``ready`` when that was done,
+    ``reduced`` when the wire was done with it, ``finish`` when the engine had waited for it; None is what nobody told
+    of."""
+
+    index: int
+    ready: float | None = None
+    start: float
+    reduced: float | None = None
+    finish: float | None = None
+    full: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherTimes:
+    """New parameters of one bucket in flight, for a sharded optimizer.
+
+    ``needed`` and ``arrived`` delimit the time that a rank waited for them.
+    """
+
+    index: int
+    nbytes: int
+    start: float
+    end: float | None = None
+    needed: float | None = None
+    arrived: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronization:
+    """One synchronized backward, or a synchronization without one: then it begins and ends at once.
+
+    ``busy`` is how many seconds of the backward its thread was on a core; None where that is unknown. A thread that
+    sleeps waits for the device that computes: what it does for buckets meanwhile costs nothing.
+    """
+
+    begin: float
+    backward_end: float
+    finished: float
+    buckets: tuple[RecordedBucket, ...]
+    busy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """From the end of one optimizer step to that of the next. ``spans`` fill it without a gap.
+
+    ``layout`` says which of the recording's layouts its buckets belong to. ``gathers`` are those whose parameters this
+    step used: most of them were started in the previous step.
+    """
+
+    number: int
+    layout: int
+    begin: float
+    end: float
+    micro_batches: int
+    spans: tuple[Span, ...]
+    synchronizations: tuple[Synchronization, ...] = ()
+    gathers: tuple[GatherTimes, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def collectives(self) -> int:
+        """How many the engine has started for it, gathers included."""
+        return sum(len(each.buckets) for each in self.synchronizations) + len(self.gathers)
+
+    def spent(self, name: str) -> float:
+        """Seconds of all spans of that name."""
+        return sum(span.seconds for span in self.spans if span.name == name)
+
+    def shifted(self, seconds: float) -> "Step":
+        """The same step, on a clock that is that many seconds ahead."""
+        moved: Step = _moved(self, seconds)
+        return moved
+
+
+def _moved(value: Any, seconds: float) -> Any:
+    """All that is a float here is a moment, but for :data:`DURATION`."""
+    if isinstance(value, float):
+        return value + seconds
+    if isinstance(value, tuple):
+        return tuple([_moved(each, seconds) for each in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).items()
+        return type(value)(**{name: each if name == DURATION else _moved(each, seconds) for name, each in parts})
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPart:
+    """One bucket of a layout: its bytes, including control flags, and the names of its parameters."""
+
+    nbytes: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Which rank wrote a recording, and of what.
+
+    ``model`` numbers the models of a process, in the order in which they were wrapped. ``caps`` are bucket sizes in
+    bytes, ``identity`` identifies the host, ``link`` is the measured cost of an all-reduce: latency and seconds per
+    byte.
+    """
+
+    rank: int
+    world_size: int
+    model: int = 0
+    name: str = ""
+    host: str = ""
+    identity: str = ""
+    process: int = 0
+    device: str = "cpu"
+    backend: str = ""
+    communicator: str = ""
+    reduction: str = "Mean()"
+    schedule: str = "overlapped"
+    caps: tuple[int, ...] = ()
+    caps_chosen: bool = False
+    parameters: dict[str, int] = field(default_factory=dict)
+    optimizer: str = ""
+    link: tuple[float, float] | None = None
+    clock: Clock = field(default_factory=Clock)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The recording of one rank. ``total`` steps were made, of which ``steps`` were kept.
+
+    ``ended`` is False while it continues, and for a rank that was killed.
+    """
+
+    header: Header
+    layouts: tuple[tuple[BucketPart, ...], ...]
+    steps: tuple[Step, ...]
+    total: int
+    ended: bool
+
+
 def file_name(rank: int, model: int) -> str:
     return f"rank-{rank:05d}.jsonl" if model == 0 else f"rank-{rank:05d}-model-{model}.jsonl"
 
@@ -52,11 +236,11 @@ def file_name(rank: int, model: int) -> str:
 
 
 def header_line(header: Header) -> str:
-    return _line({"kind": "recording", "format": FORMAT, **dataclasses.asdict(header)})
+    return _line({"kind": "recording", "format": FORMAT, **asdict(header)})
 
 
 def layout_line(number: int, buckets: Sequence[BucketPart]) -> str:
-    return _line({"kind": "layout", "number": number, "buckets": [dataclasses.asdict(bucket) for bucket in buckets]})
+    return _line({"kind": "layout", "number": number, "buckets": [asdict(bucket) for bucket in buckets]})
 
 
 def end_line(total: int, *, ended: bool) -> str:
@@ -92,9 +276,9 @@ def _told(value: Any) -> Any:
         return round(value, 7)
     if isinstance(value, tuple):
         return [_told(each) for each in value]
-    if isinstance(value, Span | BucketTimes | GatherTimes):
+    if isinstance(value, Span | RecordedBucket | GatherTimes):
         return [_told(each) for each in vars(value).values()]
-    if dataclasses.is_dataclass(value):
+    if is_dataclass(value):
         return {name: _told(each) for name, each in vars(value).items()}
     return value
 
@@ -168,12 +352,12 @@ def _assembled(objects: Iterator[tuple[int, dict[str, Any]]], path: str) -> Reco
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Layout:
     buckets: tuple[BucketPart, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _End:
     total: int = 0
     ended: bool = False

@@ -1,4 +1,7 @@
-"""Converts marks to steps. During a step only marks are kept; they are interpreted when somebody asks.
+"""Marks: what is noted during a step, and the step that is read from them later.
+
+During a step only marks are kept, because a recorder is always on and must cost nearly nothing; they are interpreted
+when somebody asks.
 
 Between two marks a rank does one thing. Which one is known at the latest from the mark that ends it:
 
@@ -9,47 +12,127 @@ Between two marks a rank does one thing. Which one is known at the latest from t
 - a loss that is computed after the forward, and its own backward, are part of ``forward``.
 """
 
-import enum
-from collections.abc import Callable, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from gradsync.observe.recording.steps import BucketTimes, GatherTimes, Span, Step, Synchronization
+from gradsync.communicator import Handle
+from gradsync.core.bucket.bucket import Bucket
+from gradsync.observe.recording.files import GatherTimes, RecordedBucket, Span, Step, Synchronization
 
-__all__ = ["Kind", "Marks", "Read", "read_step"]
+__all__ = ["Gather", "Marker", "Marks", "Read", "read_gathers", "read_step", "unknown"]
 
+# What a mark says. Plain numbers: looking up a member of an enumeration takes as long as all the rest of a mark.
+EVALUATION, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, STEP, STEP_END, LOADING, LOADED = range(9)
+FULL, READY, START, FINISH, SYNCHRONIZED, NEEDED, ARRIVED = range(9, 16)
 
-class Kind(enum.IntEnum):
-    """What a mark says."""
-
-    EVALUATION = enum.auto()
-    FORWARD = enum.auto()
-    FORWARD_END = enum.auto()
-    BACKWARD = enum.auto()
-    FULL = enum.auto()
-    READY = enum.auto()
-    START = enum.auto()
-    BACKWARD_END = enum.auto()
-    FINISH = enum.auto()
-    SYNCHRONIZED = enum.auto()
-    STEP = enum.auto()
-    STEP_END = enum.auto()
-    NEEDED = enum.auto()
-    ARRIVED = enum.auto()
-    LOADING = enum.auto()
-    LOADED = enum.auto()
-
-
-# What, of what (a bucket's index, or what becomes of it on the wire: index, start, and when it was reduced; of a
-# backward how long its thread had been on a core), when.
-Marks = list[tuple[Kind, Any, Any]]
-
+# Kind, details, moment. Details are a bucket's index and bytes, for START also when it was reduced (a mark must not
+# keep gradients alive); for the two of a backward how long its thread had been on a core.
+Marks = list[tuple[int, Any, Any]]
+# A bucket's index and bytes, and when its gather started, ended, was needed and arrived.
+Gather = list[Any]
 # A moment, as marks have it, in seconds.
 Read = Callable[[Any], float]
+
+
+def unknown() -> None:
+    """Where backwards run on threads of their own, as on a GPU, and where nobody asks."""
+
+
+class Marker:
+    """Notes when a backward and its buckets reached each stage: the part of an observer that recorders and timelines
+    have in common.
+
+    Several threads call it. There is no lock: a signal handler that reads a parameter in here waits for another thread,
+    which would wait for this one.
+    """
+
+    def __init__(self) -> None:
+        self._now: Callable[[], Any] = time.perf_counter
+        # Seconds that this thread has been on a core, where they tell something.
+        self._on_core: Callable[[], float | None] = unknown
+        self._marks: Marks = []
+        # Those that were started since the last step; by bucket, those that nobody has waited for yet.
+        self._gathers: list[Gather] = []
+        self._waiting: dict[int, Gather] = {}
+
+    def backward_began(self, *, synchronizes: bool) -> None:
+        self._marks.append((BACKWARD, self._on_core(), self._now()))
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        self._marks.append((READY, (bucket.index, bucket.buffer.nbytes), self._now()))
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        details = [bucket.index, bucket.buffer.nbytes, None]
+        self._marks.append((START, details, self._now()))
+        # On the transport's own thread, and on CUDA on a stream that is ordered after the collective.
+        handle.when_done(functools.partial(self._note_end, details, 2))
+
+    def backward_ended(self) -> None:
+        self._marks.append((BACKWARD_END, self._on_core(), self._now()))
+
+    def bucket_finished(self, bucket: Bucket) -> None:
+        self._marks.append((FINISH, (bucket.index, bucket.buffer.nbytes), self._now()))
+
+    def synchronization_finished(self) -> None:
+        self._marks.append((SYNCHRONIZED, None, self._now()))
+
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        gather: Gather = [bucket.index, bucket.buffer.nbytes, self._now(), None, None, None]
+        self._gathers.append(gather)
+        self._waiting[bucket.index] = gather
+        handle.when_done(functools.partial(self._note_end, gather, 3))
+
+    def _note_end(self, details: list[Any], place: int) -> None:
+        details[place] = self._now()
+
+
+def read_gathers(gathers: Iterable[Gather], read: Read) -> tuple[GatherTimes, ...]:
+    names = ("end", "needed", "arrived")
+    return tuple(
+        GatherTimes(
+            index=index,
+            nbytes=nbytes,
+            start=read(start),
+            **{name: None if moment is None else read(moment) for name, moment in zip(names, rest, strict=True)},
+        )
+        for index, nbytes, start, *rest in gathers
+    )
+
+
+def read_step(marks: Marks, gathers: Iterable[Gather], *, read: Read, number: int, layout: int, begin: Any) -> Step:
+    """The step that the marks describe. The last mark is its end."""
+    first, last = read(begin), read(marks[-1][2])
+    walk = _Walk(first)
+    for kind, details, moment in marks:
+        if kind == EVALUATION:
+            walk.evaluated = True
+        elif kind == START:
+            *bucket, reduced = details
+            walk.started(bucket[0], read(moment), None if reduced is None else read(reduced))
+        else:
+            walk.pass_by(kind, details, read(moment))
+    walk.until(last)
+    return Step(
+        number=number,
+        layout=layout,
+        begin=first,
+        end=last,
+        micro_batches=walk.micro_batches,
+        spans=tuple(walk.spans),
+        synchronizations=tuple(walk.synchronizations),
+        gathers=read_gathers(gathers, read),
+    )
+
 
 # What goes on where no mark says so: it is named by what follows.
 _GAP = "gap"
 # A backward has ended; if a synchronization follows it has begun.
 _ENDING = "ending"
+# What a mark begins, where it always begins the same.
+_BEGINS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_END: _ENDING, STEP: "optimizer", STEP_END: _GAP}
+_BEGINS |= {NEEDED: "gather", LOADING: "data"}
 
 
 class _Walk:
@@ -59,10 +142,12 @@ class _Walk:
         self.spans: list[Span] = []
         self.synchronizations: list[Synchronization] = []
         self.micro_batches = 0
+        self.evaluated = False
         self._cursor = begin
         self._doing = _GAP
-        self._before_gather = self._before_loading = _GAP
-        self._in_step = self._evaluated = False
+        # By the mark that ends it, what an interruption has interrupted.
+        self._before: dict[int, str] = {}
+        self._in_step = False
         self._forget()
 
     def _forget(self) -> None:
@@ -70,12 +155,10 @@ class _Walk:
         self._on_core: float | None = None
         self._busy: float | None = None
         self._ended: float | None = None
-        self._full: dict[int, float] = {}
-        self._ready: dict[int, float] = {}
-        self._started: dict[int, Any] = {}
-        self._finished: dict[int, float] = {}
+        self._seen: dict[int, dict[int, float]] = {FULL: {}, READY: {}, FINISH: {}}
+        self._started: dict[int, tuple[float, float | None]] = {}
 
-    def _until(self, now: float, gap: str = "other") -> None:
+    def until(self, now: float, gap: str = "other") -> None:
         """What was done until now is over."""
         name = gap if self._doing in (_GAP, _ENDING) else self._doing
         if now > self._cursor:
@@ -86,135 +169,65 @@ class _Walk:
                 self.spans.append(Span(name=name, begin=self._cursor, end=now))
             self._cursor = now
 
-    @property
-    def _gap(self) -> str:
-        """What precedes a forward, or the loading of a batch."""
-        return "other" if self._evaluated else "loop"
-
-    @property
-    def _idle(self) -> str:
-        return "optimizer" if self._in_step else _GAP
-
-    def pass_by(self, kind: Kind, what: Any, now: float) -> None:
+    def pass_by(self, kind: int, details: Any, now: float) -> None:
         """The next mark."""
-        if kind is Kind.FORWARD:
-            self._until(now, gap=self._gap)
-            self._doing, self._evaluated = "forward", False
-        elif kind is Kind.BACKWARD:
-            self._until(now)
-            self._doing = "backward"
-            self.micro_batches += 1
-            self._full.clear()
-            self._ready.clear()
-            self._began, self._ended = now, None
-            self._on_core, self._busy = what, None
-        elif kind is Kind.BACKWARD_END:
-            self._until(now)
-            self._doing, self._ended = _ENDING, now
-            if what is not None and self._on_core is not None:
-                self._busy = what - self._on_core
-        elif kind is Kind.STEP:
-            self._until(now)
-            self._doing, self._in_step = "optimizer", True
-        elif kind is Kind.STEP_END:
-            self._until(now)
-            self._doing, self._in_step = _GAP, False
-        elif kind is Kind.NEEDED:
-            self._until(now)
-            self._before_gather, self._doing = self._doing, "gather"
-        elif kind is Kind.ARRIVED:
-            self._until(now)
-            self._doing = self._before_gather
-        elif kind is Kind.LOADING:
-            self._until(now, gap=self._gap)
-            self._before_loading, self._doing = self._doing, "data"
-        elif kind is Kind.LOADED and self._doing == "data":
-            self._until(now)
-            self._doing = self._before_loading
-        elif kind is Kind.FULL:
-            self._full[what] = now
-        elif kind is Kind.READY:
-            self._ready[what] = now
-        elif kind is Kind.FINISH:
-            self._finished[what] = now
-        elif kind is Kind.SYNCHRONIZED:
+        if kind in self._seen:
+            self._seen[kind][details[0]] = now
+        elif kind == SYNCHRONIZED:
             self._synchronized(now)
+        elif kind != FORWARD_END and (kind != LOADED or self._doing == "data"):
+            # What precedes a forward, or the loading of a batch, is the loop's own code.
+            before_forward = kind in (FORWARD, LOADING) and not self.evaluated
+            self.until(now, gap="loop" if before_forward else "other")
+            if kind in (NEEDED, LOADING):
+                self._before[ARRIVED if kind == NEEDED else LOADED] = self._doing
+            self._doing = self._before.get(kind, _GAP) if kind in (ARRIVED, LOADED) else _BEGINS[kind]
+            if kind == FORWARD:
+                self.evaluated = False
+            elif kind in (STEP, STEP_END):
+                self._in_step = kind == STEP
+            elif kind == BACKWARD:
+                self.micro_batches += 1
+                self._seen[FULL].clear()
+                self._seen[READY].clear()
+                self._began, self._ended = now, None
+                self._on_core, self._busy = details, None
+            elif kind == BACKWARD_END:
+                self._ended = now
+                if details is not None and self._on_core is not None:
+                    self._busy = details - self._on_core
 
-    def evaluated(self) -> None:
-        """The model ran without gradients."""
-        self._evaluated = True
-
-    def start(self, entry: Any, read: Read) -> None:
-        """A bucket was put on the wire."""
-        index, start, reduced = entry
-        self._started[index] = (read(start), None if reduced is None else read(reduced))
+    def started(self, index: int, start: float, reduced: float | None) -> None:
+        """A bucket's collective was started."""
+        self._started[index] = (start, reduced)
         if self._doing == _GAP:
             # Without a backward: by synchronize(), or for want of one on this rank.
-            self._until(self._started[index][0])
+            self.until(start)
             self._began = self._ended = self._cursor
             self._doing = _ENDING
 
     def _synchronized(self, now: float) -> None:
         if self._doing == _ENDING:
             self._doing = "synchronization"
-        self._until(now)
+        self.until(now)
         begin = now if self._began is None else self._began
+        end = now if self._ended is None else self._ended
+        full, ready, finish = self._seen.values()
         buckets = tuple(
-            BucketTimes(
+            RecordedBucket(
                 index=index,
-                full=self._full.get(index),
-                ready=self._ready.get(index),
+                full=full.get(index),
+                ready=ready.get(index),
                 start=start,
                 reduced=reduced,
-                finish=self._finished.get(index),
+                finish=finish.get(index),
             )
             for index, (start, reduced) in sorted(self._started.items())
         )
-        end = now if self._ended is None else self._ended
         # Less than nothing: it has ended on another thread than it began on. Two clocks are read one after the other.
         busy = None if self._busy is None or self._busy < 0 else min(self._busy, end - begin)
         self.synchronizations.append(
             Synchronization(begin=begin, backward_end=end, finished=now, buckets=buckets, busy=busy)
         )
         self._forget()
-        self._doing = self._idle
-
-    def end(self, now: float) -> None:
-        self._until(now)
-
-
-def read_step(
-    marks: Marks, gathers: Sequence[Sequence[Any]], *, read: Read, number: int, layout: int, begin: Any
-) -> Step:
-    """The step that the marks describe. The last mark is its end."""
-    first, last = read(begin), read(marks[-1][2])
-    walk = _Walk(first)
-    for kind, what, moment in marks:
-        if kind is Kind.START:
-            walk.start(what, read)
-        elif kind is Kind.EVALUATION:
-            walk.evaluated()
-        else:
-            walk.pass_by(kind, what, read(moment))
-    walk.end(last)
-    return Step(
-        number=number,
-        layout=layout,
-        begin=first,
-        end=last,
-        micro_batches=walk.micro_batches,
-        spans=tuple(walk.spans),
-        synchronizations=tuple(walk.synchronizations),
-        gathers=tuple(
-            GatherTimes(
-                index=index,
-                nbytes=nbytes,
-                start=read(start),
-                **{
-                    name: None if moment is None else read(moment)
-                    for name, moment in zip(("end", "needed", "arrived"), rest, strict=True)
-                },
-            )
-            for index, nbytes, start, *rest in gathers
-        ),
-    )
+        self._doing = "optimizer" if self._in_step else _GAP

@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,39 +22,48 @@ from typing import Any
 import torch
 
 from gradsync.base import __version__
-from gradsync.communicator import Handle
 from gradsync.communicator.device_stage import DeviceClock
 from gradsync.communicator.topology import host_identity
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.layout import BucketLayout
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction.measurement import known_link
-from gradsync.observe.recording.files import end_line, file_name, header_line, layout_line, step_line, write_lines
+from gradsync.observe.recording.files import (
+    BucketPart,
+    Clock,
+    Header,
+    Recording,
+    Step,
+    end_line,
+    file_name,
+    header_line,
+    layout_line,
+    step_line,
+    write_lines,
+)
 from gradsync.observe.recording.loading import listen
-from gradsync.observe.recording.marks import Kind, Marks, Read, read_step
-from gradsync.observe.recording.steps import BucketPart, Clock, Header, Recording, Step
+from gradsync.observe.recording.marks import (
+    ARRIVED,
+    EVALUATION,
+    FORWARD,
+    FORWARD_END,
+    FULL,
+    LOADED,
+    LOADING,
+    NEEDED,
+    STEP,
+    STEP_END,
+    Gather,
+    Marker,
+    Marks,
+    Read,
+    read_step,
+    unknown,
+)
 
 __all__ = ["Recorder", "close_recorders"]
 
 LOGGER = logging.getLogger("gradsync")
-
-# Looking a member up in its class takes as long as all the rest of a mark.
-_ARRIVED = Kind.ARRIVED
-_BACKWARD = Kind.BACKWARD
-_BACKWARD_END = Kind.BACKWARD_END
-_EVALUATION = Kind.EVALUATION
-_FINISH = Kind.FINISH
-_FORWARD = Kind.FORWARD
-_FORWARD_END = Kind.FORWARD_END
-_FULL = Kind.FULL
-_LOADED = Kind.LOADED
-_LOADING = Kind.LOADING
-_NEEDED = Kind.NEEDED
-_READY = Kind.READY
-_START = Kind.START
-_STEP = Kind.STEP
-_STEP_END = Kind.STEP_END
-_SYNCHRONIZED = Kind.SYNCHRONIZED
 
 # Steps that are kept as they are; of those before, as many again, ever further apart.
 KEPT = 500
@@ -71,7 +79,7 @@ _unwritten: "list[Recorder]" = []
 _models: Counter[tuple[Path, int]] = Counter()
 
 
-class Recorder:
+class Recorder(Marker):
     """Keeps the last ``keep`` steps of one model.
 
     If it has a ``folder``, it writes them there: now and then, when it is closed, and at the end of the process.
@@ -81,19 +89,17 @@ class Recorder:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, *, keep: int | None = None) -> None:
+        super().__init__()
         self.folder = None if folder is None else Path(folder)
         self._keep = keep if keep is not None else KEPT if self.folder is not None else KEPT_IN_MEMORY
         self._header: Header | None = None
         self._synchronizer: weakref.ref[Synchronizer] | None = None
-        self._now: Callable[[], Any] = time.perf_counter
-        self._on_core: Callable[[], float | None] = time.thread_time
+        self._on_core = time.thread_time
         self._layout: BucketLayout | None = None
         self._layouts: list[tuple[BucketPart, ...]] = []
-        self._marks: Marks = []
-        self._gathers: list[list[Any]] = []
-        self._following: list[list[Any]] = []
-        self._waiting: dict[int, list[Any]] = {}
-        self._steps: deque[tuple[int, int, Any, Marks, list[list[Any]]]] = deque(maxlen=self._keep)
+        # Gathers whose parameters this step uses: those that the step before has started.
+        self._used: list[Gather] = []
+        self._steps: deque[tuple[int, int, Any, Marks, list[Gather]]] = deque(maxlen=self._keep)
         # When the step began: the last one's end. Where that is in the marks, once its optimizer has stepped.
         self._begin: Any = None
         self._cut = 0
@@ -116,7 +122,7 @@ class Recorder:
         """Called before the first event of this model. A model that moves to another communicator is attached again."""
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
-            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), _unknown
+            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), unknown
         number = self._next_number(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
         listen(self)
@@ -141,99 +147,71 @@ class Recorder:
 
     def evaluation_began(self) -> None:
         # Once is enough: somebody may evaluate for hours.
-        if not self._marks or self._marks[-1][0] is not _EVALUATION:
-            self._marks.append((_EVALUATION, None, None))
+        if not self._marks or self._marks[-1][0] != EVALUATION:
+            self._marks.append((EVALUATION, None, None))
 
     def forward_began(self) -> None:
         now = self._now()
         if self._cut:
             self._end_step()
         elif len(self._marks) > MOST_MARKS:
-            self._marks, self._gathers, self._following, self._begin = [], [], [], now
+            self._marks, self._used, self._gathers, self._begin = [], [], [], now
         elif self._begin is None:
             self._begin = now
         self._in_forward, self._thread = True, threading.get_ident()
-        self._marks.append((_FORWARD, None, now))
+        self._marks.append((FORWARD, None, now))
 
     def forward_ended(self) -> None:
         self._in_forward = False
-        self._marks.append((_FORWARD_END, None, self._now()))
+        self._marks.append((FORWARD_END, None, self._now()))
 
     def backward_began(self, *, synchronizes: bool) -> None:
         # A forward that raised, or whose output went elsewhere, is over too.
         self._in_forward = False
-        self._marks.append((_BACKWARD, self._on_core(), self._now()))
+        super().backward_began(synchronizes=synchronizes)
 
     def chunk_full(self, bucket: Bucket) -> None:
-        self._marks.append((_FULL, bucket.index, self._now()))
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        self._marks.append((_READY, bucket.index, self._now()))
-
-    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        now = self._now()
-        entry = [bucket.index, now, None]
-        self._marks.append((_START, entry, now))
-        # On the wire's own thread, and on CUDA on a stream that is ordered after the collective.
-        handle.when_done(functools.partial(self._note_end, entry, 2))
-
-    def backward_ended(self) -> None:
-        self._marks.append((_BACKWARD_END, self._on_core(), self._now()))
-
-    def bucket_finished(self, bucket: Bucket) -> None:
-        self._marks.append((_FINISH, bucket.index, self._now()))
-
-    def synchronization_finished(self) -> None:
-        self._marks.append((_SYNCHRONIZED, None, self._now()))
-
-    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        entry = [bucket.index, bucket.buffer.nbytes, self._now(), None, None, None]
-        self._following.append(entry)
-        self._waiting[bucket.index] = entry
-        handle.when_done(functools.partial(self._note_end, entry, 3))
+        self._marks.append((FULL, (bucket.index,), self._now()))
 
     def gather_needed(self, bucket: Bucket) -> None:
         now = self._now()
-        self._marks.append((_NEEDED, bucket.index, now))
-        entry = self._waiting.get(bucket.index)
-        if entry is not None:
-            entry[4] = now
+        self._marks.append((NEEDED, None, now))
+        gather = self._waiting.get(bucket.index)
+        if gather is not None:
+            gather[4] = now
 
     def gather_arrived(self, bucket: Bucket) -> None:
         now = self._now()
-        self._marks.append((_ARRIVED, bucket.index, now))
-        entry = self._waiting.pop(bucket.index, None)
-        if entry is not None:
-            entry[5] = now
+        self._marks.append((ARRIVED, None, now))
+        gather = self._waiting.pop(bucket.index, None)
+        if gather is not None:
+            gather[5] = now
 
     def loading_began(self) -> None:
         # Batches of an evaluation are part of it, and somebody may read data for hours without a step.
-        evaluates = bool(self._marks) and self._marks[-1][0] is _EVALUATION
+        evaluates = bool(self._marks) and self._marks[-1][0] == EVALUATION
         if self._thread == threading.get_ident() and not evaluates and len(self._marks) <= MOST_MARKS:
             self._loads = True
-            self._marks.append((_LOADING, None, self._now()))
+            self._marks.append((LOADING, None, self._now()))
 
     def loading_ended(self) -> None:
         if self._loads and self._thread == threading.get_ident():
             self._loads = False
-            self._marks.append((_LOADED, None, self._now()))
+            self._marks.append((LOADED, None, self._now()))
 
     def step_began(self) -> None:
         if not self._in_forward:
-            self._marks.append((_STEP, None, self._now()))
+            self._marks.append((STEP, None, self._now()))
 
     def step_ended(self, optimizer: Any) -> None:
         # Parameters that are updated when a layer waits for them have optimizers that step inside the forward.
         if self._in_forward or self._begin is None:
             return
-        self._marks.append((_STEP_END, None, self._now()))
+        self._marks.append((STEP_END, None, self._now()))
         self._cut = len(self._marks)
         header = self._header
         if header is not None and not header.optimizer:
             self._header = replace(header, optimizer=type(optimizer).__name__)
-
-    def _note_end(self, entry: list[Any], place: int) -> None:
-        entry[place] = self._now()
 
     # -- a step is over --------------------------------------------------------------------------------------------
 
@@ -242,8 +220,8 @@ class Recorder:
         marks, cut, self._cut = self._marks, self._cut, 0
         self._marks = marks[cut:]
         del marks[cut:]
-        self._steps.append((self.total, self._number_of_layout(), self._begin, marks, self._gathers))
-        self._gathers, self._following = self._following, []
+        self._steps.append((self.total, self._number_of_layout(), self._begin, marks, self._used))
+        self._used, self._gathers = self._gathers, []
         self._begin = marks[-1][2]
         self.total += 1
         if self.folder is not None and not self._closed and time.monotonic() > self._due:
@@ -285,7 +263,7 @@ class Recorder:
             header=header, layouts=tuple(self._layouts), steps=tuple(steps), total=self.total, ended=self._closed
         )
 
-    def _read(self, steps: list[tuple[int, int, Any, Marks, list[list[Any]]]]) -> list[Step]:
+    def _read(self, steps: list[tuple[int, int, Any, Marks, list[Gather]]]) -> list[Step]:
         read = self._reader()
         return [
             read_step(marks, gathers, read=read, number=number, layout=layout, begin=begin)
@@ -363,10 +341,6 @@ def close_recorders() -> None:
 
 
 os.register_at_fork(after_in_child=_unwritten.clear)
-
-
-def _unknown() -> None:
-    """Backwards of a GPU run on threads of their own, and the host is ahead of them."""
 
 
 def _describe(synchronizer: Synchronizer, name: str, clock: Clock, number: int) -> Header:

@@ -39,7 +39,7 @@ KINDS: tuple[tuple[Callable[[Path], object], Callable[[Path, int], Any]], ...] =
 
 
 def _trace(folder: Path, path: Path) -> int:
-    from gradsync.observe.trace.perfetto import write_trace
+    from gradsync.observe.trace import write_trace
 
     models = read_models(folder) or [read_recordings(folder)]
     return write_trace([each for recordings in models for each in recordings], path)

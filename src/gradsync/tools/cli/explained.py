@@ -8,7 +8,7 @@ from rich.text import Text
 
 from gradsync.observe.charts.numbers import duration
 from gradsync.observe.explain import Explanation
-from gradsync.observe.explain.explanation_text import (
+from gradsync.observe.explain.explanation import (
     ADVICE_TITLE,
     BAR,
     BUCKET_COLUMNS,

@@ -13,10 +13,9 @@ from rich.table import Table
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.numbers import count, duration, saving
-from gradsync.observe.plan.calibration import Calibration
+from gradsync.observe.plan.calibration import Calibration, recorded
 from gradsync.observe.plan.library import known_machines, known_models, published
 from gradsync.observe.plan.planner import Setting
-from gradsync.observe.plan.recorded import recorded
 from gradsync.observe.plan.report import PlanReport, make_report, rate_words
 from gradsync.tools.cli.options import refusing
 from gradsync.tools.lab.rate import Rate
@@ -111,7 +110,7 @@ def plan(
     else:
         _show(report, price)
     if picture is not None:
-        from gradsync.observe.plan.picture import save_picture
+        from gradsync.observe.plan.report import save_picture
 
         save_picture(report, picture)
         print(f"\npicture: {picture}")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.canvas import PARTS
-from gradsync.observe.charts.lanes import Lane, Stretch
+from gradsync.observe.charts.kinds import Lane, Stretch
 from gradsync.observe.charts.numbers import duration, size
 from gradsync.observe.explain import Explanation, explain_recordings
-from gradsync.observe.explain.explanation_text import NAMES
+from gradsync.observe.explain.explanation import NAMES
 from gradsync.observe.explain.merging import MergedStep
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
 from gradsync.observe.recording import find_recordings, read_recordings

@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.canvas import POINTS, SOFT, canvas, colour, legend, require, style
-from gradsync.observe.charts.kinds import Bar, Point, Series, draw_columns, draw_steps, draw_timeline, thin
-from gradsync.observe.charts.lanes import draw_lanes
+from gradsync.observe.charts.kinds import Bar, Point, Series, draw_columns, draw_lanes, draw_steps, draw_timeline, thin
 from gradsync.observe.charts.numbers import compact, count, duration, size
 from gradsync.observe.charts.page import NAMES, page_svg, read_out, render, svg_file
 from gradsync.observe.explain import Explanation
-from gradsync.observe.explain.explanation_text import ADVICE_TITLE, gained
+from gradsync.observe.explain.explanation import ADVICE_TITLE, gained
 from gradsync.tools.llm.explained import explain_run, lanes_of, names_of, shown_step
 from gradsync.tools.llm.run_folder import Run, read_run, write_whole
 from gradsync.tools.llm.time_shares import TimeShares, first_step, time_shares

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradsync.observe.charts.numbers import count
 from gradsync.observe.explain import Explanation
-from gradsync.observe.explain.explanation_text import NAMES, gained
+from gradsync.observe.explain.explanation import NAMES, gained
 from gradsync.tools.llm.phases import PHASES
 from gradsync.tools.llm.trainer import Listener, Outcome, StepRecord, Trainer
 

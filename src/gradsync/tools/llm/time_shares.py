@@ -12,7 +12,7 @@ from typing import Any
 
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.explain import Explanation
-from gradsync.observe.explain.explanation_text import NAMES
+from gradsync.observe.explain.explanation import NAMES
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
 from gradsync.observe.explain.split import step_parts
 from gradsync.tools.llm.phases import PHASES

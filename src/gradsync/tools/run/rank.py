@@ -15,7 +15,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.health.watch import say_goodbye
 from gradsync.health.watch.exit_causes import exit_status
 from gradsync.observe.recording import close_recorders
-from gradsync.observe.recording.setting import VARIABLE
+from gradsync.observe.recording.attach import VARIABLE
 from gradsync.tools.run.account import Account, account_path, find_accounts, read_account, write_account
 from gradsync.tools.run.children import Settings, begin_with_children, say_if_ranks_are_started
 from gradsync.tools.run.script import Script, leave_as_python_would
