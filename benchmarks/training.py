@@ -14,9 +14,8 @@ from torch import nn
 
 from gradsync import Accelerator
 from gradsync.tools.bench.record import CellRecord
-from gradsync.tools.llm.batches import Batches, BatchPlan, MicroBatch
 from gradsync.tools.llm.model import build_model, loss_of
-from gradsync.tools.llm.tokens import prepare_tokens
+from gradsync.tools.llm.tokens import Batches, BatchPlan, MicroBatch, prepare_tokens
 
 
 def arguments(description: str | None, *, model: str, batch: int, length: int) -> argparse.Namespace:

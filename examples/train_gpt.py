@@ -11,10 +11,9 @@ import time
 import torch
 
 from gradsync import Accelerator, GradientAccumulationPlugin
-from gradsync.tools.llm.batches import Batches, BatchPlan
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
-from gradsync.tools.llm.schedule import warmup_cosine
-from gradsync.tools.llm.tokens import prepare_tokens
+from gradsync.tools.llm.tokens import Batches, BatchPlan, prepare_tokens
+from gradsync.tools.llm.trainer import warmup_cosine
 
 
 class Progress:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from gradsync.health.elastic import Elastic
-from gradsync.tools.llm.elastic_run import run_elastic
+from gradsync.tools.llm.run import run_elastic
 from gradsync.tools.llm.settings import TrainSettings
 from tests.roll_call import join_roll_call
 

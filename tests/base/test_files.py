@@ -17,8 +17,7 @@ from gradsync.observe.plan.library import published
 from gradsync.observe.plan.planner import Setting, predict
 from gradsync.observe.recording import RecordedBucket, read_recordings
 from gradsync.observe.recording.files import file_name, lines_of
-from gradsync.tools.run.account import account_path, read_account
-from gradsync.tools.run.messages import tell
+from gradsync.tools.run.account import account_path, read_account, tell
 from tests.recordings import Loop, World
 
 GONE = object()

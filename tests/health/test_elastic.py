@@ -30,7 +30,7 @@ from gradsync.health.elastic import (
     require_torchft,
 )
 from gradsync.testing import run_ranks
-from gradsync.tools.cli.elastic_launching import run_elastic_ranks_of
+from gradsync.tools.cli.launching import run_elastic_ranks_of
 from gradsync.tools.llm.run_folder import read_metrics
 from gradsync.tools.llm.settings import TrainSettings
 from tests.elastic_soak import TOLERANCE, Plan, soak, worst_difference
@@ -206,7 +206,7 @@ def test_a_disk_that_is_full_when_ranks_have_met_is_no_lost_rank(roll_call: Roll
 
 
 def test_ranks_are_not_replaced_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("gradsync.tools.cli.elastic_launching.MOST_REPLACED", 1)
+    monkeypatch.setattr("gradsync.tools.cli.launching.MOST_REPLACED", 1)
     monkeypatch.setenv(LIGHTHOUSE, "http://127.0.0.1:1")
     assert run_elastic_ranks_of("no_such_module", [], nproc=1, ranks=1, min_ranks=1) == 1
     assert "1 ranks have been replaced in this run, so it ends" in capsys.readouterr().err
@@ -425,7 +425,7 @@ def test_what_ranks_refuse_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_who_has_not_come_when_the_run_is_over_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("gradsync.tools.cli.elastic_launching.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("gradsync.tools.cli.launching.GRACE_SECONDS", 0.5)
     program = "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
     assert launched(monkeypatch, tmp_path, program) == 0
 

@@ -576,7 +576,7 @@ def test_the_command_reads_a_run_or_a_folder_of_recordings(tmp_path: Path) -> No
 def test_a_terminal_gets_the_same_with_bars() -> None:
     from rich.console import Console
 
-    from gradsync.tools.cli.explained import shown
+    from gradsync.tools.cli.explain import shown
 
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(shown(explain_recordings(World(ranks=[Loop(), Loop(forward=0.05)]).record())))

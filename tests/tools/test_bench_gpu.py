@@ -31,8 +31,8 @@ from gradsync.tools.bench.scenario import Scenario, gpu_cell
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.bench.screen import Screen
 from gradsync.tools.cli import main
-from gradsync.tools.lab import emulated_gpu
-from gradsync.tools.lab.profile import transformer
+from gradsync.tools.lab import emulated
+from gradsync.tools.lab.emulated import transformer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -173,9 +173,9 @@ def test_a_block_ends_when_the_device_is_done_and_is_one_sample(tmp_path: Path) 
 def test_layers_of_an_emulated_model_wait_and_hand_out_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    monkeypatch.setattr(emulated_gpu, "cycles_per_second", lambda: 1e9)
+    monkeypatch.setattr(emulated, "cycles_per_second", lambda: 1e9)
     profile = transformer(parameters=20_000, layers=1, seconds=0.03)
-    model = emulated_gpu.EmulatedGpuModel(profile, device="cpu")
+    model = emulated.EmulatedGpuModel(profile, device="cpu")
     (model(torch.tensor(3.0)) / 2).backward()
     count = len(profile.layers)
     assert sum(slept[:count]) == pytest.approx(0.01e9, rel=0.01)
@@ -389,7 +389,7 @@ def test_an_emulated_model_takes_its_time_on_the_gpu() -> None:
     if torch.cuda.device_count() == 0:
         pytest.skip("needs a CUDA device")
     device = Cuda()
-    model = emulated_gpu.EmulatedGpuModel(transformer(parameters=1_000_000, layers=2, seconds=0.06))
+    model = emulated.EmulatedGpuModel(transformer(parameters=1_000_000, layers=2, seconds=0.06))
     value = torch.tensor(3.0, device="cuda")
     model(value).backward()
     device.finish()

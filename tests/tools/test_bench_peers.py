@@ -25,8 +25,7 @@ from gradsync.tools.bench.scenarios.convergence import PERIODS, RATES, Convergen
 from gradsync.tools.bench.scenarios.peers import Peers
 from gradsync.tools.bench.windows import optimizer_step
 from gradsync.tools.bench.workload import RealWorkload
-from gradsync.tools.lab.emulated import EmulatedModel
-from gradsync.tools.lab.profile import transformer
+from gradsync.tools.lab.emulated import EmulatedModel, transformer
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from gradsync.tools import doctor
 from gradsync.tools.cli import doctor as command
 from gradsync.tools.cli.main import app
-from gradsync.tools.doctor import link_speed, machine, network, software
-from gradsync.tools.doctor.finding import GIB, MIB, Finding, Status, guarded, size
+from gradsync.tools.doctor import checks, network
+from gradsync.tools.doctor.checks import GIB, MIB, Finding, Status, guarded, size
 from gradsync.tools.doctor.network import Interface
 from tests.zygote import run_python
 
@@ -46,40 +46,40 @@ def expect(finding: Finding, status: Status, detail: str, fix: str = "") -> None
 
 
 def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    expect(software.check_python(), PASS, f"3.{sys.version_info[1]}.")
+    expect(checks.check_python(), PASS, f"3.{sys.version_info[1]}.")
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    expect(software.check_python(), FAIL, "", "Python 3.11")
+    expect(checks.check_python(), FAIL, "", "Python 3.11")
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.9.1+cu128", FAIL), ("2.10.0a0+git1", PASS), ("3.0.0", PASS)])
 def test_torch(version: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    expect(software.check_torch(), status, version, "pip install 'torch>=2.10'")
+    expect(checks.check_torch(), status, version, "pip install 'torch>=2.10'")
 
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gloo", "nccl", "mpi", "ucc"):
         monkeypatch.setattr(dist, f"is_{name}_available", lambda name=name: name in ("gloo", "mpi"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    expect(software.check_backends(), PASS, "gloo, mpi; not in this torch: nccl, ucc")
+    expect(checks.check_backends(), PASS, "gloo, mpi; not in this torch: nccl, ucc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    expect(software.check_backends(), WARN, "gloo, mpi", "a torch with NCCL")
+    expect(checks.check_backends(), WARN, "gloo, mpi", "a torch with NCCL")
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    expect(software.check_backends(), FAIL, "mpi; not in this torch: gloo", "a torch with Gloo")
+    expect(checks.check_backends(), FAIL, "mpi; not in this torch: gloo", "a torch with Gloo")
     monkeypatch.setattr(dist, "is_available", lambda: False)
-    expect(software.check_backends(), FAIL, "without torch.distributed", "install a torch")
+    expect(checks.check_backends(), FAIL, "without torch.distributed", "install a torch")
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(software, "NVIDIA_DEVICE", tmp_path / "none")
-    expect(software.check_gpus(), PASS, "none")
+    monkeypatch.setattr(checks, "NVIDIA_DEVICE", tmp_path / "none")
+    expect(checks.check_gpus(), PASS, "none")
     # A driver, and a torch without CUDA; then one with it.
-    monkeypatch.setattr(software, "NVIDIA_DEVICE", tmp_path)
+    monkeypatch.setattr(checks, "NVIDIA_DEVICE", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", None)
-    expect(software.check_gpus(), WARN, "built for CPUs only", "a torch with CUDA")
+    expect(checks.check_gpus(), WARN, "built for CPUs only", "a torch with CUDA")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    expect(software.check_gpus(), FAIL, "finds no GPU", "nvidia-smi")
+    expect(checks.check_gpus(), FAIL, "finds no GPU", "nvidia-smi")
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,18 +90,18 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     driver = tmp_path / "version"
     driver.write_text("570.1\n")
-    monkeypatch.setattr(software, "NVIDIA_DRIVER", driver)
-    expect(software.check_gpus(), PASS, "2 × NVIDIA H200 (139 GiB); CUDA 12.8, driver 570.1")
+    monkeypatch.setattr(checks, "NVIDIA_DRIVER", driver)
+    expect(checks.check_gpus(), PASS, "2 × NVIDIA H200 (139 GiB); CUDA 12.8, driver 570.1")
     gpus.append(SimpleNamespace(name="NVIDIA T4", total_memory=16 * GIB))
-    expect(software.check_gpus(), WARN, "1 × NVIDIA T4 (16 GiB)", "CUDA_VISIBLE_DEVICES")
+    expect(checks.check_gpus(), WARN, "1 × NVIDIA T4 (16 GiB)", "CUDA_VISIBLE_DEVICES")
 
 
 def test_launcher() -> None:
-    expect(software.check_launcher({}), PASS, "none")
-    expect(software.check_launcher(TORCHRUN), PASS, "torchrun: rank 0 of 4, on one node")
-    expect(software.check_launcher(TWO_NODES), PASS, "several nodes")
+    expect(checks.check_launcher({}), PASS, "none")
+    expect(checks.check_launcher(TORCHRUN), PASS, "torchrun: rank 0 of 4, on one node")
+    expect(checks.check_launcher(TWO_NODES), PASS, "several nodes")
     secret = {"RANK": "0", "WORLD_SIZE": "the-secret-host"}
-    finding = software.check_launcher(secret)
+    finding = checks.check_launcher(secret)
     expect(finding, FAIL, "the-secret-host", "env | grep")
     assert "secret" not in finding.public_detail
 
@@ -114,7 +114,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     expected = "typer 1.2, rich 1.2, transformers 1.2; not installed: safetensors, accelerate"
-    expect(software.check_packages(), PASS, expected)
+    expect(checks.check_packages(), PASS, expected)
 
 
 # -- what the machine gives -------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Pretends to be a machine with so many cores, and a container with such a limit."""
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(checks, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
 
@@ -136,52 +136,52 @@ def cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None
 
 def test_cores(cores: Callable[..., None]) -> None:
     cores(8)
-    expect(machine.check_cores({}), PASS, "8 usable; OMP_NUM_THREADS not set")
-    expect(machine.check_cores({"OMP_NUM_THREADS": "8"}), PASS, "OMP_NUM_THREADS 8")
-    expect(machine.check_cores({"OMP_NUM_THREADS": "16"}), WARN, "1 rank × 16 threads", "OMP_NUM_THREADS=8")
-    expect(machine.check_cores({"OMP_NUM_THREADS": "many"}), WARN, "no number", "OMP_NUM_THREADS=1")
-    expect(machine.check_cores(TORCHRUN), WARN, "4 ranks × 8 threads", "OMP_NUM_THREADS=2")
-    expect(machine.check_cores(TORCHRUN | {"OMP_NUM_THREADS": "2"}), PASS, "8 usable")
+    expect(checks.check_cores({}), PASS, "8 usable; OMP_NUM_THREADS not set")
+    expect(checks.check_cores({"OMP_NUM_THREADS": "8"}), PASS, "OMP_NUM_THREADS 8")
+    expect(checks.check_cores({"OMP_NUM_THREADS": "16"}), WARN, "1 rank × 16 threads", "OMP_NUM_THREADS=8")
+    expect(checks.check_cores({"OMP_NUM_THREADS": "many"}), WARN, "no number", "OMP_NUM_THREADS=1")
+    expect(checks.check_cores(TORCHRUN), WARN, "4 ranks × 8 threads", "OMP_NUM_THREADS=2")
+    expect(checks.check_cores(TORCHRUN | {"OMP_NUM_THREADS": "2"}), PASS, "8 usable")
     cores(2)
-    expect(machine.check_cores(TORCHRUN | {"OMP_NUM_THREADS": "1"}), WARN, "2 usable of 8", "at most 2 ranks")
+    expect(checks.check_cores(TORCHRUN | {"OMP_NUM_THREADS": "1"}), WARN, "2 usable of 8", "at most 2 ranks")
     cores(1)
-    expect(machine.check_cores({}), WARN, "1 usable of 8", "take turns")
+    expect(checks.check_cores({}), WARN, "1 usable of 8", "take turns")
     cores(8, "150000 100000")
-    expect(machine.check_cores({}), WARN, "1 usable of 8 (a container's limit: 1.5)", "docker --cpus")
+    expect(checks.check_cores({}), WARN, "1 usable of 8 (a container's limit: 1.5)", "docker --cpus")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(machine, "MEMINFO", meminfo)
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(checks, "MEMINFO", meminfo)
+    monkeypatch.setattr(checks, "CGROUP", tmp_path)
     meminfo.write_text(f"MemTotal:  {16 * MIB} kB\nMemFree: 3 kB\nMemAvailable:  {8 * MIB} kB\n")
-    expect(machine.check_memory(), PASS, "8 GiB available of 16 GiB")
+    expect(checks.check_memory(), PASS, "8 GiB available of 16 GiB")
     (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
-    expect(machine.check_memory(), WARN, "1 GiB available of 4 GiB", "container's limit")
+    expect(checks.check_memory(), WARN, "1 GiB available of 4 GiB", "container's limit")
     (tmp_path / "memory.max").write_text("max\n")
     meminfo.write_text(f"MemTotal:  {16 * MIB} kB\nMemAvailable:  {MIB} kB\n")
-    expect(machine.check_memory(), WARN, "1 GiB available of 16 GiB", "end what fills")
+    expect(checks.check_memory(), WARN, "1 GiB available of 16 GiB", "end what fills")
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stats = SimpleNamespace(f_blocks=2 * MIB, f_bavail=2 * MIB, f_frsize=1024)
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: stats)
-    expect(machine.check_shared_memory(), PASS, "2 GiB free of 2 GiB")
+    expect(checks.check_shared_memory(), PASS, "2 GiB free of 2 GiB")
     stats.f_bavail = 64 * 1024
-    expect(machine.check_shared_memory(), WARN, "64 MiB free", "--shm-size")
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "none")
-    expect(machine.check_shared_memory(), FAIL, "does not exist", "mount -t tmpfs")
+    expect(checks.check_shared_memory(), WARN, "64 MiB free", "--shm-size")
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
+    expect(checks.check_shared_memory(), FAIL, "does not exist", "mount -t tmpfs")
 
 
 @pytest.mark.parametrize(("limit", "status"), [(1024, PASS), (-1, PASS), (1023, WARN), (127, FAIL)])
 def test_open_files(limit: int, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, -1))
-    expect(machine.check_open_files(), status, "unlimited" if limit < 0 else str(limit), "ulimit -n")
+    expect(checks.check_open_files(), status, "unlimited" if limit < 0 else str(limit), "ulimit -n")
     if status is not PASS:
         monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-        expect(machine.check_open_files(), status, f"{limit} a process", "hard limit")
+        expect(checks.check_open_files(), status, f"{limit} a process", "hard limit")
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wires_numbers() -> None:
     seconds = {"4096": 0.0002, "4194304": 0.004, "33554432": 0.016}
-    finding = link_speed.measured("gloo", 2, seconds)
+    finding = network.measured("gloo", 2, seconds)
     expect(finding, PASS, "all-reduce between 2 ranks")
     assert [line.split() for line in finding.detail.splitlines()[1:]] == [
         ["4", "KiB", "0.200", "ms", "0.020", "GB/s"],
@@ -271,11 +271,11 @@ def test_the_wires_numbers() -> None:
         ["32", "MiB", "16.000", "ms", "2.097", "GB/s"],
     ]
     # One rank moves nothing, so its numbers would only impress.
-    alone = link_speed.measured("nccl", 1, seconds)
+    alone = network.measured("nccl", 1, seconds)
     expect(alone, PASS, "NCCL starts and reduces")
     assert "GB/s" not in alone.detail
-    expect(link_speed.measured("gloo", 2, seconds | {"4096": 0.006}), WARN, "6.000 ms", "top")
-    expect(link_speed.measured("gloo", 2, seconds | {"4194304": 0.03, "33554432": 0.2}), WARN, "200.000 ms", "top")
+    expect(network.measured("gloo", 2, seconds | {"4096": 0.006}), WARN, "6.000 ms", "top")
+    expect(network.measured("gloo", 2, seconds | {"4194304": 0.03, "33554432": 0.2}), WARN, "200.000 ms", "top")
 
 
 @pytest.fixture
@@ -285,14 +285,14 @@ def rank_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[st
     def write(code: str) -> None:
         script = tmp_path / "rank.py"
         script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{code}\n")
-        monkeypatch.setattr(link_speed, "RANK_SCRIPT", script)
+        monkeypatch.setattr(network, "RANK_SCRIPT", script)
 
     return write
 
 
 def outcome(timeout: float) -> Finding:
     with ExitStack() as stack:
-        ranks = link_speed.Wire("gloo", 2, timeout, stack)
+        ranks = network.LinkTest("gloo", 2, timeout, stack)
         pids = [process.pid for process in ranks._processes._processes]
         assert len(pids) == 2
         finding = ranks.finding()

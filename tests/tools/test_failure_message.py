@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from gradsync.errors import WireLostError
-from gradsync.tools.cli.failure_message import LastWords, Statements, is_heard, last_words_of, write_last_words
+from gradsync.tools.cli.failure_message import (
+    FailureReport,
+    LastWords,
+    Statements,
+    is_heard,
+    last_words_of,
+    write_last_words,
+)
 from gradsync.tools.cli.launching import run_ranks_of
-from gradsync.tools.cli.root_cause import FailureReport
 from gradsync.tools.launch import Failure, RankPlace
 
 pytestmark = pytest.mark.timeout(120)

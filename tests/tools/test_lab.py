@@ -34,9 +34,8 @@ from gradsync.lab import (
 )
 from gradsync.testing import run_ranks
 from gradsync.tools.cli.main import app
-from gradsync.tools.lab.inventory import lab_names, processes, switch_name
 from gradsync.tools.lab.lab import take_down
-from gradsync.tools.lab.system import NAMESPACES, check_fit, inside, ip, tc
+from gradsync.tools.lab.system import NAMESPACES, check_fit, inside, ip, lab_names, processes, switch_name, tc
 
 RATE = Rate.parse("400mbit")
 NAME = f"test{os.getpid()}"

@@ -20,9 +20,9 @@ from gradsync.errors import ConfigurationError
 from gradsync.lab import SharedGpuPlan
 from gradsync.observe.recording import find_recordings
 from gradsync.tools.cli import main
-from gradsync.tools.cli.gpu_choice import GpuChoice
-from gradsync.tools.doctor.finding import MIB, Status
-from gradsync.tools.doctor.link_speed import measured
+from gradsync.tools.cli.options import GpuChoice
+from gradsync.tools.doctor.checks import MIB, Status
+from gradsync.tools.doctor.network import measured
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,6 @@ import pytest
 import typer
 
 from gradsync.errors import ConfigurationError
-from gradsync.observe.recording import find_recordings
 from gradsync.tools.cli import main
 from gradsync.tools.cli.options import OPTION, refusing
 
@@ -102,10 +101,8 @@ def _idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("script.py").write_text("")
     Path("recorded").mkdir()
     # A recording of one model, of which nothing is read.
-    (recordings,) = [
-        tell for holds, tell in sys.modules["gradsync.tools.cli.explain"].KINDS if holds is find_recordings
-    ]
-    monkeypatch.setattr(sys.modules["gradsync.tools.cli.explain"], "KINDS", ((Path.is_dir, recordings),))
+    monkeypatch.setattr(sys.modules["gradsync.tools.cli.explain"], "find_dumps", lambda folder: [])
+    monkeypatch.setattr(sys.modules["gradsync.tools.cli.explain"], "find_recordings", Path.is_dir)
     monkeypatch.setattr("gradsync.observe.recording.files._models", lambda folder: {0: {}})
     monkeypatch.setattr("gradsync.observe.recording.files._whole", _work)
 

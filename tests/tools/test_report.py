@@ -26,13 +26,11 @@ from gradsync.observe.plan.library import published
 from gradsync.observe.plan.planner import Setting
 from gradsync.observe.plan.report import draw_plan, make_report
 from gradsync.observe.recording.files import lines_of, write_lines
-from gradsync.tools.llm.explained import explain_run, lanes_of, names_of
-from gradsync.tools.llm.phases import PHASES
-from gradsync.tools.llm.recording import Recording
+from gradsync.tools.llm.recording import RunRecorder
 from gradsync.tools.llm.report import write_report
 from gradsync.tools.llm.run_folder import RunFolder, read_run
-from gradsync.tools.llm.screen import Screen
-from gradsync.tools.llm.time_shares import time_shares
+from gradsync.tools.llm.step_records import PHASES
+from gradsync.tools.llm.time_shares import explain_run, lanes_of, names_of, time_shares
 from tests.browser import browse, needs_chromium
 from tests.recordings import Loop, World
 
@@ -631,7 +629,7 @@ def test_a_training_ends_well_without_the_packages_of_the_page(tmp_path: Path, m
     console = Console(file=io.StringIO(), width=200)
     proof = SimpleNamespace(equal=True, digests=["9f2c4b"])
     outcome: Any = SimpleNamespace(step=0, signal=0, proof=proof, validation_loss=None)
-    Recording(RunFolder(tmp_path / "run", resume=False), Screen(console)).close(outcome)
+    RunRecorder(RunFolder(tmp_path / "run", resume=False), console).close(outcome)
     assert (tmp_path / "run" / "summary.json").exists()
     assert "report" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "pip install 'gradsync[train]'" in console.file.getvalue()  # type: ignore[attr-defined]

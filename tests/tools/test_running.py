@@ -15,11 +15,25 @@ from hypothesis import strategies as st
 
 from gradsync.base.environment import ProcessEnvironment
 from gradsync.errors import ConfigurationError
-from gradsync.tools.run.account import Account, WrapperAccount, account_path, find_accounts, read_account, write_account
-from gradsync.tools.run.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, REST, PhaseClock
-from gradsync.tools.run.messages import tell
-from gradsync.tools.run.rank import common_folder
-from gradsync.tools.run.replacing import after_import, is_library
+from gradsync.tools.run.account import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    PHASES,
+    REST,
+    Account,
+    WrapperAccount,
+    account_path,
+    find_accounts,
+    read_account,
+    tell,
+    write_account,
+)
+from gradsync.tools.run.running import is_library
+from gradsync.tools.run.script import common_folder
+from gradsync.tools.run.startup.sitecustomize import after_import
+from gradsync.tools.run.wrappers import PhaseClock
 
 
 def wrapper(**changes: Any) -> WrapperAccount:

@@ -29,6 +29,7 @@ from gradsync.health.watch.exit_causes import exit_status
 __all__ = [
     "PASSED_ON",
     "RESTART_COUNT",
+    "SHELL_SIGNAL_BASE",
     "Failure",
     "RankPlace",
     "RankProcesses",

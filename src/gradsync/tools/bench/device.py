@@ -14,9 +14,7 @@ from torch import nn
 from torch.cuda import nccl
 
 from gradsync.tools.bench.memory import PeakMemory, memory_unreadable
-from gradsync.tools.lab.emulated import EmulatedModel
-from gradsync.tools.lab.emulated_gpu import EmulatedGpuModel
-from gradsync.tools.lab.profile import Profile
+from gradsync.tools.lab.emulated import EmulatedGpuModel, EmulatedModel, Profile
 
 __all__ = ["CPU", "DEVICES", "Cpu", "Cuda", "Device"]
 

@@ -33,7 +33,7 @@ from typing import Any, Self
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.base.files import whole_file
 from gradsync.tools.bench.statistics import Ratio, Summary, ratio, summarize, wire_seconds
-from gradsync.tools.lab.rate import Rate
+from gradsync.tools.lab.lab import Rate
 
 __all__ = [
     "CONFIG",

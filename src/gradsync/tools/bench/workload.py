@@ -15,7 +15,7 @@ from gradsync.tools.bench.device import CPU, Device
 from gradsync.tools.bench.measure import Rounds
 from gradsync.tools.bench.peers import ALONE, Peer, Wrapped
 from gradsync.tools.bench.record import EVERY
-from gradsync.tools.lab.profile import Profile, bert_base, resnet50, transformer
+from gradsync.tools.lab.emulated import Profile, bert_base, resnet50, transformer
 from gradsync.tools.llm.model import Block, GPTConfig
 
 __all__ = ["FLOAT_BYTES", "PROFILES", "EmulatedWorkload", "RealWorkload", "Workload", "paper_models"]

@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.tools.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
+from gradsync.tools.cli.options import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.tools.doctor import Finding, Status, examine
-from gradsync.tools.doctor.finding import place_of
-from gradsync.tools.doctor.software import versions
+from gradsync.tools.doctor.checks import place_of, versions
 
 __all__ = ["doctor"]
 

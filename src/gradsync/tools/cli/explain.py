@@ -1,41 +1,36 @@
-"""``gradsync explain FOLDER``: says in words what the files in a folder tell."""
+"""``gradsync explain FOLDER``: says what the files in a folder tell; in a terminal with tables, bars and colours."""
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.health.watch.dump import explain_dumps, find_dumps, read_dump
+from gradsync.observe.charts.numbers import duration
+from gradsync.observe.explain import Explanation, explain_recordings
+from gradsync.observe.explain.explanation import ADVICE_TITLE, BAR, BUCKET_COLUMNS, HIDDEN, MEANINGS, NAMES, bar, gained
 from gradsync.observe.recording import find_recordings, read_models, read_recordings
 from gradsync.tools.cli.options import refusing
 
-__all__ = ["explain"]
+__all__ = ["explain", "shown"]
 
-
-def _dumps(folder: Path, model: int) -> Any:
-    return "\n".join(explain_dumps([read_dump(path) for path in find_dumps(folder)]))
-
-
-def _recordings(folder: Path, model: int) -> Any:
-    from gradsync.observe.explain import explain_recordings
-    from gradsync.tools.cli.explained import shown
-
-    # Without a choice of the user's, what is refused is the folder.
-    with refusing("--model") if model else nullcontext():
-        recordings = read_recordings(folder, model)
-    explanation = explain_recordings(recordings)
-    return shown(explanation) if sys.stdout.isatty() else str(explanation)
-
-
-# What a folder may hold: whether it does, and what is said of it then. The first that fits is taken.
-KINDS: tuple[tuple[Callable[[Path], object], Callable[[Path, int], Any]], ...] = (
-    (find_dumps, _dumps),
-    (find_recordings, _recordings),
-)
+COLOURS = {
+    "data": "bright_black",
+    "loop": "white",
+    "forward": "bright_blue",
+    "backward": "blue",
+    "waiting": "yellow",
+    "turn": "magenta",
+    "exposed": "red",
+    "optimizer": "green",
+    "other": "bright_black",
+}
 
 
 def _trace(folder: Path, path: Path) -> int:
@@ -63,23 +58,83 @@ def explain(
 
     Of a training that hangs: who waits for whom.
     """
-    from rich.console import Console
-
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder")
     if perfetto is not None and not perfetto.resolve().parent.is_dir():
         raise ConfigurationError(f"--perfetto {perfetto} would lie in a folder that does not exist")
     if perfetto is not None:
         print(f"{_trace(folder, perfetto)} slices of all ranks in {perfetto}: open it in ui.perfetto.dev\n")
-    for holds, tell in KINDS:
-        if holds(folder):
-            told = tell(folder, model)
-            if isinstance(told, str):
-                print(told)
-            else:
-                Console(highlight=False).print(told)
-            return
-    raise ConfigurationError(
-        f"nothing in {folder} can be explained: run the training with GRADSYNC_RECORD={folder} (gradsync train records "
-        f"by itself); or, for one that hangs, with GRADSYNC_DUMP={folder}, and send one rank SIGUSR1"
-    )
+    if dumps := find_dumps(folder):
+        print("\n".join(explain_dumps([read_dump(path) for path in dumps])))
+    elif find_recordings(folder):
+        # Without a choice of the user's, what is refused is the folder.
+        with refusing("--model") if model else nullcontext():
+            recordings = read_recordings(folder, model)
+        explanation = explain_recordings(recordings)
+        if sys.stdout.isatty():
+            Console(highlight=False).print(shown(explanation))
+        else:
+            print(explanation)
+    else:
+        raise ConfigurationError(
+            f"nothing in {folder} can be explained: run the training with GRADSYNC_RECORD={folder} (gradsync train "
+            f"records by itself); or, for one that hangs, with GRADSYNC_DUMP={folder}, and send one rank SIGUSR1"
+        )
+
+
+def shown(explanation: Explanation) -> Any:
+    """An explanation for a terminal: bars in the colours of the reports, the first advice in bold."""
+    parts: list[Any] = [Text(explanation.headline, style="bold"), Text(), _split(explanation), Text()]
+    parts += [Text(line) for line in explanation.who()]
+    if explanation.split.buckets:
+        parts += [Text(), _buckets(explanation)]
+    return Group(*parts, Text(), *_advice(explanation))
+
+
+def _table(*columns: str, right: int = 0, wraps: int | None = None) -> Table:
+    table = Table(box=None, show_header=any(columns), padding=(0, 1), header_style="dim", pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(
+            name, justify="right" if 0 < number <= right else "left", no_wrap=wraps is None or number != wraps
+        )
+    return table
+
+
+def _split(explanation: Explanation) -> Table:
+    mean = explanation.split.mean
+    table = _table("", "", "", "", "", right=2)
+    for name, seconds in explanation.parts():
+        share = seconds / mean.step if mean.step else 0.0
+        table.add_row(
+            NAMES.get(name, name),
+            duration(seconds),
+            f"{share:.1%}",
+            Text(f"{bar(share):{BAR}}", style=COLOURS[name]),
+            Text(MEANINGS[name], style="dim"),
+        )
+    hidden = Text(HIDDEN, style="dim")
+    table.add_row(Text("hidden wire", style="dim"), duration(mean.hidden), "", "", hidden)
+    return table
+
+
+def _buckets(explanation: Explanation) -> Table:
+    table = _table(*BUCKET_COLUMNS, right=5)
+    for *numbers, names in explanation.bucket_rows():
+        table.add_row(*numbers, Text(names, style="dim"))
+    left = len(explanation.split.buckets) - len(table.rows)
+    if left > 0:
+        table.caption = f"and {left} more; those that keep the wire busy longest are shown"
+        table.caption_justify = "left"
+    return table
+
+
+def _advice(explanation: Explanation) -> list[Any]:
+    if not explanation.advice:
+        return [Text(line) for line in explanation.advice_lines()]
+    table = _table("", "", wraps=1)
+    for number, advice in enumerate(explanation.advice, 1):
+        style = "bold" if number == 1 else ""
+        table.add_row(f"{number}.", Text(f"saves {gained(advice)}", style="bold green"))
+        table.add_row("", Text(advice.cause, style=style))
+        table.add_row("", Text(f"→ {advice.change}", style="cyan"))
+    return [Text(ADVICE_TITLE, style="bold"), table]

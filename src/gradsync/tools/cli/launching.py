@@ -1,4 +1,4 @@
-"""Starts the ranks of a command on this node, passes signals on to them and returns their exit code.
+"""Starts the ranks of a command on this node, fixed or elastic; passes signals on and returns their exit code.
 
 The ranks are what ``torchrun --standalone`` makes of a module: the same variables, and a store to meet at that their
 launcher holds. So torch.distributed takes them for torchrun's, and what runs under torchrun runs here unchanged.
@@ -14,18 +14,18 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from gradsync.base.environment import read_environment
+from gradsync.base.environment import LOOPBACK, read_environment
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.logs import listed
-from gradsync.tools.cli.failure_message import WRONG_USE, Statements
-from gradsync.tools.cli.root_cause import FailureReport
+from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
+from gradsync.tools.cli.failure_message import WRONG_USE, FailureReport, Statements
 from gradsync.tools.lab import SharedGpu, SharedGpuPlan
-from gradsync.tools.launch import RESTART_COUNT, Failure, RankPlace, RankProcesses, standalone
+from gradsync.tools.launch import RESTART_COUNT, SHELL_SIGNAL_BASE, Failure, RankPlace, RankProcesses, standalone
 
-__all__ = ["inside_a_launch", "run_ranks_of", "times_restarted", "usable_cores"]
+__all__ = ["inside_a_launch", "run_elastic_ranks_of", "run_ranks_of", "times_restarted", "usable_cores"]
 
 # What a rank may take after a signal: to finish its step and to write a checkpoint.
 GRACE_SECONDS = 60
@@ -39,6 +39,10 @@ MOST_RANKS = 10_000
 # When it is said what is waited for.
 SLOW_SECONDS = 5
 SHOW_CURSOR = "\x1b[?25h"
+# Elastic ranks: one that fails for a reason of its own would fail for ever.
+MOST_REPLACED = 1000
+# With an error of its own, so soon after its start, it has done nothing. Three in a row, and it is no accident.
+HOPELESS_SECONDS, HOPELESS = 20.0, 3
 
 # What `python -m` does, except that Ctrl-C while torch is imported is no reason for a traceback from every rank.
 RANK_PROGRAM = """\
@@ -216,6 +220,102 @@ def _told(failure_report: FailureReport) -> str:
         return f"{failure}; its own message is above"
     hint = ". Out of memory? The kernel's log (dmesg) says so" if killed else ""
     return f"{failure}; the others were stopped{hint}"
+
+
+# -- elastic ranks ----------------------------------------------------------------------------------------------------
+
+
+def run_elastic_ranks_of(module: str, arguments: list[str], *, nproc: int, ranks: int, min_ranks: int) -> int:
+    """Run ``nproc`` ranks of ``python -m module arguments`` here, of ``ranks`` on all nodes; returns the exit code.
+
+    It is 0 when ranks have ended with 0. A rank that fails or is killed is started again while the others go on.
+    SIGINT, SIGTERM and SIGHUP go to all of them, and end the run. When one rank has finished, the run is over: the
+    others end by themselves, and one that is on its way in is not needed any more.
+
+    This launcher holds torchft's lighthouse, unless ``TORCHFT_LIGHTHOUSE`` says where one is: then several nodes share
+    it, and each replaces its own ranks.
+    """
+    if ranks < nproc:
+        raise ConfigurationError(f"--elastic-ranks is {ranks}, but {nproc} ranks are started on this node alone")
+    if min_ranks > ranks:
+        raise ConfigurationError(f"--min-ranks is {min_ranks}, but there are to be only {ranks} ranks at the beginning")
+    with _lighthouse(min_ranks) as address, standalone(nproc) as places, RankProcesses(GRACE_SECONDS) as processes:
+        more = {LIGHTHOUSE: address, "WORLD_SIZE": str(ranks)}
+        here = [replace(place, more={**place.more, **more}) for place in places]
+        command = [sys.executable, "-c", RANK_PROGRAM, module, *arguments]
+        return _Crew(processes=processes, command=command).run(here)
+
+
+@contextmanager
+def _lighthouse(min_ranks: int) -> Iterator[str]:
+    given = os.environ.get(LIGHTHOUSE)
+    if given:
+        yield given
+        return
+    lighthouse = Lighthouse(LOOPBACK, min_ranks=min_ranks, join_seconds=Elastic().timeout)
+    try:
+        yield lighthouse.address
+    finally:
+        lighthouse.close()
+
+
+@dataclass(kw_only=True)
+class _Crew:
+    """The ranks of this node."""
+
+    processes: RankProcesses
+    command: list[str]
+    replaced: int = 0
+    hopeless: int = 0
+
+    def run(self, places: list[RankPlace]) -> int:
+        began: dict[int, float] = {}
+        with self.processes.noting_signals():
+            for place in places:
+                self._start(place, began)
+            finished: float | None = None
+            while self.processes.count and not self.processes.signals:
+                for place, code in self.processes.take_ended(1.0):
+                    if code == 0:
+                        finished = finished or time.monotonic()
+                    elif finished is None:
+                        failure = Failure(place=place, code=code)
+                        if not self._may_replace(failure, time.monotonic() - began[place.rank]):
+                            self.processes.stop()
+                            return failure.exit_code
+                        again = {**place.more, RESTART_COUNT: str(self.replaced)}
+                        self._start(replace(place, more=again), began)
+                if finished is not None and time.monotonic() - finished > GRACE_SECONDS:
+                    break
+            return self._end(finished)
+
+    def _start(self, place: RankPlace, began: dict[int, float]) -> None:
+        began[place.rank] = time.monotonic()
+        self.processes.start(place, partial(os.execv, sys.executable, self.command))
+
+    def _may_replace(self, failure: Failure, lived: float) -> bool:
+        if failure.code == WRONG_USE:
+            return False
+        self.hopeless = self.hopeless + 1 if failure.code > 0 and lived < HOPELESS_SECONDS else 0
+        if self.hopeless >= HOPELESS:
+            _say(f"{failure}; {self.hopeless} ranks in a row have failed soon after their start, so the run ends")
+            return False
+        if self.replaced >= MOST_REPLACED:
+            _say(f"{failure}; {self.replaced} ranks have been replaced in this run, so it ends")
+            return False
+        self.replaced += 1
+        _say(f"{failure}; the others go on, and it is started again")
+        return True
+
+    def _end(self, finished: float | None) -> int:
+        signals = self.processes.signals
+        self.processes.stop(signals[0] if signals else signal.SIGTERM)
+        if finished is not None:
+            return 0
+        failure = self.processes.failure()
+        if failure is not None:
+            return failure.exit_code
+        return SHELL_SIGNAL_BASE + signals[0] if signals else 0
 
 
 def _say(line: str) -> None:

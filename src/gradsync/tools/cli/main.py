@@ -15,7 +15,7 @@ except ModuleNotFoundError:
 
 from gradsync.base.errors import GradsyncError
 from gradsync.tools.cli.failure_message import DEBUG, INTERRUPTED, exit_code_of, one_line
-from gradsync.tools.doctor.software import versions
+from gradsync.tools.doctor.checks import versions
 
 __all__ = ["app", "main"]
 

@@ -18,12 +18,10 @@ from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.observe.explain import explain_recordings
 from gradsync.observe.recording import find_recordings, read_models
 from gradsync.tools.cli.failure_message import FAILED, last_words_of, write_last_words
-from gradsync.tools.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of
-from gradsync.tools.run.account import Account, find_accounts, read_account
-from gradsync.tools.run.messages import tell
-from gradsync.tools.run.rank import all_accounts, common_folder, end_rank, run_rank
-from gradsync.tools.run.script import Script, traceback_of
+from gradsync.tools.cli.options import MPS_HELP, ONE_GPU_HELP, GpuChoice
+from gradsync.tools.run.account import Account, find_accounts, read_account, tell
+from gradsync.tools.run.script import UserScript, all_accounts, common_folder, end_rank, run_rank, traceback_of
 
 __all__ = ["SETTINGS", "run"]
 
@@ -56,7 +54,7 @@ def run(
     For the script torch's DistributedDataParallel and Accelerate's Accelerator are gradsync's. It runs on ranks of this
     machine; under torchrun, mpirun or srun it joins the ranks that they have started.
     """
-    script = Script(target=command[0], arguments=tuple(command[1:]), is_module=module)
+    script = UserScript(target=command[0], arguments=tuple(command[1:]), is_module=module)
     script.require()
     if accounts is not None:
         # Who started this rank speaks at the end.
@@ -116,7 +114,7 @@ def _prints_its_errors() -> bool:
     return has_own_hook or read_environment().world_size == 1
 
 
-def _run_here(script: Script, keep: bool, record: Path | None) -> NoReturn:
+def _run_here(script: UserScript, keep: bool, record: Path | None) -> NoReturn:
     """As a rank of another launcher, or as the process that starts ranks. Rank 0 speaks, of all that it can see."""
     place = read_environment()
     common = record is not None or (place.launcher != "none" and place.local_world_size == place.world_size)
@@ -149,7 +147,7 @@ def _folder(record: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say(script: Script, folder: Path, accounts: list[Account]) -> None:
+def _say(script: UserScript, folder: Path, accounts: list[Account]) -> None:
     """Beside what the script writes, which may be read by another program."""
     if not accounts:
         # It failed, and has said why.

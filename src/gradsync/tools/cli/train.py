@@ -15,9 +15,8 @@ from gradsync.base.errors import ConfigurationError, GradsyncError, PeerFailedEr
 from gradsync.health.elastic import require_torchft
 from gradsync.health.watch import say_goodbye
 from gradsync.tools.cli.failure_message import is_heard, leave_last_words
-from gradsync.tools.cli.gpu_choice import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of, times_restarted
-from gradsync.tools.cli.options import refusing
+from gradsync.tools.cli.options import MPS_HELP, ONE_GPU_HELP, GpuChoice, refusing
 from gradsync.tools.llm.settings import TrainSettings
 
 __all__ = ["train"]
@@ -134,7 +133,7 @@ def train(
 def _run_elastic(
     settings: TrainSettings, arguments: list[str], ranks: int, all_ranks: int | None, restarts: int
 ) -> int:
-    from gradsync.tools.cli.elastic_launching import run_elastic_ranks_of
+    from gradsync.tools.cli.launching import run_elastic_ranks_of
 
     if restarts:
         raise ConfigurationError("--max-restarts starts all ranks again; --elastic replaces those that are lost")
@@ -150,9 +149,8 @@ def _run_elastic(
 
 def _check_early(settings: TrainSettings, ranks: int) -> None:
     """What can be found out before ranks are started is said once, and at once."""
-    from gradsync.tools.llm.batches import Batches, BatchPlan
     from gradsync.tools.llm.model import build_model
-    from gradsync.tools.llm.tokens import prepare_tokens
+    from gradsync.tools.llm.tokens import Batches, BatchPlan, prepare_tokens
 
     with refusing("--data"):
         tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
@@ -171,8 +169,7 @@ def _check_early(settings: TrainSettings, ranks: int) -> None:
 
 
 def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
-    from gradsync.tools.llm.elastic_run import run_elastic
-    from gradsync.tools.llm.run import exit_code_of, run
+    from gradsync.tools.llm.run import exit_code_of, run, run_elastic
 
     rank = read_environment().rank
     try:

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from gradsync.tools.doctor import machine, network, software
-from gradsync.tools.doctor.finding import Finding, Status, guarded
-from gradsync.tools.doctor.link_speed import Wire
+from gradsync.tools.doctor import checks, network
+from gradsync.tools.doctor.checks import Finding, Status, guarded
 from gradsync.tools.lab import SharedGpuPlan
 
 __all__ = ["Finding", "Status", "examine"]
@@ -33,7 +32,7 @@ def examine(
     with ExitStack() as stack:
         # First of all, since the processes need seconds to import torch; the other checks fill that time.
         shared = {"nccl": sharing}
-        wires = [Wire(*each, timeout, stack, shared.get(each[0])) for each in _wires(sharing)]
+        wires = [network.LinkTest(*each, timeout, stack, shared.get(each[0])) for each in _wires(sharing)]
         findings = [guarded(name, check) for name, check in _checks(variables).items()]
         for wire in wires:
             progress(f"measuring the {wire.name}")
@@ -43,16 +42,16 @@ def examine(
 
 def _checks(variables: Mapping[str, str]) -> dict[str, Callable[[], Finding]]:
     return {
-        "python": software.check_python,
-        "torch": software.check_torch,
-        "backends": software.check_backends,
-        "packages": software.check_packages,
-        "launcher": partial(software.check_launcher, variables),
-        "gpus": software.check_gpus,
-        "cores": partial(machine.check_cores, variables),
-        "memory": machine.check_memory,
-        "shared memory": machine.check_shared_memory,
-        "open files": machine.check_open_files,
+        "python": checks.check_python,
+        "torch": checks.check_torch,
+        "backends": checks.check_backends,
+        "packages": checks.check_packages,
+        "launcher": partial(checks.check_launcher, variables),
+        "gpus": checks.check_gpus,
+        "cores": partial(checks.check_cores, variables),
+        "memory": checks.check_memory,
+        "shared memory": checks.check_shared_memory,
+        "open files": checks.check_open_files,
         "interfaces": lambda: network.check_interfaces(network.list_interfaces()),
         "gloo": lambda: network.check_gloo_interface(network.list_interfaces(), variables),
         "ports": network.check_ports,

@@ -1,11 +1,9 @@
 """Hosts with shaped links on one machine, NCCL ranks that share a GPU, and models that take an accelerator's time."""
 
-from gradsync.tools.lab.emulated import EmulatedModel
+from gradsync.tools.lab.emulated import EmulatedModel, Layer, Profile, bert_base, resnet50, transformer
 from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan, fork_gpu_ranks
 from gradsync.tools.lab.host import Counters, Host, read_counters
-from gradsync.tools.lab.lab import Lab, LabPlan, Link, fork_ranks
-from gradsync.tools.lab.profile import Layer, Profile, bert_base, resnet50, transformer
-from gradsync.tools.lab.rate import Rate
+from gradsync.tools.lab.lab import Lab, LabPlan, LinkState, Rate, fork_ranks
 from gradsync.tools.lab.system import LabError
 
 __all__ = [
@@ -16,7 +14,7 @@ __all__ = [
     "LabError",
     "LabPlan",
     "Layer",
-    "Link",
+    "LinkState",
     "Profile",
     "Rate",
     "SharedGpu",

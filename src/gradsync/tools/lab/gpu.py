@@ -23,8 +23,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ class SharedGpu:
     def __enter__(self) -> "SharedGpu":
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
-            self._mps = stack.enter_context(_Mps()).variables if self.plan.mps else {}
+            self._mps = stack.enter_context(_mps_daemon()) if self.plan.mps else {}
             self._stack = stack.pop_all()
         return self
 
@@ -127,71 +127,65 @@ def fork_gpu_ranks(gpu: SharedGpu, function: Callable[[], object], *, timeout: f
         raise LabError(f"{failure}. Its traceback is above, and the other ranks were ended")
 
 
-class _Mps:
-    """A private MPS daemon: folders of its own, so that it neither finds nor disturbs another one."""
+@contextmanager
+def _mps_daemon() -> Iterator[dict[str, str]]:
+    """A private MPS daemon, and the variables of its clients: its own folders, so that it disturbs no other daemon."""
+    control = shutil.which(MPS_CONTROL)
+    if control is None:
+        raise ConfigurationError(
+            f"MPS needs {MPS_CONTROL}, which comes with NVIDIA's driver and is not in PATH. Go without --mps: the "
+            "ranks then share the GPU by time slices"
+        )
+    with tempfile.TemporaryDirectory(prefix="gradsync-mps-") as folder:
+        pipe, log = Path(folder) / "pipe", Path(folder) / "log"
+        for each in (pipe, log):
+            each.mkdir()
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
+        # In the foreground: a child can be waited for, and dies with this process.
+        daemon = subprocess.Popen(
+            [control, "-f"],
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        )
+        try:
+            _await_start(daemon, pipe, log)
+            yield variables
+        finally:
+            _quit(control, variables, daemon)
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self.variables: dict[str, str] = {}
 
-    def __enter__(self) -> "_Mps":
-        control = shutil.which(MPS_CONTROL)
-        if control is None:
-            raise ConfigurationError(
-                f"MPS needs {MPS_CONTROL}, which comes with NVIDIA's driver and is not in PATH. Go without --mps: the "
-                "ranks then share the GPU by time slices"
+def _await_start(daemon: "subprocess.Popen[bytes]", pipe: Path, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not (pipe / "control").exists():
+        if daemon.poll() is not None or time.monotonic() > deadline:
+            said = "".join(each.read_text(errors="replace") for each in sorted(log.glob("control.log")))
+            raise LabError(
+                f"the MPS daemon did not start: {said.strip()[-500:] or 'it does not say why'}. Is there an NVIDIA "
+                "GPU, and may this user start MPS on it? Without --mps the ranks share the GPU by time slices"
             )
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradsync-mps-")))
-            pipe, log = folder / "pipe", folder / "log"
-            for each in (pipe, log):
-                each.mkdir()
-            self.variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
-            # In the foreground: a child can be waited for, and dies with this process.
-            daemon = subprocess.Popen(
-                [control, "-f"],
-                env=os.environ | self.variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGTERM),
-            )
-            stack.callback(self._quit, control, daemon)
-            self._await_start(daemon, pipe, log)
-            self._stack = stack.pop_all()
-        return self
+        time.sleep(POLL_SECONDS)
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
 
-    def _await_start(self, daemon: "subprocess.Popen[bytes]", pipe: Path, log: Path) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not (pipe / "control").exists():
-            if daemon.poll() is not None or time.monotonic() > deadline:
-                said = "".join(each.read_text(errors="replace") for each in sorted(log.glob("control.log")))
-                raise LabError(
-                    f"the MPS daemon did not start: {said.strip()[-500:] or 'it does not say why'}. Is there an NVIDIA "
-                    "GPU, and may this user start MPS on it? Without --mps the ranks share the GPU by time slices"
-                )
-            time.sleep(POLL_SECONDS)
-
-    def _quit(self, control: str, daemon: "subprocess.Popen[bytes]") -> None:
-        """Ask it to end, with its servers; kill what is left."""
-        with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                [control],
-                input=b"quit -t 1\n",
-                env=os.environ | self.variables,
-                capture_output=True,
-                timeout=QUIT_SECONDS,
-                check=False,
-            )
-        with suppress(subprocess.TimeoutExpired):
-            daemon.wait(QUIT_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(daemon.pid, signal.SIGKILL)
-        daemon.wait()
+def _quit(control: str, variables: Mapping[str, str], daemon: "subprocess.Popen[bytes]") -> None:
+    """Ask the daemon to end, with its servers; kill what is left."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            [control],
+            input=b"quit -t 1\n",
+            env=os.environ | variables,
+            capture_output=True,
+            timeout=QUIT_SECONDS,
+            check=False,
+        )
+    with suppress(subprocess.TimeoutExpired):
+        daemon.wait(QUIT_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(daemon.pid, signal.SIGKILL)
+    daemon.wait()
 
 
 def _visible(gpu: int) -> str:

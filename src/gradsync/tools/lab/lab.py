@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from gradsync.base.errors import ConfigurationError, MisuseError
+from gradsync.tools.lab import system
 from gradsync.tools.lab.host import (
     INTERFACE,
     Counters,
@@ -35,28 +36,59 @@ from gradsync.tools.lab.host import (
     run_at,
     run_program,
 )
-from gradsync.tools.lab.inventory import (
-    BRIDGE,
-    Owner,
-    Record,
-    alone,
-    host_name,
-    lab_names,
-    processes,
-    remove,
-    switch_name,
-)
-from gradsync.tools.lab.rate import Rate
-from gradsync.tools.lab.system import LabError, check_fit, inside, ip, tc
+from gradsync.tools.lab.system import LabError, LabOwner, LabRecord, check_fit, inside, ip, lab_names, switch_name, tc
 from gradsync.tools.launch import RankPlace, signals_raise
 
-__all__ = ["Lab", "LabPlan", "Link", "fork_ranks", "take_down"]
+__all__ = ["Lab", "LabPlan", "LinkState", "Rate", "fork_ranks", "take_down"]
 
+PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+# "Mb/s" and "mbps" mean bits to some and bytes to others, so neither is taken.
+BITS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)B/s")
+SLOWEST, FASTEST = 8_000, 10**12
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 MOST_HOSTS = 200
 SUBNETS = 256
 # For which forked ranks write their stacks, to the descriptor of their errors.
 TELLING, STDERR = signal.SIGUSR1, 2
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Rate:
+    """Bits a second, in powers of ten as on every network card."""
+
+    bits_per_second: int
+
+    def __post_init__(self) -> None:
+        if not SLOWEST <= self.bits_per_second <= FASTEST:
+            raise ConfigurationError(
+                f"a link's rate must lie between 8kbit and 1000gbit, got {self.bits_per_second} bits a second"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Rate":
+        """Bits as in ``400mbit``, ``2.5gbit``, ``10Gbit/s``; bytes as in ``50MB/s``."""
+        for pattern, bits in ((BITS, 1), (BYTES, 8)):
+            match = pattern.fullmatch(text.strip())
+            if match is not None:
+                number, prefix = match.groups()
+                return cls(bits_per_second=round(float(number) * bits * PREFIXES[prefix.lower()]))
+        raise ConfigurationError(
+            f"a link's rate is written like 800kbit, 400mbit, 2.5gbit or 50MB/s, got {text!r}. A b alone is refused: "
+            "it means bits to some and bytes to others"
+        )
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bits_per_second / 8
+
+    def __str__(self) -> str:
+        """What :meth:`parse` and ``tc`` read: ``2.5gbit``."""
+        for prefix in ("t", "g", "m", "k"):
+            if self.bits_per_second >= PREFIXES[prefix] and prefix != "t":
+                number = f"{self.bits_per_second / PREFIXES[prefix]:.6f}".rstrip("0").rstrip(".")
+                return f"{number}{prefix}bit"
+        return f"{self.bits_per_second}bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +107,7 @@ class LabPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkState:
     """The link of a host, as it is now."""
 
     up: bool
@@ -93,7 +125,7 @@ class Lab:
     def __enter__(self) -> "Lab":
         with ExitStack() as stack:
             stack.enter_context(signals_raise())
-            owner = Owner.current()
+            owner = LabOwner.current()
             self._make(owner)
             stack.callback(self._remove_own, owner)
             self._stack = stack.pop_all()
@@ -114,11 +146,11 @@ class Lab:
     def find(cls, name: str) -> "Lab":
         """The lab of that name, no matter who created it."""
         check_fit()
-        record = Record.of(LabPlan(name=name).name)
+        record = LabRecord.of(LabPlan(name=name).name)
         if record is None:
             left = " only in parts: gradsync lab down removes them" if name in lab_names() else ""
             raise LabError(f"the lab {name} is not up{left or '. Make it with: gradsync lab up'}")
-        ports = [link["ifname"] for link in _switch_links(name) if link["ifname"] != BRIDGE]
+        ports = [link["ifname"] for link in _switch_links(name) if link["ifname"] != system.BRIDGE]
         lab = cls(LabPlan(name=name, hosts=len(ports)))
         lab._hosts = _hosts_of(lab.plan, record)
         lab.plan = LabPlan(name=name, hosts=len(ports), rate=lab.links()[0].rate)
@@ -170,35 +202,35 @@ class Lab:
         """What each host has sent and received, by its index."""
         return {host.index: inside(host.namespace, lambda: read_counters(INTERFACE)) for host in self.hosts}
 
-    def links(self) -> dict[int, Link]:
+    def links(self) -> dict[int, LinkState]:
         """The links as the system has them, by the host's index."""
         name = self.plan.name
         flags = {link["ifname"]: link["flags"] for link in _switch_links(name)}
         rates = _rates(switch_name(name))
-        return {host.index: Link(up="UP" in flags[host.name], rate=rates.get(host.name)) for host in self.hosts}
+        return {host.index: LinkState(up="UP" in flags[host.name], rate=rates.get(host.name)) for host in self.hosts}
 
     def processes(self) -> dict[int, list[int]]:
         """The numbers of the processes on each host, by its index."""
-        return {host.index: processes(host.namespace) for host in self.hosts}
+        return {host.index: system.processes(host.namespace) for host in self.hosts}
 
     def down(self) -> None:
         """Remove the lab, and end what runs in it."""
         take_down(self.plan.name)
         self._hosts = ()
 
-    def _make(self, owner: Owner | None) -> None:
+    def _make(self, owner: LabOwner | None) -> None:
         check_fit()
         name = self.plan.name
-        with alone():
-            record = Record.of(name)
+        with system.alone():
+            record = LabRecord.of(name)
             if record is not None and record.in_use:
                 holder = "" if record.owner is None else f" and belongs to process {record.owner.pid}, which runs"
                 raise LabError(
                     f"the lab {name} is already up{holder}. Use it, give another --name, or remove it with: gradsync "
                     f"lab down --name {name}"
                 )
-            remove(name)
-            record = Record(owner=owner, subnet=_free_subnet(name))
+            system.remove(name)
+            record = LabRecord(owner=owner, subnet=_free_subnet(name))
             self._hosts = _hosts_of(self.plan, record)
             try:
                 _wire(self.plan, record, self._hosts)
@@ -206,16 +238,16 @@ class Lab:
                     self.set_rate(self.plan.rate)
             except BaseException:
                 self._hosts = ()
-                remove(name)
+                system.remove(name)
                 raise
 
-    def _remove_own(self, owner: Owner) -> None:
+    def _remove_own(self, owner: LabOwner) -> None:
         if os.getpid() != owner.pid:
             return  # in a process that was forked inside the context
-        with alone():
-            record = Record.of(self.plan.name)
+        with system.alone():
+            record = LabRecord.of(self.plan.name)
             if record is None or record.owner == owner:
-                remove(self.plan.name)
+                system.remove(self.plan.name)
 
     def _set_link(self, index: int, state: str) -> None:
         hosts = self.hosts
@@ -228,9 +260,9 @@ def take_down(name: str) -> bool:
     """Remove a lab and all that is left of it; returns whether there was anything."""
     check_fit()
     LabPlan(name=name)
-    with alone():
+    with system.alone():
         there = name in lab_names()
-        remove(name)
+        system.remove(name)
     return there
 
 
@@ -269,14 +301,14 @@ def fork_ranks(
         raise LabError(f"{failure}. Its traceback is above, and the other ranks were ended")
 
 
-def _wire(plan: LabPlan, record: Record, hosts: Sequence[Host]) -> None:
+def _wire(plan: LabPlan, record: LabRecord, hosts: Sequence[Host]) -> None:
     """Make the namespaces, the bridge and the links."""
     switch = switch_name(plan.name)
     ip("netns", "add", switch)
     # Without IPv6 and multicast the counters hold what the ranks send, and nearly nothing else.
-    bridge = f"link add name {BRIDGE} type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
-    alias = f"link set dev {BRIDGE} alias '{record.alias}'"
-    ip.lines(switch, [bridge, alias, f"link set dev {BRIDGE} addrgenmode none up"])
+    bridge = f"link add name {system.BRIDGE} type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
+    alias = f"link set dev {system.BRIDGE} alias '{record.alias}'"
+    ip.lines(switch, [bridge, alias, f"link set dev {system.BRIDGE} addrgenmode none up"])
     for host in hosts:
         ip("netns", "add", host.namespace)
         ip.lines(
@@ -288,15 +320,15 @@ def _wire(plan: LabPlan, record: Record, hosts: Sequence[Host]) -> None:
                 f"address add {host.address}/24 dev {host.interface}",
             ],
         )
-    ip.lines(switch, (f"link set dev {host.name} addrgenmode none master {BRIDGE} up" for host in hosts))
+    ip.lines(switch, (f"link set dev {host.name} addrgenmode none master {system.BRIDGE} up" for host in hosts))
 
 
-def _hosts_of(plan: LabPlan, record: Record) -> tuple[Host, ...]:
+def _hosts_of(plan: LabPlan, record: LabRecord) -> tuple[Host, ...]:
     return tuple(
         Host(
             index=index,
             name=f"host{index}",
-            namespace=host_name(plan.name, index),
+            namespace=system.host_name(plan.name, index),
             address=f"{record.subnet}.{index + 1}",
         )
         for index in range(plan.hosts)
@@ -305,7 +337,7 @@ def _hosts_of(plan: LabPlan, record: Record) -> tuple[Host, ...]:
 
 def _free_subnet(name: str) -> str:
     """Labs do not see each other; addresses of their own keep their logs apart."""
-    taken = {record.subnet for lab in lab_names() if (record := Record.of(lab)) is not None}
+    taken = {record.subnet for lab in lab_names() if (record := LabRecord.of(lab)) is not None}
     first = zlib.crc32(name.encode()) % SUBNETS
     for number in range(SUBNETS):
         subnet = f"10.213.{(first + number) % SUBNETS}"

@@ -1,9 +1,12 @@
-"""Records what a run does: metrics as they arrive, a summary and a report at the end. Rank 0 only."""
+"""Shows and records what a run does: lines on the screen, metrics as they arrive, a report at the end. Rank 0 only."""
 
 import json
 import platform
 import resource
 import shlex
+import statistics
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +14,78 @@ import torch
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.health.watch import straggling
+from gradsync.observe.charts.numbers import count
 from gradsync.observe.explain import Explanation
+from gradsync.observe.explain.explanation import NAMES, gained
 from gradsync.observe.timeline import StepTimes
-from gradsync.tools.llm.explained import explain_run
 from gradsync.tools.llm.report import write_report
 from gradsync.tools.llm.run_folder import RunFolder
-from gradsync.tools.llm.screen import Screen
-from gradsync.tools.llm.trainer import Listener, Outcome, StepRecord, Trainer
+from gradsync.tools.llm.step_records import PHASES, StepRecord
+from gradsync.tools.llm.time_shares import explain_run
+from gradsync.tools.llm.trainer import Listener, Trainer, TrainingOutcome
 
-__all__ = ["Recording"]
+__all__ = ["RunRecorder"]
+
+# Without a terminal a line now and then is enough for a log file.
+SECONDS_BETWEEN_LINES = 10.0
+SMOOTHING = 0.9
 
 
-class Recording(Listener):
-    """Hears of the run, passes everything on to the screen, and keeps it in the run folder."""
+class RunRecorder(Listener):
+    """Shows a run on the screen, a progress bar in a terminal and plain lines elsewhere, and keeps it in its folder."""
 
-    def __init__(self, folder: RunFolder, screen: Screen) -> None:
+    def __init__(self, folder: RunFolder, console: Any = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         self._folder = folder
-        self._screen = screen
         self._timeline_due = 1
         self._noted = 0
+        self._console = console if console is not None else Console()
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss [bold]{task.fields[loss]}[/bold]"),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("[dim]{task.fields[lost]}[/dim]"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", start=False, loss="…", speed="", lost="")
+        self._line_due = 0.0
+        self._total = self._first = 0
+        self._wire = ""
+        self._seconds: Counter[str] = Counter()
+        self._smoothed_loss: float | None = None
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._speeds: list[float] = []
+        self._began = time.perf_counter()
+
+    # -- what the trainer tells --------------------------------------------------------------------------------
 
     def began(self, trainer: Trainer, notes: list[str]) -> None:
         self._timeline_due = trainer.step + 3
         self._folder.rewind(trainer.step)
         self._folder.write_config(_config(trainer))
+        settings, accelerator, plan = trainer.settings, trainer.accelerator, trainer.plan
+        millions = trainer.plain_model.parameter_count / 1e6
+        self._console.print(
+            f"[bold]gradsync train[/bold]: {settings.model}, {millions:.2f}M parameters, {settings.precision}; "
+            f"{count(accelerator.num_processes, 'rank')} on {accelerator.device.type}; "
+            f"windows of {plan.global_batch} sequences × {plan.sequence_length} tokens",
+            highlight=False,
+        )
         for note in notes:
             self._folder.note(trainer.step, note)
-        self._screen.began(trainer, notes)
+            self._console.print(f"  {note}", highlight=False, style="yellow")
+        self._total, self._first = trainer.total_steps, trainer.step
+        self._wire = trainer.wire
+        self._began = time.perf_counter()
+        self._progress.start()
+        self._progress.reset(self._task, total=self._total, completed=trainer.step)
 
     def stepped(self, record: StepRecord) -> None:
         fields = {name: value for name, value in vars(record).items() if name != "timeline"}
@@ -47,7 +95,20 @@ class Recording(Listener):
             self._timeline_due = 2 * record.step
             self._folder.append({"kind": "timeline", "step": record.step, **_buckets(record.timeline)})
         self._note_what_is_slow(record.step)
-        self._screen.stepped(record)
+        self._seconds.update(record.seconds)
+        self._speeds.append(record.tokens_per_second)
+        self._last_loss = record.loss
+        if self._first_loss is None:
+            self._first_loss = record.loss
+        before = self._smoothed_loss
+        smoothed = record.loss if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.loss
+        self._smoothed_loss = smoothed
+        loss, speed = f"{smoothed:.3f}", f"{self._speed:,.0f} tokens/s"
+        lost = f"{100 * self._shares['synchronization']:.1f} % lost to sync"
+        self._progress.update(self._task, completed=record.step, loss=loss, speed=speed, lost=lost)
+        if self._progress.disable and (self._elapsed >= self._line_due or record.step == self._total):
+            self._line_due = self._elapsed + SECONDS_BETWEEN_LINES
+            self._line(f"step {record.step}/{self._total}  loss {loss}  {speed}  {lost}")
 
     def _note_what_is_slow(self, step: int) -> None:
         # The watch has put it on the screen when it found it.
@@ -57,21 +118,26 @@ class Recording(Listener):
 
     def validated(self, step: int, loss: float) -> None:
         self._folder.append({"kind": "validation", "step": step, "loss": loss})
-        self._screen.validated(step, loss)
+        self._line(f"step {step}: validation loss {loss:.4f}")
 
     def saved(self, step: int) -> None:
-        self._screen.saved(step)
+        self._line(f"step {step}: checkpoint written")
 
     def noted(self, step: int, text: str) -> None:
         self._folder.note(step, text)
-        self._screen.noted(step, text)
+        self._line(f"step {step}: {text}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, style="dim")
 
     def hand_over(self) -> None:
         """Another rank records from here on."""
         self._folder.close()
-        self._screen.stop()
+        self._progress.stop()
 
-    def close(self, outcome: Outcome) -> None:
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def close(self, outcome: TrainingOutcome) -> None:
         """The run is over: summary, report, and the table on the screen."""
         self._note_what_is_slow(outcome.step)
         if outcome.signal:
@@ -85,25 +151,68 @@ class Recording(Listener):
         except ConfigurationError as error:
             # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.
             report = f"none: {error}"
-        self._screen.summarize(outcome, report, explanation)
+        self._show_summary(outcome, report, explanation)
 
-    def _summary(self, outcome: Outcome, explanation: Explanation | None) -> dict[str, Any]:
-        screen = self._screen
+    @property
+    def _shares(self) -> dict[str, float]:
+        """Each phase's share of the time, from 0 to 1."""
+        total = sum(self._seconds.values())
+        return {name: self._seconds[name] / total if total else 0.0 for name in PHASES}
+
+    @property
+    def _speed(self) -> float:
+        """The median of tokens a second."""
+        return statistics.median(self._speeds) if self._speeds else 0.0
+
+    @property
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _summary(self, outcome: TrainingOutcome, explanation: Explanation | None) -> dict[str, Any]:
         return {
             "step": outcome.step,
             "signal": outcome.signal,
-            "seconds": screen.elapsed,
-            "first_loss": screen.first_loss,
-            "final_loss": screen.last_loss,
+            "seconds": self._elapsed,
+            "first_loss": self._first_loss,
+            "final_loss": self._last_loss,
             "validation_loss": outcome.validation_loss,
-            "tokens_per_second": screen.speed,
-            "shares": screen.shares,
+            "tokens_per_second": self._speed,
+            "shares": self._shares,
             "split": None if explanation is None else dict(explanation.parts()),
             "advice": None if explanation is None else [advice.cause for advice in explanation.advice],
             "replicas_equal": outcome.proof.equal,
             "digest": outcome.proof.digests[0],
             "peak_memory_bytes": _peak_memory(),
         }
+
+    def _show_summary(self, outcome: TrainingOutcome, report: str, explanation: Explanation | None) -> None:
+        from rich.markup import escape
+        from rich.table import Table
+
+        ran = f"{outcome.step - self._first} in {self._elapsed:.0f} s"
+        rows = {"steps": ran if not self._first else f"{ran}, from step {self._first} to {outcome.step}"}
+        if self._first_loss is not None and self._last_loss is not None:
+            rows["training loss"] = f"{self._first_loss:.4f} → {self._last_loss:.4f}"
+        if outcome.validation_loss is not None:
+            rows["validation loss"] = f"{outcome.validation_loss:.4f}"
+        rows["throughput"] = f"{self._speed:,.0f} tokens/s (median)"
+        shares = self._shares
+        if explanation is not None:
+            step = explanation.split.mean.step
+            shares = {NAMES.get(name, name): seconds / step for name, seconds in explanation.parts()}
+        rows["time"] = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+        if explanation is not None and explanation.advice:
+            best = explanation.advice[0]
+            rows["first advice"] = escape(f"{gained(best)}: {best.cause} → {best.change}")
+        rows["wire"] = self._wire
+        style = "green" if outcome.proof.equal else "bold red"
+        rows["replicas"] = f"[{style}]{outcome.proof}[/{style}]"
+        rows["report"] = escape(report)
+        table = Table(show_header=False, box=None, padding=(0, 2), title="summary", title_justify="left")
+        for name, value in rows.items():
+            table.add_row(f"[dim]{name}[/dim]", value)
+        self._progress.stop()
+        self._console.print(table, highlight=False)
 
 
 def _later(folder: Path) -> str:

@@ -29,9 +29,16 @@ from gradsync.observe.charts.numbers import compact, count, duration, size
 from gradsync.observe.charts.page import NAMES, page_svg, read_out, render, svg_file
 from gradsync.observe.explain import Explanation
 from gradsync.observe.explain.explanation import ADVICE_TITLE, gained
-from gradsync.tools.llm.explained import explain_run, lanes_of, names_of, shown_step
 from gradsync.tools.llm.run_folder import Run, read_run, write_whole
-from gradsync.tools.llm.time_shares import TimeShares, first_step, time_shares
+from gradsync.tools.llm.time_shares import (
+    TimeShares,
+    explain_run,
+    first_step,
+    lanes_of,
+    names_of,
+    shown_step,
+    time_shares,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

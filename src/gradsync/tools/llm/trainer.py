@@ -1,54 +1,47 @@
 """The training loop: windows of micro-batches, weighted by their tokens, on gradsync's own Accelerator."""
 
+import dataclasses
 import hashlib
+import math
+import random
+import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from gradsync.accelerator.operations import gather_object
+from gradsync.accelerator.prepared_state import restore_prepared, save_prepared
+from gradsync.base.errors import ConfigurationError
+from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.communicator import Communicator
 from gradsync.core.engine import Fingerprints, SyncPolicy
 from gradsync.core.engine.observer import Observers
 from gradsync.core.reduction import reduction_by_name
 from gradsync.health.elastic import Elastic
 from gradsync.observe.recording import Recorder, loading
-from gradsync.observe.timeline import StepTimes, Timeline
+from gradsync.observe.timeline import Timeline
 from gradsync.optim.local_steps import LocalSteps
-from gradsync.tools.llm.batches import Batches, BatchPlan, MicroBatch, validation_batches
-from gradsync.tools.llm.checkpointing import Saving
-from gradsync.tools.llm.heartbeat import Heartbeat, Pulse
-from gradsync.tools.llm.interruption import Interruption
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
-from gradsync.tools.llm.phases import Phases
-from gradsync.tools.llm.schedule import warmup_cosine
-from gradsync.tools.llm.settings import TrainSettings
-from gradsync.tools.llm.tokens import TokenFile
+from gradsync.tools.llm.settings import TrainSettings, option_of
+from gradsync.tools.llm.step_records import GPU_STEPS_A_RECORD, Heartbeat, PhaseTimes, Pulse, StepRecord, StepRecords
+from gradsync.tools.llm.tokens import Batches, BatchPlan, MicroBatch, TokenFile, validation_batches
 
-__all__ = ["Listener", "Outcome", "Records", "ReplicaProof", "StepRecord", "Trainer", "make_accelerator"]
+__all__ = ["Listener", "ReplicaProof", "Trainer", "TrainingOutcome", "make_accelerator"]
 
 DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
-# On a GPU the device must be waited for to read times and losses, so several steps are read at once.
-GPU_STEPS_A_RECORD = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step, or several that are read together, over all ranks."""
-
-    step: int
-    time: float
-    loss: float
-    tokens: int
-    tokens_per_second: float
-    gradient_norm: float
-    learning_rate: float
-    seconds: dict[str, float]
-    timeline: StepTimes | None
+ECHO_SECONDS = 2.0
+# What may not differ between a checkpoint and the run that goes on from it.
+FIXED = ("model", "data", "tokenizer", "sequence_length", "seed", "precision")
+# What may, but changes the numbers.
+TOLD = ("micro_batch", "grad_accum", "learning_rate", "warmup", "weight_decay", "clip", "steps", "epochs", "reduction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +63,7 @@ class ReplicaProof:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainingOutcome:
     """How a run ended. ``signal`` is the one that stopped it, or 0."""
 
     step: int
@@ -119,7 +112,7 @@ class Trainer:
         model = build_model(settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length)
         if settings.precision == "fp64":
             model = model.double()
-        self.saving = Saving(settings, accelerator)
+        self.saving = TrainingCheckpoints(settings, accelerator)
         self.plan, self.notes = self.saving.adopt(self.plan, ranks)
         self._tokens = train
         self.deal()
@@ -132,10 +125,15 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(settings.warmup, self.total_steps))
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
-        self._wire = str(accelerator.models.attachment_of(self.model).wire)
-        self._local = self._make_local_steps(settings.local_steps)
+        # What carries the gradients, and why that.
+        self.wire = str(accelerator.models.attachment_of(self.model).wire)
+        self._local: LocalSteps | None = None
+        if settings.local_steps is not None:
+            self._local = LocalSteps(self.model, self.optimizer, every=settings.local_steps)
+            accelerator.register_for_checkpointing(self._local)
+            self.wire += f"; parameters take it, after every {settings.local_steps} steps"
         self.step = self.saving.restore()
-        self.phases = Phases(accelerator.device, timeline)
+        self.phases = PhaseTimes(accelerator.device, timeline)
         self._listener = Listener()
         self._validation_loss: float | None = None
 
@@ -150,22 +148,9 @@ class Trainer:
         self.batches = Batches(self._tokens, self.plan, accelerator.process_index, accelerator.num_processes)
         self._heartbeat = Heartbeat(accelerator.world.communicator)
 
-    def _make_local_steps(self, every: int | None) -> LocalSteps | None:
-        if every is None:
-            return None
-        local = LocalSteps(self.model, self.optimizer, every=every)
-        self.accelerator.register_for_checkpointing(local)
-        self._wire += f"; parameters take it, after every {every} steps"
-        return local
-
-    @property
-    def wire(self) -> str:
-        """What carries the gradients, and why that."""
-        return self._wire
-
     # -- the run -----------------------------------------------------------------------------------------------
 
-    def run(self, listener: Listener | None = None) -> Outcome:
+    def run(self, listener: Listener | None = None) -> TrainingOutcome:
         """Train to the end, or until somebody is asked to stop; a checkpoint is written in both cases."""
         if listener is not None and self.accelerator.is_main_process:
             self._listener = listener
@@ -177,15 +162,15 @@ class Trainer:
             self._save()
         return self._conclude(signal)
 
-    def _conclude(self, signal: int) -> Outcome:
+    def _conclude(self, signal: int) -> TrainingOutcome:
         if not signal:
             self.validate()
         proof = compare_replicas(self.plain_model, self.accelerator.world.communicator)
-        return Outcome(step=self.step, signal=signal, proof=proof, validation_loss=self._validation_loss)
+        return TrainingOutcome(step=self.step, signal=signal, proof=proof, validation_loss=self._validation_loss)
 
     def _train(self) -> int:
         """All steps. Returns the signal that has ended them, or 0."""
-        records, signal = Records(self, self._listener), 0
+        records, signal = StepRecords(self.phases, self._listener.stepped), 0
         with Interruption() as interruption:
             while self.step < self.total_steps and not signal:
                 pulse = self._train_step(interruption.signal, records)
@@ -199,7 +184,7 @@ class Trainer:
             signal = signal or last.signal
         return signal
 
-    def _train_step(self, signal: int, records: "Records") -> Pulse | None:
+    def _train_step(self, signal: int, records: StepRecords) -> Pulse | None:
         phase = self.phases.phase
         began = time.perf_counter()
         with phase("data"), loading():
@@ -232,7 +217,7 @@ class Trainer:
         inputs, targets = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
         return inputs, targets
 
-    def _now_and_then(self, records: "Records") -> int:
+    def _now_and_then(self, records: StepRecords) -> int:
         """Save, validate. Returns the signal that somebody has got meanwhile, or 0."""
         signal = 0
         if self.step % self.settings.checkpoint_every == 0:
@@ -273,56 +258,6 @@ class Trainer:
         self._listener.validated(self.step, self._validation_loss)
 
 
-class Records:
-    """Steps that have run, until the heartbeat says what they were over all ranks. Then the listener hears of them."""
-
-    def __init__(self, trainer: Trainer, listener: Listener) -> None:
-        self._steps_a_record = GPU_STEPS_A_RECORD if trainer.accelerator.device.type == "cuda" else 1
-        self._phases = trainer.phases
-        self._listener = listener
-        self._began = time.perf_counter()
-        self._waiting: list[_Ran] = []
-        self._known: list[Pulse] = []
-
-    def add(self, step: int, norm: torch.Tensor, rate: float, wall: float) -> None:
-        """A step has run here. Where reading is free, times are read at once: they are this step's alone."""
-        times = self._phases.take() if self._steps_a_record == 1 else None
-        self._waiting.append(_Ran(step, norm, rate, wall, times))
-
-    def learn(self, pulse: Pulse | None, *, everything: bool = False) -> None:
-        """What the oldest step that waits was. A record is made of as many as belong together."""
-        self._known += [] if pulse is None else [pulse]
-        count = len(self._known)
-        if not count or (count < self._steps_a_record and not everything):
-            return
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        pulses, self._known = self._known, []
-        ran, tokens, wall = taken[-1], sum(each.tokens for each in pulses), sum(each.wall for each in taken)
-        seconds, timeline = ran.times or self._phases.take()
-        record = StepRecord(
-            step=ran.step,
-            time=time.perf_counter() - self._began,
-            loss=sum(each.loss * each.tokens for each in pulses) / tokens if tokens else float("nan"),
-            tokens=tokens,
-            tokens_per_second=tokens / wall if wall > 0 else 0.0,
-            gradient_norm=float(ran.norm),
-            learning_rate=ran.rate,
-            seconds=seconds,
-            timeline=timeline,
-        )
-        self._listener.stepped(record)
-
-
-class _Ran(NamedTuple):
-    """A step as this rank saw it."""
-
-    step: int
-    norm: torch.Tensor
-    rate: float
-    wall: float
-    times: tuple[dict[str, float], StepTimes | None] | None
-
-
 def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaProof:
     """Every rank digests names and bits of its own parameters; all learn all digests. Collective."""
     digest = hashlib.sha256()
@@ -335,13 +270,11 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
 def make_accelerator(
     settings: TrainSettings, *, cpu: bool = False, recorder: Recorder | None = None, elastic: Elastic | None = None
 ) -> tuple[Accelerator, Timeline]:
-    """An accelerator for the run, and the timeline that its engine will tell of every synchronization, as it tells the
-    recorder."""
+    """An accelerator for the run, and the timeline that observes its synchronizations, as the recorder does."""
     timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
-    reduction = reduction_by_name(settings.reduction if settings.local_steps is None else "mean")
     policy = SyncPolicy(
         bucket_cap_mb=settings.bucket_mb,
-        reduction=reduction,
+        reduction=reduction_by_name(settings.reduction if settings.local_steps is None else "mean"),
         observer=timeline if recorder is None else Observers(timeline, recorder),
         on_veto=settings.on_veto,
         fingerprints=None if settings.fingerprints is None else Fingerprints(every=settings.fingerprints),
@@ -366,3 +299,105 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def warmup_cosine(warmup: int, total: int, *, floor: float = 0.1) -> Callable[[int], float]:
+    """The factor for step ``n`` of ``total``: reaches 1 after ``warmup`` steps and ``floor`` at the end."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = (step - warmup) / max(1, total - warmup)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return factor
+
+
+class Interruption:
+    """While entered, the first SIGINT or SIGTERM requests a stop after the step; one seconds later acts as usual.
+
+    Not one that comes at once: a terminal signals all processes, and a launcher passes its own signal on to the ranks.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._noted_at = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self._noted_at = number, now
+        elif now - self._noted_at > ECHO_SECONDS:
+            self.__exit__()
+            signal.raise_signal(number)
+
+
+class TrainingCheckpoints:
+    """The checkpoints of one run, in ``checkpoints`` inside its folder."""
+
+    def __init__(self, settings: TrainSettings, accelerator: Accelerator) -> None:
+        self._settings = settings
+        self._accelerator = accelerator
+        self.open()
+        self.loaded: Loaded | None = self._folder.load() if settings.resume else None
+        self.latest: int | None = None if self.loaded is None else self.loaded.step
+
+    def open(self) -> None:
+        """For the ranks that there are now."""
+        folder, communicator = self._settings.run_folder / "checkpoints", self._accelerator.world.communicator
+        self._folder = CheckpointFolder(folder, communicator, keep=self._settings.keep)
+
+    def adopt(self, plan: BatchPlan, ranks: int) -> tuple[BatchPlan, list[str]]:
+        """The plan to train by on so many ranks, and what is to be said about it: a resumed run keeps its global
+        batch."""
+        loaded = self.loaded
+        if loaded is None:
+            resumes = self._settings.resume
+            return plan, ["nothing to resume from: the run begins at its first step"] if resumes else []
+        before, now, global_batch = loaded.facts["settings"], self._settings.as_json(), loaded.facts["global_batch"]
+        other = [name for name in FIXED + TOLD if before.get(name) != now[name]]
+        for name in other:
+            if name in FIXED:
+                raise ConfigurationError(
+                    f"the checkpoint in {self._settings.run_folder} is of a run with {option_of(name)} "
+                    f"{before.get(name)}, and this one has {now[name]}. Resume with the former value, or choose "
+                    "another --run-folder"
+                )
+        notes = [*loaded.notes, f"resumed from step {loaded.step}"]
+        if ranks != loaded.world_size:
+            notes.append(
+                f"the checkpoint was written by {loaded.world_size} ranks, this run has {ranks}: windows keep their "
+                f"{global_batch} sequences, each rank takes another share of them, and random numbers of dropout differ"
+            )
+            plan = dataclasses.replace(plan, global_batch=global_batch)
+            other = [name for name in other if name != "grad_accum"]
+        return plan, notes + [f"{option_of(name)} was {before.get(name)} and is {now[name]} now" for name in other]
+
+    def restore(self) -> int:
+        """Bring everything prepared into the state of the checkpoint; returns its step, or 0."""
+        loaded, accelerator = self.loaded, self._accelerator
+        step = 0 if loaded is None else loaded.step
+        if loaded is None or not restore_prepared(accelerator.prepared, loaded, accelerator.num_processes):
+            # Other numbers on every rank, the same ones whenever this step is resumed on this rank.
+            seed = self._settings.seed + 7919 * (accelerator.process_index + 1) + step
+            torch.manual_seed(seed)
+            random.seed(seed)
+        return step
+
+    def save(self, step: int, plan: BatchPlan) -> None:
+        """Write a checkpoint of the state between two steps. Collective."""
+        settings = self._settings.as_json()
+        facts = {"settings": settings, "global_batch": plan.global_batch, "torch": torch.__version__}
+        save_prepared(self._accelerator.prepared, self._folder, step=step, facts=facts)
+        self.latest = step

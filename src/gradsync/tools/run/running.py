@@ -1,29 +1,69 @@
-"""Observes a process in which a script runs: its wrappers, its backwards, its optimizers, its collectives."""
+"""Observes a process in which a script runs, and those it starts: wrappers, backwards, optimizers, collectives.
 
+torch's class means the same to everybody, so ours takes over its names. Accelerate's class is also what libraries such
+as Transformers build on, through many names that only Accelerate has. So ``accelerate.Accelerator`` is ours for the
+script and any other code that is not installed, and Accelerate's own for installed libraries; that one wraps models in
+torch's class by name, which is ours. Accelerate need not be installed, and is imported when the script asks for it.
+
+A process started by ``torch.multiprocessing.spawn`` imports the script first, which looks up torch's class. So our
+settings travel in what its parent sends ahead of that: unpickling them begins the watch. Any other Python gets them
+through the environment; see :mod:`gradsync.tools.run.startup.sitecustomize`.
+"""
+
+import atexit
+import contextlib
 import functools
+import json
+import multiprocessing.util
+import os
+import site
 import socket
+import sys
+import sysconfig
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import spawn
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from gradsync.accelerator import Accelerator
 from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError
+from gradsync.observe.recording import close_recorders
 from gradsync.parallel.data_parallel import DistributedDataParallel
 from gradsync.parallel.torch_names import TorchDDP
-from gradsync.tools.run.account import Account
-from gradsync.tools.run.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, PhaseClock
-from gradsync.tools.run.collectives import count_collectives
-from gradsync.tools.run.replacing import replace_accelerator, replace_data_parallel
-from gradsync.tools.run.wrappers import WatchedWrapper, watched
+from gradsync.tools.run.account import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, Account, write_account
+from gradsync.tools.run.startup.sitecustomize import CHILD_SETTINGS, after_import
+from gradsync.tools.run.wrappers import PhaseClock, WatchedWrapper, watched
 
-__all__ = ["Running"]
+__all__ = ["ChildSettings", "Running", "begin_started", "begin_with_children", "is_library", "say_if_ranks_are_started"]
+
+# Functions of torch.distributed that are counted. Only the names there are replaced, which scripts look up: torch's own
+# functions call each other below them, so `all_gather_object` is one call and not the three it makes.
+COLLECTIVES = (
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+    *("broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
+)
+# Installed packages, wherever they are: of another Python than this one, by PYTHONPATH or a .pth.
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+# By which spawned processes get their settings, and where other Pythons that start find what reads them.
+SPAWN_KEY = "gradsync_run"
+STARTUP = str(Path(__file__).parent / "startup")
+# Before torch's own finalizers, and those of queues: nothing of theirs is needed here.
+PRIORITY = 100
 
 
 class Running:
@@ -40,7 +80,12 @@ class Running:
         # Beside the wrappers, which may be copied and pickled.
         self._found: weakref.WeakKeyDictionary[Any, WatchedWrapper] = weakref.WeakKeyDictionary()
         self._steps = 0
-        self._place = _Place()
+        try:
+            environment = read_environment()
+            self._rank, self._world_size = environment.rank, environment.world_size
+        except ConfigurationError:
+            # Of a launcher that the script may well understand.
+            self._rank, self._world_size = 0, 1
 
     def begin(self) -> None:
         """To be called before the script looks anything up."""
@@ -50,17 +95,22 @@ class Running:
         self._watch_loaders()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        count_collectives(self._called)
+        for name in COLLECTIVES:
+            function = getattr(dist, name, None)
+            if function is not None:
+                setattr(dist, name, _counted(name, function, self._called))
         if not self.keep:
-            replace_data_parallel()
-            replace_accelerator()
+            for place in (nn.parallel, nn.parallel.distributed):
+                place.DistributedDataParallel = DistributedDataParallel  # type: ignore[attr-defined]
+            for module in ("accelerate", "accelerate.accelerator"):
+                after_import(module, _show_our_accelerator)
 
     def account(self) -> Account:
         """What was counted so far."""
-        self._place.look()
+        self._look_at_the_group()
         return Account(
-            rank=self._place.rank,
-            world_size=self._place.world_size,
+            rank=self._rank,
+            world_size=self._world_size,
             host=socket.gethostname(),
             kept=self.keep,
             steps=self._steps,
@@ -68,6 +118,11 @@ class Running:
             called=dict(self._called),
             wrappers=tuple(wrapper.account() for wrapper in self._wrappers),
         )
+
+    def _look_at_the_group(self) -> None:
+        """While there is one: scripts destroy it before they end."""
+        if dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
     # -- what is exchanged for something that looks at the clock before and after -----------------------------------
 
@@ -77,7 +132,7 @@ class Running:
         @functools.wraps(initialize)
         def watched_init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
             initialize(wrapper, *args, **kwargs)
-            self._place.look()
+            self._look_at_the_group()
             found = watched(wrapper)
             self._wrappers.append(found)
             self._found[wrapper] = found
@@ -138,18 +193,144 @@ class Running:
             self._clock.stepped()
 
 
-class _Place:
-    """This rank's, of the process group while there is one: scripts destroy it before they end."""
+def _counted(name: str, function: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # The compiler puts its own operation in the place of the function it knows, and counts nothing.
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "gradsync":
+            counts[name] += 1
+        return function(*args, **kwargs)
 
-    def __init__(self) -> None:
-        try:
-            environment = read_environment()
-        except ConfigurationError:
-            # Of a launcher that the script may well understand.
-            self.rank, self.world_size = 0, 1
-        else:
-            self.rank, self.world_size = environment.rank, environment.world_size
+    return counted
 
-    def look(self) -> None:
-        if dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+class _AccelerateModule(ModuleType):
+    """A module of Accelerate's that shows a different class to code that is not installed."""
+
+    @property
+    def Accelerator(self) -> Any:  # noqa: N802 (the name of a class)
+        own = vars(self)["Accelerator"]
+        if own is not vars(self)["_accelerates_own"]:
+            # Somebody has put another one there, and wants that.
+            return own
+        return own if is_library(sys._getframe(1).f_code.co_filename) else Accelerator
+
+    @Accelerator.setter
+    def Accelerator(self, value: Any) -> None:  # noqa: N802
+        vars(self)["Accelerator"] = value
+
+
+def _show_our_accelerator(module: ModuleType) -> None:
+    own = vars(module).get("Accelerator")
+    # A module of the same name that is not Accelerate has nothing to replace.
+    if own is not None and type(module) is ModuleType:
+        vars(module)["_accelerates_own"] = own
+        module.__class__ = _AccelerateModule
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file belongs to an installed package: to this Python's, or to another's that PYTHONPATH or a ``.pth``
+    names; or to one in a folder that ``pip install --target`` has filled. Links are followed, and not."""
+    return any(map(_is_library, {os.path.abspath(file), os.path.realpath(file)}))
+
+
+def _is_library(path: str) -> bool:
+    if path.startswith(_LIBRARIES) or not PACKAGE_FOLDERS.isdisjoint(Path(path).parent.parts):
+        return True
+    roots = [os.path.abspath(each) for each in sys.path if each]
+    around = [each for each in roots if path.startswith(os.path.join(each, ""))]
+    return bool(around) and next(Path(max(around, key=len)).glob("*.dist-info/RECORD"), None) is not None
+
+
+def _libraries() -> tuple[str, ...]:
+    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
+
+
+_LIBRARIES = _libraries()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSettings:
+    """What a process must know to be observed: which classes, and where to write its account."""
+
+    keep: bool
+    folder: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begin_child, (self.keep, str(self.folder))
+
+
+# What watches this process: the settings may be exchanged, as by a `gradsync run` inside of another one.
+_current: list[tuple[Running, ChildSettings]] = []
+
+
+def begin_with_children(settings: ChildSettings) -> Running:
+    """Watch this process, and those that it starts."""
+    os.environ[CHILD_SETTINGS] = json.dumps({"keep": settings.keep, "folder": str(settings.folder)})
+    paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != STARTUP]
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *paths])
+    if _current:
+        _current[:] = [(_current[0][0], settings)]
+        return _current[0][0]
+    running = Running(keep=settings.keep)
+    running.begin()
+    _current.append((running, settings))
+    prepare = spawn.get_preparation_data
+
+    def with_settings(name: str) -> dict[str, Any]:
+        return prepare(name) | {SPAWN_KEY: _current[0][1]}
+
+    spawn.get_preparation_data = with_settings
+    return running
+
+
+def begin_started(text: str) -> None:
+    """Watch this process, which a watched one has started with ``text`` in its environment."""
+    if _current:
+        return
+    chosen = json.loads(text)
+    settings = ChildSettings(keep=chosen["keep"], folder=Path(chosen["folder"]))
+    atexit.register(_end_child, begin_with_children(settings), settings, os.getpid())
+
+
+def say_if_ranks_are_started() -> None:
+    """To be called in ranks: a script that starts some itself, in each of them, is hardly meant to."""
+    processes: Any = torch.multiprocessing
+    start = processes.spawn
+
+    @functools.wraps(start)
+    def spawn_of_a_rank(fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any) -> Any:
+        place = read_environment()
+        if place.rank == 0 and nprocs > 1:
+            print(
+                f"gradsync: the script starts {nprocs} processes by torch.multiprocessing.spawn, in each of "
+                f"{place.world_size} ranks. If these are to be its ranks: gradsync run --nproc 0",
+                file=sys.stderr,
+                flush=True,
+            )
+        return start(fn, args, nprocs, *more, **options)
+
+    processes.spawn = spawn_of_a_rank
+
+
+def _begin_child(keep: bool, folder: str) -> ChildSettings:
+    settings = ChildSettings(keep=keep, folder=Path(folder))
+    # Watched by its environment already, it is not watched twice; but what is run at its end is not that of atexit.
+    running = begin_with_children(settings)
+    multiprocessing.util.Finalize(None, _end_child, (running, settings, os.getpid()), exitpriority=PRIORITY)
+    return settings
+
+
+def _end_child(running: Running, settings: ChildSettings, process: int) -> None:
+    """A process that wrapped nothing, as a worker of a loader, has nothing to tell; nor has one that was forked."""
+    account = running.account()
+    if account.wrappers and os.getpid() == process and _current[0][1] is settings:
+        # The folder is gone where rank 0 has not waited.
+        with contextlib.suppress(OSError):
+            write_account(settings.folder, account)
+        close_recorders()

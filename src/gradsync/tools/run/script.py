@@ -1,4 +1,4 @@
-"""Runs a script in this process as Python itself would: as ``__main__``, with its arguments and its folder.
+"""Runs a script in this process as Python itself would, observed from first line to last, and accounts for it.
 
 [Note: not runpy] ``runpy.run_path`` removes ``__main__`` again when the script ends, and work that the script has left
 to do then (threads, ``atexit``, what it has pickled by name) no longer finds it. So the module stays here.
@@ -8,23 +8,39 @@ import functools
 import importlib.util
 import io
 import os
+import shutil
+import stat
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from gradsync.base.environment import ProcessEnvironment, read_environment
 from gradsync.base.errors import ConfigurationError
+from gradsync.health.watch import say_goodbye
+from gradsync.health.watch.exit_causes import exit_status
+from gradsync.observe.recording import close_recorders
+from gradsync.observe.recording.attach import VARIABLE
+from gradsync.tools.run.account import Account, account_path, find_accounts, read_account, write_account
+from gradsync.tools.run.running import ChildSettings, begin_with_children, say_if_ranks_are_started
 
-__all__ = ["Script", "leave_as_python_would", "traceback_of"]
+__all__ = ["UserScript", "all_accounts", "common_folder", "end_rank", "run_rank", "traceback_of"]
 
 FAILED, INTERRUPTED = 1, 130
 OURS = __name__.rpartition(".")[0] + "."
+# Ranks end at about the same time; what one of them does after the others is not worth more.
+SECONDS_FOR_OTHERS = 5.0
+TICK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class UserScript:
     """A file, or a module by its name, with the arguments that are its own."""
 
     target: str
@@ -96,25 +112,14 @@ def _module_to_run(name: str) -> tuple[ModuleSpec, CodeType]:
     return spec, code
 
 
-def leave_as_python_would(error: BaseException) -> NoReturn:
-    """End this process with the words and the exit code that Python has for what a script raised."""
-    if isinstance(error, SystemExit):
-        raise error
-    sys.stdout.flush()
-    own = traceback_of(error)
-    sys.excepthook(type(error), error.with_traceback(own), own)
-    sys.stderr.flush()
-    raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
-
-
 def traceback_of(error: BaseException) -> TracebackType | None:
     """The script's own part of it."""
-    own = without_our_frames(error.__traceback__)
+    own = _without_our_frames(error.__traceback__)
     # Of a script that could not be compiled, and has not begun, the error says where.
     return None if isinstance(error, SyntaxError) and own is error.__traceback__ else own
 
 
-def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """From where the script begins, and without what watches it further down. All of it if no script has begun, or if
     what watches it is where the error comes from."""
     whole = trace
@@ -132,3 +137,98 @@ def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_ours(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).startswith(OURS)
+
+
+def run_rank(
+    script: UserScript,
+    *,
+    keep: bool,
+    folder: Path,
+    on_end: Callable[[BaseException | None], object] = lambda ended: None,
+) -> tuple[Account | None, BaseException | None]:
+    """Run the script here. Returns what was counted and written to ``folder``, and how the script ended.
+
+    ``on_end`` is called with that before any other rank can hear of it. There is no account of a script that raised:
+    its own words are to be the last.
+    """
+    # Of gradsync's wrappers, and of processes that the script starts; where the user wants none, or elsewhere, there.
+    os.environ.setdefault(VARIABLE, str(folder))
+    settings = ChildSettings(keep=keep, folder=folder)
+    running = begin_with_children(settings)
+    if read_environment().launcher != "none":
+        say_if_ranks_are_started()
+    # What an earlier run has left must not be taken for this one's.
+    account_path(folder, running.account().rank).unlink(missing_ok=True)
+    ended: BaseException | None = None
+    try:
+        script_to_run = script.load()
+    except ConfigurationError:
+        raise
+    except BaseException as error:
+        on_end(error)
+        return None, error
+    try:
+        script_to_run()
+    except (SystemExit, KeyboardInterrupt) as error:
+        ended = error
+        on_end(error)
+        if isinstance(error, SystemExit) and exit_status(error):
+            # What is left to do, such as threads to be joined, may take long.
+            say_goodbye(error)
+    except BaseException as error:
+        on_end(error)
+        # Others wait for this rank: they are to hear of the error, and not only that it has ended.
+        say_goodbye(error)
+        # Now, and not at the end of the process, when the folder may be gone.
+        close_recorders()
+        return None, error
+    if ended is None:
+        on_end(None)
+    account = running.account()
+    # Of a process that only starts others they tell, the first by the same number.
+    if account.wrappers or not account_path(folder, account.rank).exists():
+        write_account(folder, account)
+    close_recorders()
+    return account, ended
+
+
+def end_rank(ended: BaseException | None) -> NoReturn:
+    """End this process with the words and the exit code that Python has for what the script raised, if it did."""
+    if ended is None or isinstance(ended, SystemExit):
+        raise ended or SystemExit(0)
+    sys.stdout.flush()
+    own = traceback_of(ended)
+    sys.excepthook(type(ended), ended.with_traceback(own), own)
+    sys.stderr.flush()
+    raise SystemExit(INTERRUPTED if isinstance(ended, KeyboardInterrupt) else FAILED)
+
+
+@contextmanager
+def common_folder(place: ProcessEnvironment) -> Iterator[Path]:
+    """A folder for all ranks that one launcher has started on this machine: it is the parent of each. Rank 0 removes it
+    when it has read what is there; so does a rank that fails, which ends all of them."""
+    name = f"gradsync-run-{os.getuid()}-{os.getppid()}-{place.master_port}"
+    folder = Path(tempfile.gettempdir()) / name
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigurationError(f"{folder} belongs to somebody else: name a folder of your own with --record")
+    mine = folder / f"began-{place.rank}"
+    mine.touch()
+    failed = True
+    try:
+        yield folder
+        failed = False
+    finally:
+        # What this rank began in is gone if rank 0 has not waited for it: then the folder was made anew, by this rank.
+        if failed or place.rank == 0 or not mine.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def all_accounts(folder: Path, ranks: int) -> list[Account]:
+    """Those of so many ranks at least, which all write to the folder; of a rank that is late, none."""
+    deadline = time.monotonic() + SECONDS_FOR_OTHERS
+    while len(find_accounts(folder)) < ranks and time.monotonic() < deadline:
+        time.sleep(TICK)
+    return [read_account(path) for path in find_accounts(folder)]

@@ -1,4 +1,4 @@
-"""Counts the backwards of one wrapped model: how many there are, how many synchronize, and how many of those in vain.
+"""Measures a training loop: a clock of its phases, and the backwards of each wrapped model, in vain or not.
 
 A window ends when an optimizer steps. Only its last backward has to synchronize, because the mean of a sum is the sum
 of the means; what the others send is sent again. Backwards inside a step, which LBFGS requests through a closure, and
@@ -9,8 +9,12 @@ hook on the output tells whether that forward has had its backward. gradsync's c
 """
 
 import statistics
+import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,16 +23,83 @@ from torch import nn
 from gradsync.core.engine.backward_watch import tensors_in
 from gradsync.parallel.data_parallel import DistributedDataParallel
 from gradsync.parallel.torch_names import TorchDDP
-from gradsync.tools.run.account import Kind, WrapperAccount
+from gradsync.tools.run.account import FORWARD, PHASES, REST, Kind, WrapperAccount
 
-__all__ = ["OursWatched", "TorchsWatched", "WatchedWrapper"]
-
+__all__ = ["PhaseClock", "WatchedWrapper", "watched"]
 
 # Backwards after which torch's class is asked. It makes its buckets anew once, after the first synchronization, and
 # measures the first ten and every hundredth.
 ASKED = 12
 # Of those that it has measured, the first ones are not like the others.
 WARM_UP = 2
+
+
+class PhaseClock:
+    """Seconds in each phase, of the thread that made it. What other threads do happens at the same time, and costs the
+    loop nothing of its own.
+
+    What precedes the first forward is not counted: there models are made, and memory is touched for the first time.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._thread = threading.get_ident()
+        self._inside = [REST]
+        self._since: float | None = None
+        self._counted = dict.fromkeys(PHASES, 0.0)
+        self._until_step = dict(self._counted)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Up to the end of the last optimizer step: what a script does afterwards is no part of its loop."""
+        return dict(self._until_step)
+
+    def is_mine(self) -> bool:
+        """Whether it is the loop's thread that asks."""
+        return threading.get_ident() == self._thread
+
+    def is_inside(self, phase: str) -> bool:
+        """Whether the phase has begun and not ended, whatever else has begun since."""
+        return phase in self._inside
+
+    @contextmanager
+    def inside(self, phase: str) -> Iterator[None]:
+        """What runs meanwhile belongs to the phase, but for what belongs to another one inside."""
+        if not self.is_mine():
+            yield
+            return
+        if phase == FORWARD and self._since is None:
+            self._since = self._now()
+        self._count()
+        self._inside.append(phase)
+        try:
+            yield
+        finally:
+            self._count()
+            self._inside.pop()
+
+    def enter(self, phase: str) -> None:
+        """As :meth:`inside`, for those who are called at the beginning and at the end."""
+        if self.is_mine():
+            self._count()
+            self._inside.append(phase)
+
+    def leave(self, phase: str) -> None:
+        if self.is_mine() and self._inside[-1] == phase:
+            self._count()
+            self._inside.pop()
+
+    def stepped(self) -> None:
+        """An optimizer step is over."""
+        if self.is_mine():
+            self._count()
+            self._until_step = dict(self._counted)
+
+    def _count(self) -> None:
+        if self._since is not None:
+            now = self._now()
+            self._counted[self._inside[-1]] += now - self._since
+            self._since = now
 
 
 class WatchedWrapper(ABC):
@@ -149,7 +220,7 @@ class WatchedWrapper(ABC):
         return self._facts
 
 
-class OursWatched(WatchedWrapper):
+class WatchedOurs(WatchedWrapper):
     """gradsync's class, whose synchronizer counts."""
 
     kind = "gradsync"
@@ -174,7 +245,7 @@ class OursWatched(WatchedWrapper):
         return self._facts[0]
 
 
-class TorchsWatched(WatchedWrapper):
+class WatchedTorchs(WatchedWrapper):
     """torch's class: the flag in the forward, a hook on its output, and what its logger says."""
 
     kind = "torch"
@@ -233,7 +304,7 @@ class TorchsWatched(WatchedWrapper):
 
 def watched(wrapper: nn.Module) -> WatchedWrapper:
     """The right one for the wrapper's class."""
-    return TorchsWatched(wrapper) if isinstance(wrapper, TorchDDP) else OursWatched(wrapper)  # type: ignore[arg-type]
+    return WatchedTorchs(wrapper) if isinstance(wrapper, TorchDDP) else WatchedOurs(wrapper)  # type: ignore[arg-type]
 
 
 def _mean(total: tuple[float, int]) -> float | None:

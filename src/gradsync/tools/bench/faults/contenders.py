@@ -121,7 +121,7 @@ _OURS = (
 )
 _OURS_ELASTIC = (
     "-c",
-    "import sys; from gradsync.tools.cli.elastic_launching import run_elastic_ranks_of; "
+    "import sys; from gradsync.tools.cli.launching import run_elastic_ranks_of; "
     f"sys.exit(run_elastic_ranks_of({ELASTIC_PROGRAM!r}, sys.argv[1:], nproc={RANKS}, ranks={RANKS}, min_ranks=1))",
 )
 CONTENDERS = {

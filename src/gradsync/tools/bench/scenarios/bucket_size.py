@@ -19,7 +19,7 @@ from gradsync.tools.bench.record import Cell, CellRecord
 from gradsync.tools.bench.scenario import MISSING, Table, colour_of, gpu_cell, known, times_of
 from gradsync.tools.bench.windows import MIB, Pattern, plain_step, window_step
 from gradsync.tools.bench.workload import FLOAT_BYTES, EmulatedWorkload, paper_models
-from gradsync.tools.lab.rate import Rate
+from gradsync.tools.lab.lab import Rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -38,7 +38,7 @@ from gradsync.tools.bench.record import Cell, CellRecord
 from gradsync.tools.bench.scenario import Table, colour_of, known
 from gradsync.tools.bench.windows import settle, tuned_ddp
 from gradsync.tools.bench.workload import EmulatedWorkload, RealWorkload, Workload
-from gradsync.tools.lab.rate import Rate
+from gradsync.tools.lab.lab import Rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
