@@ -14,12 +14,11 @@ import argparse
 import itertools
 import statistics
 import threading
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_and_off import LIMIT, VARIANTS, Took, has_time, report, timed
+from on_and_off import LIMIT, VARIANTS, Took, arguments, report, take_turns, timed
 
 import gradsync
 from gradsync.health.watch.set_up import agents
@@ -103,25 +102,14 @@ def with_fingerprints(rounds: list[dict[str, Took]], steps: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="of gradsync train")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=10, help="in a block")
-    parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--minutes", type=float, default=6.0, help="no round begins that would end later")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     training = Training(options)
     orders = list(itertools.permutations((*VARIANTS, COMPARED)))
-    began, rounds = time.monotonic(), list[dict[str, Took]]()
-    for number in range(options.rounds):
-        # Not the next one in the list, which begins the same way.
-        order = orders[number * 7 % len(orders)]
-        rounds.append({variant: training.run(variant, options.steps) for variant in order})
-        if not has_time(began, len(rounds), options.minutes):
-            break
+    # Not the next one in the list, which begins the same way.
+    shuffled = (orders[number * 7 % len(orders)] for number in itertools.count())
+    rounds = take_turns(lambda variant: training.run(variant, options.steps), shuffled, options)
     training.switch("on")
     if dist.get_rank() == 0:
         print("watch and vetoes alone:", report(rounds), with_fingerprints(rounds, options.steps), sep="\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gradsync.tools.bench.measure import Rounds, Step
+from gradsync.tools.bench.measure import CellRounds, Step
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile, read_records
 
 __all__ = ["Step", "interleave", "on_gpu", "ratio", "table"]
@@ -19,7 +19,7 @@ def interleave(variants: Mapping[str, Step], *, warmup: int, rounds: int) -> Cel
         path = Path(folder) / "raw.jsonl"
         with RowFile(path) as rows:
             rows.cell(cell)
-            Rounds(cell, rows).run(variants)
+            CellRounds(cell, rows).run(variants)
         return read_records(path)[0]
 
 

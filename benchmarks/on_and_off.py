@@ -4,15 +4,17 @@ The second "off" is the noise: a difference as large as its own is none. The tim
 time that of all threads of all ranks.
 """
 
+import argparse
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["LIMIT", "VARIANTS", "Took", "has_time", "report", "timed"]
+__all__ = ["LIMIT", "VARIANTS", "Took", "arguments", "report", "take_turns", "timed"]
 
 LIMIT = 0.005
 VARIANTS = ("off", "on", "off again")
@@ -47,11 +49,31 @@ def _device_ends() -> None:
         torch.cuda.synchronize()
 
 
-def has_time(began: float, rounds: int, minutes: float) -> bool:
-    """Whether a further round would end in time, after so many. All ranks must agree on it. Collective."""
-    goes_on = torch.tensor([(time.monotonic() - began) * (rounds + 1) / rounds < 60 * minutes])
-    dist.broadcast(goes_on, 0)
-    return bool(goes_on.item())
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="of gradsync train")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=10, help="in a block")
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--minutes", type=float, default=6.0, help="no round begins that would end later")
+    return parser
+
+
+def take_turns(
+    run: Callable[[str], Took], orders: Iterable[Sequence[str]], options: argparse.Namespace
+) -> list[dict[str, Took]]:
+    """Rounds of blocks, each in the next of the orders, as long as a further one would end in time. Collective."""
+    began, rounds = time.monotonic(), list[dict[str, Took]]()
+    for order in itertools.islice(orders, options.rounds):
+        rounds.append({variant: run(variant) for variant in order})
+        # All ranks must agree on it.
+        each = (time.monotonic() - began) / len(rounds)
+        goes_on = torch.tensor([each * (len(rounds) + 1) < 60 * options.minutes])
+        dist.broadcast(goes_on, 0)
+        if not goes_on.item():
+            break
+    return rounds
 
 
 def report(rounds: Sequence[dict[str, Took]]) -> str:

@@ -14,11 +14,10 @@ small buckets are the worst case, and steps of a GPU that waits for its host. It
 import argparse
 import itertools
 import os
-import time
 
 import torch
 import torch.distributed as dist
-from on_and_off import VARIANTS, Took, has_time, report, timed
+from on_and_off import VARIANTS, Took, arguments, report, take_turns, timed
 
 import gradsync
 from gradsync.observe.recording import Recorder
@@ -62,28 +61,17 @@ class Variant:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="of gradsync train")
+    parser = arguments(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--bucket-cap-mb", type=float, default=None, help="chosen by the wire, unless given")
-    parser.add_argument("--steps", type=int, default=10, help="in a block")
-    parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--minutes", type=float, default=6.0, help="no round begins that would end later")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl")
     variants = {name: Variant(name, options) for name in VARIANTS}
     for variant in variants.values():
         variant.run(WARMUP)
-    began, rounds = time.monotonic(), list[dict[str, Took]]()
     orders = itertools.cycle(itertools.permutations(VARIANTS))
-    for _ in range(options.rounds):
-        took = {name: variants[name].run(options.steps) for name in next(orders)}
-        rounds.append(took)
-        if not has_time(began, len(rounds), options.minutes):
-            break
+    rounds = take_turns(lambda name: variants[name].run(options.steps), orders, options)
     if dist.get_rank() == 0:
         print(f"{options.model}, {variants['on'].buckets} buckets")
         print(report(rounds))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from engine import MODELS, make_step, variants
 
-from gradsync.tools.bench.memory import PeakMemory, used_bytes
+from gradsync.tools.bench.device import PeakMemory, used_bytes
 
 MIB = 2**20
 STEPS = 40

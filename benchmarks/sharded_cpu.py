@@ -23,9 +23,8 @@ from interleave import interleave, table
 from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
 from gradsync.tools.bench.measure import Parts, Steady
-from gradsync.tools.bench.peers import DDP, OURS, TUNED, Gradsync, GradsyncSharded, Peer, Wrapped
-from gradsync.tools.bench.windows import settle
-from gradsync.tools.bench.workload import RealWorkload
+from gradsync.tools.bench.peers import DDP, OURS, TUNED, Gradsync, GradsyncSharded, Peer, WrappedModel
+from gradsync.tools.bench.workload import RealWorkload, settle
 
 CLIPPED, PROCESSOR = ", clipped", "processor"
 MAX_NORM = 1.0
@@ -43,7 +42,7 @@ class Block(Steady):
         return {PROCESSOR: (time.process_time() - began) / self.times}
 
 
-def steps_of(workload: RealWorkload, wrapped: Wrapped, *, block: int, clip: bool) -> Block:
+def steps_of(workload: RealWorkload, wrapped: WrappedModel, *, block: int, clip: bool) -> Block:
     def step() -> None:
         wrapped.backward(workload.forward(wrapped.model))
         if clip:

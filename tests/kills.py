@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,18 @@ def losses_of(folder: Path) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in steps_in(folder)}
 
 
-def variables(folder: Path) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache_of(folder))}
+@contextlib.contextmanager
+def started(told: list[str], folder: Path) -> "Iterator[tuple[subprocess.Popen[bytes], Path]]":
+    """The command, and the file with what it writes. Nothing of the run is left when the context ends."""
+    log = folder.parent / "output"
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache_of(folder))}
+    with log.open("wb") as output:
+        process = subprocess.Popen(told, stdout=output, stderr=subprocess.STDOUT, env=variables)
+    try:
+        yield process, log
+    finally:
+        _kill(folder, None)
+        process.wait()
 
 
 def cache_of(folder: Path) -> Path:
@@ -149,15 +160,8 @@ def newest_checkpoint(folder: Path) -> int:
 
 def live(life: Life, folder: Path, *, resume: bool) -> tuple[int, str]:
     """The step from which it went on, and what it wrote."""
-    log, known = folder.parent / "output", len(steps_in(folder))
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command(folder, life, resume=resume),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=variables(folder),
-        )
-    try:
+    known = len(steps_in(folder))
+    with started(command(folder, life, resume=resume), folder) as (process, log):
         if life.after is not None:
             _await_ranks(process, folder, life.ranks)
             while not life.setting_up and len(steps_in(folder)) <= known and process.poll() is None:
@@ -165,9 +169,6 @@ def live(life: Life, folder: Path, *, resume: bool) -> tuple[int, str]:
             time.sleep(life.after)
             _kill(folder, life.victim)
         code = process.wait(timeout=LIFE_SECONDS)
-    finally:
-        _kill(folder, None)
-        process.wait()
     said = log.read_text()
     # One that is to be killed may have come to its end before.
     assert code == 0 or life.after is not None, said
@@ -188,10 +189,7 @@ def live_with_restarts(folder: Path, launcher: str, victims: list[int]) -> str:
         told = [sys.executable, *torchrun, "-m", "gradsync", *options]
     else:
         told += ["--max-restarts", "3"]
-    log = folder.parent / "output"
-    with log.open("wb") as output:
-        process = subprocess.Popen(told, stdout=output, stderr=subprocess.STDOUT, env=variables(folder))
-    try:
+    with started(told, folder) as (process, log):
         for victim in victims:
             known, saved = len(steps_in(folder)), newest_checkpoint(folder)
             _await_ranks(process, folder, 2)
@@ -203,9 +201,6 @@ def live_with_restarts(folder: Path, launcher: str, victims: list[int]) -> str:
                 time.sleep(0.02)
             _kill(folder, victim)
         code = process.wait(timeout=LIFE_SECONDS)
-    finally:
-        _kill(folder, None)
-        process.wait()
     assert code == 0, log.read_text()
     return log.read_text()
 

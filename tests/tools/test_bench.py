@@ -25,18 +25,27 @@ from torch import nn
 
 from gradsync.errors import ConfigurationError
 from gradsync.observe.charts.canvas import canvas
-from gradsync.tools.bench.machine import commit, describe_machine, versions
-from gradsync.tools.bench.measure import Rounds, Steady
-from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.measure import CellRounds, Steady
 from gradsync.tools.bench.peers import PEERS
-from gradsync.tools.bench.record import EVERY, LIMITS, Cell, CellRecord, ResultFolder, RowFile, read_records
-from gradsync.tools.bench.report import REPORT, build_report
-from gradsync.tools.bench.runner import Outcome, RunPlan, run
+from gradsync.tools.bench.record import (
+    EVERY,
+    LIMITS,
+    Cell,
+    CellRecord,
+    ResultFolder,
+    RowFile,
+    percentile,
+    ratio,
+    read_records,
+    ring_bytes,
+    summarize,
+    wire_seconds,
+)
+from gradsync.tools.bench.report import REPORT, BenchScreen, CellProgress, build_report
+from gradsync.tools.bench.runner import BenchOutcome, RunPlan, commit, describe_machine, run, versions
 from gradsync.tools.bench.scenario import Picture, Scenario, Table, colour_of, timing_table
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
-from gradsync.tools.bench.screen import CellProgress, Screen
-from gradsync.tools.bench.statistics import percentile, ratio, ring_bytes, summarize, wire_seconds
-from gradsync.tools.bench.windows import Pattern, window_step
+from gradsync.tools.bench.workload import Pattern, window_step
 from gradsync.tools.cli import main
 
 pytestmark = pytest.mark.timeout(120)
@@ -255,10 +264,10 @@ def test_a_table_shows_who_is_missing(tmp_path: Path) -> None:
 
 
 @dataclass(kw_only=True)
-class Tiny(MeasuredScenario):
+class Tiny(Scenario):
     """A scenario of the least size; ``work`` is what its ranks do."""
 
-    work: Callable[[Rounds], None] | None = None
+    work: Callable[[CellRounds], None] | None = None
     hosts: int | None = None
     draws: bool = True
     name: str = "tiny"
@@ -269,7 +278,7 @@ class Tiny(MeasuredScenario):
     def cells(self, *, quick: bool) -> list[Cell]:
         return [Cell(name="the only cell", hosts=self.hosts, warmup=1, rounds=2, seconds=5, emulated=False)]
 
-    def measure(self, rounds: Rounds) -> None:
+    def measure(self, rounds: CellRounds) -> None:
         assert self.work is not None
         self.work(rounds)
 
@@ -286,11 +295,11 @@ class Tiny(MeasuredScenario):
         return f"{len(records)} cells."
 
 
-def run_tiny(out: Path, *scenarios: Tiny, no_lab: str = "") -> Outcome:
-    return run(RunPlan(scenarios=scenarios, out=out, no_lab=no_lab), Screen())
+def run_tiny(out: Path, *scenarios: Tiny, no_lab: str = "") -> BenchOutcome:
+    return run(RunPlan(scenarios=scenarios, out=out, no_lab=no_lab), BenchScreen())
 
 
-def all_peers(rounds: Rounds) -> None:
+def all_peers(rounds: CellRounds) -> None:
     """Every peer trains the same model, with windows of two, and must end with the same weights."""
     inputs = torch.full((4, 8), float(rounds.rank + 1))
     steps, models = {}, {}
@@ -337,7 +346,7 @@ def test_a_scenario_from_its_ranks_to_its_report(tmp_path: Path) -> None:
     assert config["machine"]["cpu"] in page
 
 
-def failing(rounds: Rounds) -> None:
+def failing(rounds: CellRounds) -> None:
     rounds.run({"gradsync": lambda: None})
     if rounds.rank == 1:
         raise ValueError("rank 1 has had enough")
@@ -360,7 +369,7 @@ def test_a_scenario_that_fails_keeps_its_lines_and_the_others(
     assert "the only cell failed" in (outcome.folder.path / REPORT).read_text()
 
 
-def interrupting(rounds: Rounds) -> None:
+def interrupting(rounds: CellRounds) -> None:
     rounds.run({"gradsync": lambda: None})
     if rounds.rank == 0:
         os.kill(os.getppid(), signal.SIGINT)
@@ -460,5 +469,5 @@ def test_bytes_that_a_step_leaves_on_the_wire_are_its_own(tmp_path: Path) -> Non
         nonlocal sent, left
         sent, left = sent + left, 0
 
-    rounds = Rounds(Cell(name="one", ranks=1), RowFile(tmp_path / "rows"), meter=lambda: sent)
+    rounds = CellRounds(Cell(name="one", ranks=1), RowFile(tmp_path / "rows"), meter=lambda: sent)
     assert rounds._time(Steady(step=step, flush=flush, times=10)).sent == 100

@@ -3,9 +3,17 @@
 import pytest
 
 from gradsync.tools.bench.record import Cell, CellRecord, Sample
-from gradsync.tools.bench.scenarios.compression import REDUCTIONS, Compression, variant_name
-from gradsync.tools.bench.scenarios.time_to_loss import COLOURS, EXACT, STEPS_A_ROUND, Curves, TimeToLoss
-from gradsync.tools.bench.scenarios.time_to_loss import variant_name as seeded
+from gradsync.tools.bench.scenarios.compression import (
+    EXACT,
+    REDUCTIONS,
+    SENT_COLOURS,
+    STEPS_A_ROUND,
+    Compression,
+    Curves,
+    TimeToLoss,
+    variant_name,
+)
+from gradsync.tools.bench.scenarios.compression import reduction_name as seeded
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,7 +59,7 @@ def test_the_time_to_the_loss_of_exact_steps() -> None:
 
 
 def test_what_has_not_run_is_left_out() -> None:
-    whole = dict.fromkeys(COLOURS, FALLING)
+    whole = dict.fromkeys(SENT_COLOURS, FALLING)
     for known in ([EXACT], ["int8", "int4"], [EXACT, "int8"]):
         record = learned({name: whole[name][:2] for name in known}, dict.fromkeys(known, 1.0))
         assert TimeToLoss().tables([record])

@@ -14,20 +14,17 @@ from hypothesis import strategies as st
 
 from gradsync.errors import ConfigurationError
 from gradsync.lab import Lab
-from gradsync.tools.bench.faults.cases import CASES, Fault
-from gradsync.tools.bench.faults.contenders import CONTENDERS
-from gradsync.tools.bench.faults.elastic_program import Standing
-from gradsync.tools.bench.faults.judging import RANKS, ElasticJudge, Judge, Limits, Outcome
-from gradsync.tools.bench.faults.program import Settings
-from gradsync.tools.bench.faults.trials import Trial
+from gradsync.tools.bench.faults.judging import CASES, RANKS, ElasticJudge, Fault, FaultOutcome, Judge, Limits
+from gradsync.tools.bench.faults.program import SETUPS, TogetherAgain, TrialSettings
+from gradsync.tools.bench.faults.trials import Trial, outcomes
 from gradsync.tools.bench.measure import Progress
 from gradsync.tools.bench.record import Cell, CellRecord, ResultFolder, RowFile
+from gradsync.tools.bench.report import BenchScreen
 from gradsync.tools.bench.runner import RunPlan, run
 from gradsync.tools.bench.scenario import Picture, Scenario, Table
 from gradsync.tools.bench.scenarios import find_scenarios
-from gradsync.tools.bench.scenarios.faults import Faults, Planned, outcomes
+from gradsync.tools.bench.scenarios.faults import Faults
 from gradsync.tools.bench.scenarios.peers import Peers
-from gradsync.tools.bench.screen import Screen
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,9 +59,16 @@ RESTARTED = [
 ]
 
 
-def test_a_rank_that_was_killed_is_noticed_named_and_made_good_for() -> None:
-    outcome = Judge(INJURY, LIMITS).judge(RESTARTED, "")
+def judged(
+    events: Sequence[dict[str, Any]], said: str = "", *, fault: Fault = INJURY, judge: type[Judge] = Judge
+) -> FaultOutcome:
+    outcome = judge(fault, LIMITS).judge(events, said)
     assert outcome is not None
+    return outcome
+
+
+def test_a_rank_that_was_killed_is_noticed_named_and_made_good_for() -> None:
+    outcome = judged(RESTARTED)
     assert outcome.noticed == pytest.approx(0.4)
     assert outcome.named
     # The one under way, and those since the checkpoint.
@@ -77,8 +81,7 @@ def test_without_a_fault_there_is_no_outcome() -> None:
 
 
 def test_whoever_only_starts_ranks_again_has_noticed_then() -> None:
-    outcome = Judge(INJURY, LIMITS).judge([each for each in RESTARTED if each["what"] != "raised"], "exitcode: 1")
-    assert outcome is not None
+    outcome = judged([each for each in RESTARTED if each["what"] != "raised"], "exitcode: 1")
     assert outcome.noticed == pytest.approx(8.0)
     assert not outcome.named
 
@@ -89,11 +92,9 @@ def test_whoever_only_starts_ranks_again_has_noticed_then() -> None:
 )
 def test_ways_to_name_a_rank(said: str) -> None:
     others = [each for each in RESTARTED if each["what"] != "raised"]
-    named = Judge(INJURY, LIMITS).judge(others, said)
-    assert named is not None
+    named = judged(others, said)
     assert named.named
-    other = Judge(INJURY, LIMITS).judge(others, said.replace("1", "0"))
-    assert other is not None
+    other = judged(others, said.replace("1", "0"))
     assert not other.named
 
 
@@ -101,8 +102,7 @@ def test_ways_to_name_a_rank(said: str) -> None:
 def test_a_traceback_names_only_who_raised_it_first(case: str, names: bool) -> None:
     fault = Fault(case=case, victim=1, step=10, delay=0.0)
     told = event("raised", 10.4, 0, text="RuntimeError: Timed out")
-    outcome = Judge(fault, LIMITS).judge([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback")
-    assert outcome is not None
+    outcome = judged([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback", fault=fault)
     assert outcome.named == names
 
 
@@ -110,8 +110,7 @@ def test_a_list_of_all_ranks_names_nobody() -> None:
     fault = Fault(case="NaN", victim=1, step=10, delay=0.0)
     told = [event("raised", 10.4, rank, text="RuntimeError: the norm is not finite") for rank in range(RANKS)]
     said = "[0] rank : 0 (local_rank: 0)\n[1] rank : 1 (local_rank: 1)\n[2] rank : 2 (local_rank: 2)"
-    outcome = Judge(fault, LIMITS).judge([FAULT, *told], said)
-    assert outcome is not None
+    outcome = judged([FAULT, *told], said, fault=fault)
     assert not outcome.named
 
 
@@ -119,7 +118,7 @@ def test_a_list_of_all_ranks_names_nobody() -> None:
 def test_who_goes_on_with_wrong_numbers_has_lost_all(wrong: dict[str, Any]) -> None:
     events = [FAULT, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0, **wrong)]
     outcome = Judge(INJURY, LIMITS).judge(events, "")
-    assert outcome == Outcome(noticed=None, named=False, lost=None, went_on=None)
+    assert outcome == FaultOutcome(noticed=None, named=False, lost=None, went_on=None)
 
 
 def test_a_skipped_window_is_one_lost_step() -> None:
@@ -127,8 +126,7 @@ def test_a_skipped_window_is_one_lost_step() -> None:
     for each in events[1:4]:
         each["skipped"] = True
     told = event("warned", 10.2, 0, text="the gradient of 'weight' on rank 1 is not finite")
-    outcome = Judge(INJURY, LIMITS).judge([*events, told], "")
-    assert outcome is not None
+    outcome = judged([*events, told])
     assert (outcome.lost, outcome.named) == (1, True)
     assert outcome.went_on == pytest.approx(0.3)
 
@@ -137,8 +135,7 @@ def test_a_skipped_window_is_one_lost_step() -> None:
 def test_a_rank_with_wrong_numbers_may_say_so_itself(case: str, noticed: float | None) -> None:
     planned = Fault(case=case, victim=0, step=10, delay=0.0)
     fault, told = event("fault", 10.0, 0, step=10), event("warned", 10.2, 0, text="rank 0 is not finite")
-    outcome = Judge(planned, LIMITS).judge([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], "")
-    assert outcome is not None
+    outcome = judged([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], fault=planned)
     assert outcome.noticed == (None if noticed is None else pytest.approx(noticed))
     assert outcome.named == (noticed is not None)
 
@@ -158,8 +155,7 @@ def without_the_victim(*, digests: str = "a-a", comes_back: str = "") -> list[di
 
 @pytest.mark.parametrize("comes_back", ["", "a"])
 def test_ranks_go_on_without_the_one_that_was_hurt(comes_back: str) -> None:
-    outcome = ElasticJudge(INJURY, LIMITS).judge(without_the_victim(comes_back=comes_back), "")
-    assert outcome is not None
+    outcome = judged(without_the_victim(comes_back=comes_back), judge=ElasticJudge)
     assert (outcome.named, outcome.lost) == (True, 1)
     assert outcome.noticed == pytest.approx(0.1)
     assert outcome.went_on == pytest.approx(2.5)
@@ -168,21 +164,18 @@ def test_ranks_go_on_without_the_one_that_was_hurt(comes_back: str) -> None:
 def test_what_the_rank_that_was_hurt_does_again_is_nothing_lost_where_others_have_gone_on() -> None:
     """It comes back from an old checkpoint, and takes over what the others have."""
     alone = [event("step", 14.1, INJURY.victim, 1, step=number, skipped=number == 5) for number in (5, 6)]
-    outcome = ElasticJudge(INJURY, LIMITS).judge([*without_the_victim(comes_back="a"), *alone], "")
-    assert outcome is not None
+    outcome = judged([*without_the_victim(comes_back="a"), *alone], judge=ElasticJudge)
     assert outcome.lost == 1
 
 
 def test_who_is_started_again_and_does_not_come_to_the_end_has_lost_all() -> None:
-    outcome = Judge(INJURY, LIMITS).judge([each for each in RESTARTED if each["what"] != "ended"], "")
-    assert outcome is not None
+    outcome = judged([each for each in RESTARTED if each["what"] != "ended"])
     assert (outcome.lost, outcome.went_on) == (None, None)
 
 
 @pytest.mark.parametrize("wrong", [{"digests": "a-b"}, {"comes_back": "b"}])
 def test_those_who_go_on_without_it_must_agree(wrong: dict[str, str]) -> None:
-    outcome = ElasticJudge(INJURY, LIMITS).judge(without_the_victim(**wrong), "")
-    assert outcome is not None
+    outcome = judged(without_the_victim(**wrong), judge=ElasticJudge)
     assert (outcome.lost, outcome.went_on) == (None, None)
 
 
@@ -193,26 +186,25 @@ def test_whoever_fails_with_the_rank_is_started_again_and_has_lost_steps(joins: 
     events = [FAULT, *(event("raised", 10.1, rank, text="AssertionError") for rank in others)]
     for rank in range(RANKS):
         events += [*steps(1, 16.0, range(joins if rank in others else 6, 25), range(rank, rank + 1))]
-    outcome = ElasticJudge(INJURY, LIMITS).judge([*events, *ends(1, 20.0)], "")
-    assert outcome is not None
+    outcome = judged([*events, *ends(1, 20.0)], judge=ElasticJudge)
     assert (outcome.named, outcome.lost) == (False, 6)
     assert outcome.went_on == pytest.approx(6.0)
 
 
 def test_a_training_ends_when_all_are_together_again_or_after_many_windows() -> None:
-    standing = Standing(fault=INJURY)
+    together = TogetherAgain(fault=INJURY)
     for step in range(1, INJURY.step + 5):
-        standing.count(step, RANKS)
-    assert (standing.windows, standing.together) == (4, 4)
-    newcomer = Standing(fault=INJURY)
-    newcomer.load_state_dict(standing.state_dict())
-    assert newcomer == standing
-    while not standing.is_over:
-        standing.count(INJURY.step + 1, RANKS - 1)
-    assert standing.together == 4
+        together.count(step, RANKS)
+    assert (together.windows, together.together) == (4, 4)
+    newcomer = TogetherAgain(fault=INJURY)
+    newcomer.load_state_dict(together.state_dict())
+    assert newcomer == together
+    while not together.is_over:
+        together.count(INJURY.step + 1, RANKS - 1)
+    assert together.together == 4
     while not newcomer.is_over:
         newcomer.count(INJURY.step + 1, RANKS)
-    assert newcomer.together == newcomer.windows < standing.windows
+    assert newcomer.together == newcomer.windows < together.windows
 
 
 @given(st.sampled_from(sorted(CASES)), st.integers(0, 1000))
@@ -220,8 +212,8 @@ def test_a_seed_is_a_moment(case: str, seed: int) -> None:
     fault = Fault.draw(case, seed, RANKS)
     assert fault == Fault.draw(case, seed, RANKS)
     assert 0 <= fault.victim < RANKS
-    settings = Settings(peer="DDP stock", folder="here", timeout=1.0, fault=fault)
-    assert Settings.read(settings.as_json()) == settings
+    settings = TrialSettings(peer="DDP stock", folder="here", timeout=1.0, fault=fault)
+    assert TrialSettings.read(settings.as_json()) == settings
 
 
 def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
@@ -291,8 +283,8 @@ class Halves(Scenario):
 
 def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     plan = RunPlan(scenarios=[Halves()], out=tmp_path / "out", command="first")
-    first = run(plan, Screen())
-    second = run(replace(plan, resumes=True, command="second"), Screen())
+    first = run(plan, BenchScreen())
+    second = run(replace(plan, resumes=True, command="second"), BenchScreen())
     assert [each["command"] for each in second.folder.config["resumed"]] == ["second"]
     assert first.folder.config["command"] == second.folder.config["command"] == "first"
     for record in second.folder.records("halves"):
@@ -300,9 +292,9 @@ def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
         assert record.seconds("ours") == {0: 1.0, 1: 2.0}
     assert len(second.folder.records("halves")) == 2
     with pytest.raises(ConfigurationError, match="has results of halves, and none of faults"):
-        run(replace(plan, resumes=True, scenarios=[Faults()]), Screen())
+        run(replace(plan, resumes=True, scenarios=[Faults()]), BenchScreen())
     with pytest.raises(ConfigurationError, match="expected the folder of a benchmark"):
-        run(replace(plan, resumes=True, out=tmp_path / "elsewhere"), Screen())
+        run(replace(plan, resumes=True, out=tmp_path / "elsewhere"), BenchScreen())
 
 
 class Once(Halves):
@@ -327,20 +319,20 @@ class OnHosts(Halves):
 def test_a_run_goes_on_after_half_a_line(tmp_path: Path) -> None:
     """As a full disk leaves it: else it would be one line with the first that follows."""
     plan = RunPlan(scenarios=[Once()], out=tmp_path / "out")
-    path = run(plan, Screen()).folder.path / "once.jsonl"
+    path = run(plan, BenchScreen()).folder.path / "once.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[: -len('{"kind": "done"}\n') - 5])
-    records = run(replace(plan, resumes=True), Screen()).folder.records("once")
+    records = run(replace(plan, resumes=True), BenchScreen()).folder.records("once")
     assert [(record.outcome, record.rounds) for record in records] == [("done", 2), ("done", 2)]
 
 
 def test_a_run_goes_on_with_the_settings_it_was_begun_with(tmp_path: Path) -> None:
     plan = RunPlan(scenarios=[Once(), Halves()], out=tmp_path / "out")
-    before = run(plan, Screen()).folder
+    before = run(plan, BenchScreen()).folder
     written = (before.path / "once.jsonl").read_text()
     with pytest.raises(ConfigurationError, match=r"results of 'one' with other settings \(rounds 2, asked for 3\)"):
-        run(replace(plan, resumes=True, rounds=3), Screen())
-    run(replace(plan, resumes=True), Screen())
+        run(replace(plan, resumes=True, rounds=3), BenchScreen())
+    run(replace(plan, resumes=True), BenchScreen())
     assert (before.path / "once.jsonl").read_text() == written
 
 
@@ -351,22 +343,22 @@ def test_what_cannot_be_gone_on_with_stays_what_it_is(tmp_path: Path) -> None:
     cell = plan.cells(plan.scenarios[0])[0]
     with folder.rows("on-hosts") as rows:
         rows.cell(cell)
-        Halves().drive(cell, None, rows, Screen().cell(plan.scenarios[0], cell, 0.0))
+        Halves().drive(cell, None, rows, BenchScreen().cell(plan.scenarios[0], cell, 0.0))
         rows.write("done")
-    (record,) = run(replace(plan, resumes=True), Screen()).folder.records("on-hosts")
+    (record,) = run(replace(plan, resumes=True), BenchScreen()).folder.records("on-hosts")
     assert (record.outcome, record.rounds) == ("done", 1)
 
 
-class Pretended(Planned):
+class Pretended(Trial):
     """A trial that ends when two others are under way as well, or when it is not wanted any more."""
 
     together = threading.Barrier(3)
     given_up: ClassVar[list[int]] = []
 
-    def run(self, is_wanted: Callable[[], bool]) -> Outcome | None:
+    def run(self, is_wanted: Callable[[], bool] = lambda: True) -> FaultOutcome | None:
         if self.seed < 3:
             self.together.wait(60.0)
-            return Outcome(noticed=float(self.seed), named=True, lost=0, went_on=1.0)
+            return FaultOutcome(noticed=float(self.seed), named=True, lost=0, went_on=1.0)
         while is_wanted():
             time.sleep(0.01)
         self.given_up.append(self.seed)
@@ -386,8 +378,8 @@ def test_trials_at_once_come_as_they_end_and_nobody_waits_for_those_that_are_not
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_after_the_deadline_only_the_first_seeds_begin(jobs: int) -> None:
-    class Known(Planned):
-        def run(self, is_wanted: Callable[[], bool]) -> Outcome | None:
+    class Known(Trial):
+        def run(self, is_wanted: Callable[[], bool] = lambda: True) -> FaultOutcome | None:
             return None
 
     planned = [Known(peer=peer, seed=seed, case="NaN", lab=None) for seed in range(2) for peer in ("one", "other")]
@@ -398,10 +390,10 @@ def test_after_the_deadline_only_the_first_seeds_begin(jobs: int) -> None:
 @pytest.mark.program
 @pytest.mark.parametrize("peer", ["gradsync", "gradsync elastic"])
 def test_a_real_fault_is_named_gone_on_after_and_leaves_nothing(peer: str) -> None:
-    absent = CONTENDERS[peer].absent("kill -9")
+    absent = SETUPS[peer].absent("kill -9")
     if absent is not None:
         pytest.skip(f"{peer}: {absent}")
-    outcome = Trial(peer=peer, fault=Fault.draw("kill -9", 3, RANKS), limits=Limits(start=200.0)).run()
+    outcome = Trial(peer=peer, case="kill -9", seed=3, limits=Limits(start=200.0)).run()
     assert outcome is not None
     assert outcome.named, outcome.said
     assert outcome.noticed is not None

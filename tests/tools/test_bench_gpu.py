@@ -19,25 +19,23 @@ from rich.console import Console
 import gradsync
 from gradsync.errors import ConfigurationError
 from gradsync.lab import LabError
-from gradsync.tools.bench import placing
-from gradsync.tools.bench.device import CPU, Cpu, Cuda
-from gradsync.tools.bench.measure import Rounds
-from gradsync.tools.bench.placing import OnGpu, find_placement
-from gradsync.tools.bench.ranks import SharedGpuRanks, Sharing, ranks_of
+from gradsync.tools.bench import placement
+from gradsync.tools.bench.device import CPU, Cuda, Device, GpuSharing, ranks_of
+from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.placement import OnGpu, find_placement
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile
-from gradsync.tools.bench.report import REPORT
+from gradsync.tools.bench.report import REPORT, BenchScreen
 from gradsync.tools.bench.runner import RunPlan, run
 from gradsync.tools.bench.scenario import Scenario, gpu_cell
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
-from gradsync.tools.bench.screen import Screen
-from gradsync.tools.cli import main
 from gradsync.tools.lab import emulated
 from gradsync.tools.lab.emulated import transformer
+from tests.tools.test_bench import run_command
 
 pytestmark = pytest.mark.timeout(120)
 
 OVER_NCCL = ("accumulation", "overlap", "bucket-size", "skip-sync", "scaling", "round-robin", "wire", "peers")
-ONE = OnGpu(gpus=1, sharing=Sharing.MPS)
+ONE = OnGpu(gpus=1, sharing=GpuSharing.MPS)
 
 
 def named(name: str) -> Scenario:
@@ -61,15 +59,15 @@ def test_cells_say_where_their_ranks_are(name: str, quick: bool) -> None:
     for cell in cells:
         assert (cell.device, cell.transport, cell.hosts, cell.rate) == ("cuda", "NCCL", None, None)
         alone = cell.ranks == 1
-        assert cell.sharing == (Sharing.OWN if alone else Sharing.MPS)
+        assert cell.sharing == (GpuSharing.OWN if alone else GpuSharing.MPS)
         assert cell.name.endswith("one GPU per rank" if alone else "one GPU, MPS")
         assert json.loads(json.dumps(dict(cell.options))) == cell.options
 
 
 def test_ranks_get_gpus_of_their_own_where_there_are_enough() -> None:
-    several = replace(ONE, gpus=2, sharing=Sharing.SLICES)
+    several = replace(ONE, gpus=2, sharing=GpuSharing.SLICES)
     found = {cell.ranks: cell.sharing for cell in several.cells(named("scaling"), quick=True)}
-    assert found == {1: Sharing.OWN, 2: Sharing.OWN, 4: Sharing.SLICES}
+    assert found == {1: GpuSharing.OWN, 2: GpuSharing.OWN, 4: GpuSharing.SLICES}
 
 
 def test_a_quick_run_of_everything_takes_less_than_ten_minutes() -> None:
@@ -118,32 +116,31 @@ def opened(plan: Any) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("gpu", "sharing"), [(NoMps, Sharing.SLICES), (opened, Sharing.MPS)])
+@pytest.mark.parametrize(("gpu", "sharing"), [(NoMps, GpuSharing.SLICES), (opened, GpuSharing.MPS)])
 def test_without_mps_ranks_take_turns_and_a_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Any], sharing: Sharing
+    monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Any], sharing: GpuSharing
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(placing, "SharedGpu", gpu)
+    monkeypatch.setattr(placement, "SharedGpu", gpu)
     found = OnGpu.find()
     assert (found.gpus, found.sharing) == (1, sharing)
     words = ["MPS is not used, so ranks that share a GPU take turns on it (time slices): no daemon today"]
-    assert found.notes == (words if sharing is Sharing.SLICES else [])
+    assert found.notes == (words if sharing is GpuSharing.SLICES else [])
 
 
 def test_ranks_share_a_gpu_as_their_cell_says() -> None:
     cell = gpu_cell("three", quick=True, step_seconds=0.1, ranks=3)
-    with ranks_of(replace(cell, sharing=str(Sharing.SLICES))) as ranks:
-        assert isinstance(ranks, SharedGpuRanks)
+    with ranks_of(replace(cell, sharing=str(GpuSharing.SLICES))) as ranks:
+        assert ranks.gpu is not None
         assert (ranks.gpu.plan.ranks, ranks.gpu.plan.mps) == (3, False)
-    with ranks_of(replace(cell, sharing=str(Sharing.OWN))) as ranks:
-        assert not isinstance(ranks, SharedGpuRanks)
-        assert ranks.lab is None
+    with ranks_of(replace(cell, sharing=str(GpuSharing.OWN))) as ranks:
+        assert (ranks.gpu, ranks.lab) == (None, None)
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-class Behind(Cpu):
+class Behind(Device):
     """A device that does its work only when it is waited for; counts how often."""
 
     def __init__(self) -> None:
@@ -157,7 +154,7 @@ class Behind(Cpu):
 
 def test_a_block_ends_when_the_device_is_done_and_is_one_sample(tmp_path: Path) -> None:
     device = Behind()
-    rounds = Rounds(Cell(name="one", ranks=1, block=3), RowFile(tmp_path / "rows"), meter=lambda: 30, device=device)
+    rounds = CellRounds(Cell(name="one", ranks=1, block=3), RowFile(tmp_path / "rows"), meter=lambda: 30, device=device)
 
     def step() -> Callable[[], dict[str, float]]:
         number = len(device.done) + len(device.pending)
@@ -214,10 +211,10 @@ class OnlySmall(OnGpu):
 @pytest.mark.program
 @pytest.mark.parametrize("name", OVER_NCCL)
 def test_cells_over_nccl_run_to_their_report(tmp_path: Path, name: str) -> None:
-    placement = OnlySmall(gpus=1, sharing=Sharing.MPS)
+    placement = OnlySmall(gpus=1, sharing=GpuSharing.MPS)
     console = Console(file=io.StringIO(), width=160)
     plan = RunPlan(scenarios=[named(name)], out=tmp_path / "out", placement=placement, quick=True)
-    outcome = run(plan, Screen(console))
+    outcome = run(plan, BenchScreen(console))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert outcome.failed == [], shown
     for record in outcome.folder.records(name):
@@ -253,10 +250,10 @@ class Pretended(Scenario):
 
 def test_records_and_the_report_say_how_the_gpu_was_shared(tmp_path: Path) -> None:
     note = "MPS is not used, so ranks take turns"
-    placement = OnGpu(gpus=1, sharing=Sharing.SLICES, notes=[note])
+    placement = OnGpu(gpus=1, sharing=GpuSharing.SLICES, notes=[note])
     console = Console(file=io.StringIO(), width=160)
     plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=placement)
-    outcome = run(plan, Screen(console))
+    outcome = run(plan, BenchScreen(console))
     lines = [json.loads(line) for line in (outcome.folder.path / "pretended.jsonl").read_text().splitlines()]
     cells = [line for line in lines if line["kind"] == "cell"]
     assert [(cell["device"], cell["sharing"], cell["block"]) for cell in cells] == [
@@ -271,28 +268,28 @@ def test_records_and_the_report_say_how_the_gpu_was_shared(tmp_path: Path) -> No
     assert note in shown
     assert outcome.folder.config["device"] == "cuda"
     # What was measured one way is not gone on with in another.
-    other = replace(plan, resumes=True, placement=replace(placement, sharing=Sharing.MPS))
-    again = run(other, Screen(Console(file=io.StringIO())))
+    other = replace(plan, resumes=True, placement=replace(placement, sharing=GpuSharing.MPS))
+    again = run(other, BenchScreen(Console(file=io.StringIO())))
     names = [record.cell.name for record in again.folder.records("pretended")]
     assert names == ["1 ranks, one GPU per rank", "2 ranks, one GPU, time slices", "2 ranks, one GPU, MPS"]
 
 
 def test_a_run_without_a_report_keeps_its_lines_and_can_be_drawn_later(tmp_path: Path) -> None:
-    placement = OnGpu(gpus=2, sharing=Sharing.MPS)
+    placement = OnGpu(gpus=2, sharing=GpuSharing.MPS)
     plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=placement, reports=False)
-    outcome = run(plan, Screen(Console(file=io.StringIO())))
+    outcome = run(plan, BenchScreen(Console(file=io.StringIO())))
     assert (outcome.sections, outcome.failed) == ([], [])
     assert not (outcome.folder.path / REPORT).exists()
     assert len(outcome.folder.records("pretended")) == 2
 
 
 def test_a_run_whose_time_is_over_begins_no_cell(tmp_path: Path) -> None:
-    placement = OnGpu(gpus=2, sharing=Sharing.MPS)
+    placement = OnGpu(gpus=2, sharing=GpuSharing.MPS)
     plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=placement, minutes=1e-9, reports=False)
     console = Console(file=io.StringIO(), width=300)
-    assert run(plan, Screen(console)).folder.records("pretended") == []
+    assert run(plan, BenchScreen(console)).folder.records("pretended") == []
     assert console.file.getvalue().count("is left for --resume") == 2  # type: ignore[attr-defined]
-    later = run(replace(plan, minutes=None, resumes=True), Screen(console))
+    later = run(replace(plan, minutes=None, resumes=True), BenchScreen(console))
     assert [record.outcome for record in later.folder.records("pretended")] == ["done", "done"]
 
 
@@ -302,15 +299,15 @@ def test_a_run_whose_time_is_over_begins_no_cell(tmp_path: Path) -> None:
 @pytest.mark.program
 def test_a_run_of_real_ranks_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     """The second cell is gone, as if the run had been killed before it; the first is not measured again."""
-    placement = OnlySmall(gpus=1, sharing=Sharing.MPS)
+    placement = OnlySmall(gpus=1, sharing=GpuSharing.MPS)
     plan = RunPlan(scenarios=[named("scaling")], out=tmp_path / "out", placement=placement, quick=True)
-    quiet = Screen(Console(file=io.StringIO()))
+    quiet = BenchScreen(Console(file=io.StringIO()))
     path = run(replace(plan, reports=False), quiet).folder.path / "scaling.jsonl"
     whole = path.read_text().splitlines(keepends=True)
     second = [number for number, line in enumerate(whole) if '"kind": "cell"' in line][1]
     path.write_text("".join(whole[: second + 3]))
     console = Console(file=io.StringIO(), width=160)
-    outcome = run(replace(plan, resumes=True), Screen(console))
+    outcome = run(replace(plan, resumes=True), BenchScreen(console))
     assert path.read_text().startswith("".join(whole[:second]))
     assert [record.outcome for record in outcome.folder.records("scaling")] == ["done", "done"]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -318,14 +315,6 @@ def test_a_run_of_real_ranks_goes_on_where_it_was_interrupted(tmp_path: Path) ->
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["gradsync", "bench", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        main.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 @pytest.mark.parametrize(
@@ -405,4 +394,4 @@ def test_an_emulated_model_takes_its_time_on_the_gpu() -> None:
 
 
 def test_the_cpu_is_the_device_of_those_who_say_nothing(tmp_path: Path) -> None:
-    assert Rounds(Cell(name="one", ranks=1), RowFile(tmp_path / "rows")).device is CPU
+    assert CellRounds(Cell(name="one", ranks=1), RowFile(tmp_path / "rows")).device is CPU

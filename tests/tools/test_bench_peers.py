@@ -15,16 +15,14 @@ import torch.distributed as dist
 
 from gradsync.errors import ConfigurationError
 from gradsync.lab import fork_ranks
-from gradsync.tools.bench.blocks import blocks_of
-from gradsync.tools.bench.measure import Rounds
-from gradsync.tools.bench.measured import MeasuredScenario
-from gradsync.tools.bench.memory import PeakMemory, used_bytes
-from gradsync.tools.bench.peers import PEERS, FSDP2Replicate, Gradsync
+from gradsync.tools.bench.device import PeakMemory, used_bytes
+from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.peers import PEERS, FSDP2Replicate, Gradsync, blocks_of
 from gradsync.tools.bench.record import EVERY, Cell, CellRecord, ResultFolder, Sample
+from gradsync.tools.bench.scenario import Scenario
 from gradsync.tools.bench.scenarios.convergence import PERIODS, RATES, Convergence, variant_name
 from gradsync.tools.bench.scenarios.peers import Peers
-from gradsync.tools.bench.windows import optimizer_step
-from gradsync.tools.bench.workload import RealWorkload
+from gradsync.tools.bench.workload import RealWorkload, optimizer_step
 from gradsync.tools.lab.emulated import EmulatedModel, transformer
 
 pytestmark = pytest.mark.timeout(120)
@@ -118,7 +116,7 @@ def test_convergence_says_which_batch_is_harmed() -> None:
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 
-def run_cell(folder: ResultFolder, scenario: MeasuredScenario, cell: Cell) -> CellRecord:
+def run_cell(folder: ResultFolder, scenario: Scenario, cell: Cell) -> CellRecord:
     """As the runner does, without its pictures."""
     with folder.rows(scenario.name) as rows:
         rows.cell(cell)
@@ -126,7 +124,7 @@ def run_cell(folder: ResultFolder, scenario: MeasuredScenario, cell: Cell) -> Ce
         def rank() -> None:
             warnings.simplefilter("ignore")
             dist.init_process_group("gloo")
-            scenario.measure(Rounds(cell, rows, meter=lambda: 0))
+            scenario.measure(CellRounds(cell, rows, meter=lambda: 0))
             # Nobody closes its connections while another rank still reads from them.
             dist.barrier()
 

@@ -8,15 +8,12 @@ from hypothesis import strategies as st
 
 from gradsync.tools.bench.record import Cell, CellRecord, Sample
 from gradsync.tools.bench.scenario import Scenario
-from gradsync.tools.bench.scenarios.bucket_size import AUTO, BucketSize
-from gradsync.tools.bench.scenarios.bucket_size import variant_name as size_name
-from gradsync.tools.bench.scenarios.round_robin import RoundRobin
+from gradsync.tools.bench.scenarios.buckets import AUTO, BucketSize, RoundRobin, size_name
 from gradsync.tools.bench.scenarios.scaling import HOST, Scaling
-from gradsync.tools.bench.scenarios.wire import Wire
-from gradsync.tools.bench.scenarios.wire_times import GLOO, calls_of, fit_line, places_of
-from gradsync.tools.bench.scenarios.wire_times import variant_name as wire_name
+from gradsync.tools.bench.scenarios.wire import GLOO, WireScenario, calls_of, fit_line, places_of
+from gradsync.tools.bench.scenarios.wire import variant_name as wire_name
 
-SCENARIOS: list[Scenario] = [BucketSize(), Scaling(), RoundRobin(), Wire()]
+SCENARIOS: list[Scenario] = [BucketSize(), Scaling(), RoundRobin(), WireScenario()]
 
 
 def record_of(cell: Cell, seconds: dict[str, float], **facts: object) -> CellRecord:
@@ -91,7 +88,7 @@ def test_efficiency_is_against_one_process_without_a_wrapper() -> None:
 
 
 def test_bandwidth_counts_every_repeated_message() -> None:
-    cell = next(cell for cell in Wire().cells(quick=True) if cell.ranks == 4 and cell.rate is not None)
+    cell = next(cell for cell in WireScenario().cells(quick=True) if cell.ranks == 4 and cell.rate is not None)
     size = cell.options["sizes"][0]
     record = record_of(cell, {wire_name(GLOO, size): 0.001 * calls_of(cell, GLOO, size)})
     (place,) = places_of([record])

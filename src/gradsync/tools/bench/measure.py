@@ -24,7 +24,7 @@ from gradsync.communicator.agreement import gather_bytes
 from gradsync.tools.bench.device import CPU, Device
 from gradsync.tools.bench.record import LIMITS, Cell, RowFile, Sample
 
-__all__ = ["LateParts", "Meter", "Parts", "Progress", "Rounds", "Steady", "Step"]
+__all__ = ["CellRounds", "LateParts", "Meter", "Parts", "Progress", "Steady", "Step"]
 
 Parts = Mapping[str, float]
 # Tells the seconds of parts of a step, once the device is done with it.
@@ -52,7 +52,7 @@ class Steady:
 # Reads how many bytes have left the interface.
 Meter = Callable[[], int]
 
-SEED = 0
+ORDER_SEED = 0
 # How many of several settings are tried again before one is called the best.
 FINALISTS = 2
 
@@ -63,7 +63,7 @@ class Progress(Protocol):
     def advance(self, done: int, total: int) -> None: ...
 
 
-class Rounds:
+class CellRounds:
     """What a scenario measures with, inside every rank of a cell."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Rounds:
         self._rows = rows
         self._progress = progress
         self._meter = meter
-        self._order = random.Random(SEED)
+        self._order = random.Random(ORDER_SEED)
 
     def fact(self, name: str, value: object) -> None:
         """Something a reader of the results has to know; as rank 0 sees it."""

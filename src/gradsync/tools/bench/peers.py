@@ -1,24 +1,28 @@
 """The wrappers compared: gradsync, its schedules, and those people use today, all with the same model and optimizer.
 
-A :class:`Peer` wraps a model and returns a :class:`Wrapped`, with the few things a training loop needs. After a window
-every peer has the same gradient: the mean over ranks and micro-batches. Peers that are not part of torch are imported
-on demand.
+A :class:`Peer` wraps a model and returns a :class:`WrappedModel`, with the few things a training loop needs. After a
+window every peer has the same gradient: the mean over ranks and micro-batches. Peers that are not part of torch are
+imported on demand.
 """
 
 import importlib
 import importlib.util
 import inspect
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from gradsync.communicator import Communicator
@@ -28,7 +32,6 @@ from gradsync.optim.local_steps import LocalSteps
 from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
 from gradsync.optim.sharded.mode import Mode
 from gradsync.parallel.data_parallel import DistributedDataParallel
-from gradsync.tools.bench.blocks import blocks_of
 
 __all__ = [
     "ALONE",
@@ -39,10 +42,8 @@ __all__ = [
     "PEERS",
     "SHARDED",
     "TUNED",
-    "ZERO",
     "Accelerate",
     "FSDP2Replicate",
-    "Fabric",
     "Gradsync",
     "GradsyncLocal",
     "GradsyncOverlapped",
@@ -53,8 +54,10 @@ __all__ = [
     "OuterSGD",
     "Peer",
     "TorchDDP",
-    "Wrapped",
+    "TorchFT",
+    "WrappedModel",
     "ZeroRedundancy",
+    "blocks_of",
     "tuned_options",
 ]
 
@@ -65,10 +68,11 @@ TorchDDP = nn.parallel.DistributedDataParallel
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 # What is made of the way that ranks have gone by themselves, by DiLoCo's settings.
 OuterSGD = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+TORCHFT_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(kw_only=True)
-class Wrapped:
+class WrappedModel:
     """A model that synchronizes, and its optimizer, as the loop of its users handles them."""
 
     model: nn.Module
@@ -97,7 +101,7 @@ class Peer(ABC):
         return "not in this torch" if self.needs.startswith("torch.") else "not installed"
 
     @abstractmethod
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped: ...
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +110,13 @@ class NoWrapper(Peer):
 
     name: str = ALONE
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         return _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradsync(Peer):
-    """gradsync's wrapper, with one of its schedules; ``communicator`` makes the wire it takes, if not its own."""
+    """gradsync's wrapper, with one of its schedules; ``communicator`` makes the one it takes, if not its own."""
 
     name: str = OURS
     schedule: Schedule = "overlapped"
@@ -121,7 +125,7 @@ class Gradsync(Peer):
     communicator: Callable[[], Communicator] | None = None
     reduction: str | None = None
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapper = DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_mb,
@@ -130,10 +134,7 @@ class Gradsync(Peer):
             observer=self.observer,
             reduction=self.reduction,
         )
-        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
-        wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
-        wrapped.framed_backward = wrapper.backward
-        return wrapped
+        return _in_our_loop(wrapper, optimizer, window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +145,11 @@ class GradsyncSharded(Peer):
     observer: Observer | None = None
     mode: Mode = "next-forward"
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapper = DistributedDataParallel(model, observer=self.observer)
-        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped = _in_our_loop(wrapper, optimizer, window)
         wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper, self.mode)
         wrapped.flush = wrapped.optimizer.flush
-        wrapped.accumulate = lambda last: wrapper.accumulate(last=last)
-        wrapped.framed_backward = wrapper.backward
         return wrapped
 
 
@@ -160,9 +159,9 @@ class GradsyncOverlapped(Peer):
 
     name: str = OVERLAPPED
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapper = DistributedDataParallel(model)
-        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapped = _in_our_loop(wrapper, optimizer, window)
         wrapped.optimizer = OverlappedOptimizer(wrapper, wrapped.optimizer)
         wrapped.flush = wrapped.optimizer.flush
         return wrapped
@@ -176,48 +175,12 @@ class GradsyncLocal(Peer):
     every: int = 16
     outer: MakeOptimizer | None = None
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapped = _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
         local = LocalSteps(model, wrapped.optimizer, every=self.every, outer=self.outer)
         # Nothing else holds it.
         wrapped.flush = local.synchronize
         return wrapped
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroRedundancy(Peer):
-    """torch's DDP, tuned, with its ZeroRedundancyOptimizer: the state is shared out, gradients and wire are DDP's."""
-
-    name: str = ZERO
-    bucket_mb: float | None = None
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
-        options = {key: wrapped.optimizer.defaults[key] for key in ("lr", "foreach")}
-        wrapped.optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), type(wrapped.optimizer), parameters_as_bucket_view=True, **options
-        )
-        return wrapped
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDP2(Peer):
-    """torch's ``fully_shard`` on every block, keeping parameters whole between forward and backward."""
-
-    name: str = "FSDP2"
-    needs = "torch.distributed.fsdp"
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(_device_of(model).type, (dist.get_world_size(),))
-        for group in blocks_of(model):
-            fully_shard(group, mesh=mesh, reshard_after_forward=False)
-        sharded: Any = fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        return _summing(sharded, optimizer, window, no_sync=nullcontext)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +191,7 @@ class DDP(Peer):
     tuned: bool = False
     bucket_mb: float | None = None
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         options: dict[str, Any] = tuned_options() if self.tuned else {}
         if self.bucket_mb is not None:
             options["bucket_cap_mb"] = self.bucket_mb
@@ -245,7 +208,7 @@ class HookedDDP(Peer):
     bucket_mb: float | None = None
     rank: int = 4
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
@@ -259,6 +222,24 @@ class HookedDDP(Peer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ZeroRedundancy(Peer):
+    """torch's DDP, tuned, with its ZeroRedundancyOptimizer: the state is shared out, gradients and wire are DDP's."""
+
+    name: str = ZERO
+    bucket_mb: float | None = None
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
+        options = {key: wrapped.optimizer.defaults[key] for key in ("lr", "foreach")}
+        wrapped.optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), type(wrapped.optimizer), parameters_as_bucket_view=True, **options
+        )
+        return wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
 class Accelerate(Peer):
     """Hugging Face Accelerate, which wraps torch's DistributedDataParallel."""
 
@@ -266,7 +247,7 @@ class Accelerate(Peer):
     bucket_mb: float | None = None
     needs = "accelerate"
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         accelerate: Any = importlib.import_module("accelerate")
         # Its counting of micro-batches is one for the whole process, so windows of other lengths need other processes.
         size = 25 if self.bucket_mb is None else self.bucket_mb
@@ -274,7 +255,7 @@ class Accelerate(Peer):
         on_cpu = _device_of(model).type == "cpu"
         accelerator = accelerate.Accelerator(cpu=on_cpu, gradient_accumulation_steps=window, kwargs_handlers=[options])
         wrapper, prepared = accelerator.prepare(model, optimizer(model.parameters()))
-        return Wrapped(
+        return WrappedModel(
             model=wrapper,
             optimizer=prepared,
             no_sync=lambda: accelerator.no_sync(wrapper),
@@ -290,7 +271,7 @@ class Fabric(Peer):
     name: str = "Lightning Fabric"
     needs = "lightning_fabric"
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         lightning: Any = importlib.import_module("lightning_fabric")
         environments: Any = importlib.import_module("lightning_fabric.plugins.environments")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -304,13 +285,27 @@ class Fabric(Peer):
         fabric.launch()
         wrapper, prepared = fabric.setup(model, optimizer(model.parameters()))
 
-        return Wrapped(
+        return WrappedModel(
             model=wrapper,
             optimizer=prepared,
             no_sync=lambda: fabric.no_backward_sync(wrapper),
             accumulate=lambda last: fabric.no_backward_sync(wrapper, enabled=not last),
             backward=lambda loss: fabric.backward(loss / window),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(Peer):
+    """torch's ``fully_shard`` on every block, keeping parameters whole between forward and backward."""
+
+    name: str = "FSDP2"
+    needs = "torch.distributed.fsdp"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
+        from torch.distributed.fsdp import fully_shard
+
+        sharded = _by_block(fully_shard, model, reshard_after_forward=False)
+        return _summing(sharded, optimizer, window, no_sync=nullcontext)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,14 +320,10 @@ class FSDP2Replicate(Peer):
     name: str = "FSDP2 replicate"
     needs = "torch.distributed._composable.replicate_with_fsdp"
 
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         from torch.distributed._composable.replicate_with_fsdp import replicate
-        from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(_device_of(model).type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
-        for group in blocks_of(model):
-            replicate(group, mesh=mesh)
-        replicated: Any = replicate(model, mesh=mesh)
+        replicated = _by_block(replicate, model, names=("replicate",))
 
         @contextmanager
         def no_sync() -> Iterator[None]:
@@ -343,6 +334,65 @@ class FSDP2Replicate(Peer):
                 replicated.set_requires_gradient_sync(True)
 
         return _summing(replicated, optimizer, window, no_sync=no_sync)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFT(Peer):
+    """torchft's DiLoCo, with its own lighthouse, managers and quorums: every rank is a replica group
+    of its own, and all of them are needed for a quorum."""
+
+    name: str = "torchft"
+    every: int = 16
+    needs = "torchft"
+
+    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
+        wrapped = NoWrapper().wrap(model, optimizer, window=window)
+        local_sgd: Any = importlib.import_module("torchft.local_sgd")
+        manager = _manager()
+        diloco = local_sgd.DiLoCo(
+            manager, [model], wrapped.optimizer, OuterSGD(model.parameters()), sync_every=self.every, pin_memory=False
+        )
+        diloco.__enter__()
+        # Whoever holds the model holds what belongs to it.
+        wrapped.flush = lambda: diloco and None
+        return wrapped
+
+
+def _manager() -> Any:
+    torchft: Any = importlib.import_module("torchft")
+    coordination: Any = importlib.import_module("torchft.coordination")
+    rank, ranks, here = dist.get_rank(), dist.get_world_size(), _own_address()
+    lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=ranks) if rank == 0 else None
+    told = [None if lighthouse is None else f"http://{here}:{urlsplit(lighthouse.address()).port}"]
+    dist.broadcast_object_list(told)
+    store = TCPStore(here, 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=TORCHFT_TIMEOUT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=ranks,
+        use_async_quorum=False,
+        timeout=TORCHFT_TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr=here,
+        store_port=store.port,
+        lighthouse_addr=told[0],
+        replica_id=f"rank{rank}",
+        hostname=here,
+        init_sync=False,
+    )
+    # They end when nothing holds them.
+    manager.belongings = (store, lighthouse)
+    return manager
+
+
+def _own_address() -> str:
+    """The address by which other hosts reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -356,13 +406,57 @@ def tuned_options() -> dict[str, Any]:
     return {key: value for key, value in wanted.items() if key in known}
 
 
-def _summing(model: nn.Module, optimizer: MakeOptimizer, window: int, **others: Any) -> Wrapped:
+def _summing(model: nn.Module, optimizer: MakeOptimizer, window: int, **others: Any) -> WrappedModel:
     """A peer that adds up micro-batches and leaves the mean to its users."""
 
     def backward(loss: torch.Tensor) -> None:
         (loss / window).backward()
 
-    return Wrapped(model=model, optimizer=optimizer(model.parameters()), backward=backward, **others)
+    return WrappedModel(model=model, optimizer=optimizer(model.parameters()), backward=backward, **others)
+
+
+def _in_our_loop(wrapper: DistributedDataParallel, optimizer: MakeOptimizer, window: int) -> WrappedModel:
+    return _summing(
+        wrapper,
+        optimizer,
+        window,
+        no_sync=wrapper.no_sync,
+        accumulate=lambda last: wrapper.accumulate(last=last),
+        framed_backward=wrapper.backward,
+    )
+
+
+def _by_block(apply: Callable[..., Any], model: nn.Module, names: tuple[str, ...] | None = None, **options: Any) -> Any:
+    """A wrapper of FSDP2 on every block of the model, and on what is left of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(_device_of(model).type, (dist.get_world_size(),), mesh_dim_names=names)
+    for group in blocks_of(model):
+        apply(group, mesh=mesh, **options)
+    return apply(model, mesh=mesh, **options)
+
+
+def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
+    """What FSDP2 synchronizes together: the modules of every block, a child of the model or of a container in it."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        blocks.extend([child] if _is_called(child) else child.children())
+    groups = [[module for module in _called_in(block) if _has_parameters(module)] for block in blocks]
+    return [group for group in groups if group]
+
+
+def _called_in(module: nn.Module) -> list[nn.Module]:
+    if _is_called(module):
+        return [module]
+    return [called for child in module.children() for called in _called_in(child)]
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 # By name, in the order in which tables show them.

@@ -1,13 +1,18 @@
 """Runs scenarios: creates the hosts, runs each cell, keeps every line its ranks write, builds the report.
 
 Whatever happens, the folder holds what was measured until then: ranks append their lines to the raw file themselves, a
-cell that fails does not affect the others, and after Ctrl-C the report is built from the lines that exist.
+cell that fails does not affect the others, and after Ctrl-C the report is built from the lines that exist. Beside them
+it keeps where they come from: the machine, the versions, the commit; no host name, no path.
 """
 
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import math
+import os
+import platform
+import subprocess
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +20,28 @@ from pathlib import Path
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.observe.charts.canvas import require
-from gradsync.tools.bench import measure, statistics
-from gradsync.tools.bench.machine import commit, describe_machine, versions
-from gradsync.tools.bench.placing import ON_CPU, Placement
-from gradsync.tools.bench.ranks import ranks_of
-from gradsync.tools.bench.record import DONE, INTERRUPTED, Cell, CellRecord, ResultFolder, RowFile
-from gradsync.tools.bench.report import Section, build_report
+from gradsync.tools.bench.device import ranks_of
+from gradsync.tools.bench.measure import ORDER_SEED
+from gradsync.tools.bench.placement import Placement
+from gradsync.tools.bench.record import DONE, INTERRUPTED, RESAMPLING_SEED, Cell, CellRecord, ResultFolder, RowFile
+from gradsync.tools.bench.report import BenchScreen, Section, build_report
 from gradsync.tools.bench.scenario import Scenario
-from gradsync.tools.bench.screen import Screen
 from gradsync.tools.lab.system import check_fit
 
-__all__ = ["Outcome", "RunPlan", "missing_lab", "run"]
+__all__ = ["BenchOutcome", "RunPlan", "commit", "describe_machine", "missing_lab", "run", "versions"]
+
+PACKAGES = ("torch", "accelerate", "lightning-fabric", "numpy", "matplotlib")
+CPU_KEYS = ("model name", "Model name", "Hardware", "cpu model")
+# ARM kernels name no model, only who made the part and its number.
+ARM_PARTS = {
+    "0xd0c": "Neoverse-N1",
+    "0xd40": "Neoverse-V1",
+    "0xd49": "Neoverse-N2",
+    "0xd4f": "Neoverse-V2",
+    "0xd08": "Cortex-A72",
+    "0xd03": "Cortex-A53",
+}
+SOURCE = Path(__file__).resolve().parent
 
 
 def missing_lab() -> str:
@@ -43,7 +59,7 @@ class RunPlan:
 
     scenarios: Sequence[Scenario]
     out: Path
-    placement: Placement = ON_CPU
+    placement: Placement = field(default_factory=Placement)
     quick: bool = False
     rounds: int | None = None
     # Of cells and of variants, by name; all where there are none. How long cells may take that mind it, together, and
@@ -100,7 +116,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class BenchOutcome:
     """What came of a run. Without a report it has no ``sections``."""
 
     folder: ResultFolder
@@ -109,7 +125,7 @@ class Outcome:
     failed: Sequence[str]
 
 
-def run(plan: RunPlan, screen: Screen) -> Outcome:
+def run(plan: RunPlan, screen: BenchScreen) -> BenchOutcome:
     """All cells of all scenarios, one after the other, then the report."""
     if plan.reports:
         # Nobody wants to hear after an hour that it cannot be shown.
@@ -135,17 +151,22 @@ def run(plan: RunPlan, screen: Screen) -> Outcome:
                     elif time.monotonic() > deadline:
                         screen.note(f"{cell.name} is left for --resume {plan.out}: the time of --minutes is over")
                     elif runs:
-                        _begin(scenario, cell, rows, known)
+                        (rows.cell if known is None or not scenario.adds_rounds else rows.resume)(cell)
                         _run_cell(scenario, cell, rows, screen, later)
                     else:
-                        _skip(cell, rows, known, plan.no_lab)
+                        # What an earlier run has measured of it stays what it is.
+                        if known is None:
+                            rows.cell(cell)
+                            rows.write("skipped", reason=plan.no_lab)
                         screen.note(f"{cell.name} is skipped: {plan.no_lab}")
     except KeyboardInterrupt:
         interrupted = True
         screen.note("interrupted; the report shows what was measured until now")
     sections = build_report(folder, plan.scenarios) if plan.reports else []
-    failed = [section.name for section in sections if section.failed] or _failed(plan, folder)
-    return Outcome(folder=folder, sections=sections, interrupted=interrupted, failed=failed)
+    undrawn = {section.name for section in sections if section.failed}
+    outcomes = {each.name: [record.outcome for record in folder.records(each.name)] for each in plan.scenarios}
+    failed = [name for name, ends in outcomes.items() if name in undrawn or "failed" in ends]
+    return BenchOutcome(folder=folder, sections=sections, interrupted=interrupted, failed=failed)
 
 
 def _resumed(plan: RunPlan) -> ResultFolder:
@@ -182,28 +203,9 @@ def _require_same(scenario: Scenario, cell: Cell, known: CellRecord | None, out:
         )
 
 
-def _failed(plan: RunPlan, folder: ResultFolder) -> list[str]:
-    records = {scenario.name: folder.records(scenario.name) for scenario in plan.scenarios}
-    return [name for name, found in records.items() if any(record.outcome == "failed" for record in found)]
-
-
 def _is_measured(scenario: Scenario, known: CellRecord | None) -> bool:
     """Cells are whole or not, unless a scenario adds to what is known."""
     return known is not None and known.outcome == DONE and not scenario.adds_rounds
-
-
-def _begin(scenario: Scenario, cell: Cell, rows: RowFile, known: CellRecord | None) -> None:
-    if known is not None and scenario.adds_rounds:
-        rows.resume(cell)
-    else:
-        rows.cell(cell)
-
-
-def _skip(cell: Cell, rows: RowFile, known: CellRecord | None, reason: str) -> None:
-    # What an earlier run has measured of it stays what it is.
-    if known is None:
-        rows.cell(cell)
-        rows.write("skipped", reason=reason)
 
 
 def _config(plan: RunPlan) -> dict[str, object]:
@@ -215,13 +217,13 @@ def _config(plan: RunPlan) -> dict[str, object]:
         "command": plan.command,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": commit(),
-        "seeds": {"order of variants": measure.SEED, "resampling": statistics.SEED},
+        "seeds": {"order of variants": ORDER_SEED, "resampling": RESAMPLING_SEED},
         "machine": describe_machine(),
         "versions": versions(),
     }
 
 
-def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: Screen, later: float) -> None:
+def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: BenchScreen, later: float) -> None:
     progress = screen.cell(scenario, cell, later)
     # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
     importlib.import_module("torch._dynamo")
@@ -248,3 +250,56 @@ def _whole_names(parts: Sequence[str], names: Collection[str]) -> list[str]:
         found.append(", ".join(rest[:count]))
         del rest[:count]
     return found
+
+
+# -- where results come from -------------------------------------------------------------------------------------------
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    """Cores, CPU, memory and kernel."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu(),
+        "memory GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _cpu() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    values = {key.strip(): value.strip() for key, found, value in (line.partition(":") for line in lines) if found}
+    for key in CPU_KEYS:
+        if values.get(key):
+            return f"{values[key]} ({platform.machine()})"
+    part = ARM_PARTS.get(values.get("CPU part", ""))
+    return f"ARM {part} ({platform.machine()})" if part else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package whose speed is compared; what is not there says so."""
+    found = {"python": platform.python_version()}
+    for package in ("gradsync", *PACKAGES):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def commit() -> str:
+    """The commit of the source that runs, with ``+`` if it was changed since; ``unknown`` for an installed package."""
+    try:
+        # An installed package may lie inside someone else's repository.
+        _git("ls-files", "--error-unmatch", __file__)
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    answer = subprocess.run(
+        ["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True, check=True, timeout=10
+    )
+    return answer.stdout.strip()

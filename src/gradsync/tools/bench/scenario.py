@@ -1,11 +1,9 @@
-"""The base of a scenario: one question, the runs that answer it, and the words, tables and pictures of the answer.
+"""The base of a scenario: one question, the cells that answer it, and the words, tables and pictures of the answer.
 
-To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``drive`` runs a cell and writes
-its samples. In most scenarios the benchmark's own ranks measure
-(:class:`~gradsync.tools.bench.measured.MeasuredScenario`): ``measure`` runs inside every rank of a cell, on an existing
-process group::
+To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``measure`` runs inside every
+rank of a cell, on an existing process group::
 
-    class MyScenario(MeasuredScenario):
+    class MyScenario(Scenario):
         name, title = "my-scenario", "What it is about"
         source = "where the question comes from"
         question = "what a user wants to know"
@@ -13,36 +11,43 @@ process group::
         def cells(self, *, quick: bool) -> list[Cell]:
             return [Cell(name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", seconds=30)]
 
-        def measure(self, rounds: Rounds) -> None:
+        def measure(self, rounds: CellRounds) -> None:
             rounds.limits(compute="no wrapper", wire={"*": rounds.cell.wire_seconds(gradient_bytes)})
             rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
 
-A scenario that starts its own processes and observes them from outside implements ``drive`` itself. One that can also
-be measured over NCCL has ``gpu_cells``, made with :func:`gpu_cell`, and takes its models and times from
-``rounds.device``.
+A scenario that starts its own processes and observes them from outside implements ``drive`` instead, which runs a cell
+and writes its samples. One that can also be measured over NCCL has ``gpu_cells``, made with :func:`gpu_cell`, and takes
+its models and times from ``rounds.device``.
 
 ``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must accept that some variants are
 missing. Their defaults say one sentence per cell, compare its times with a ``baseline`` and draw one picture, with one
 panel per cell.
 """
 
+import logging
+import os
 import statistics
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
 
 from gradsync.observe.charts.canvas import SOFT, canvas, colour, legend
 from gradsync.observe.charts.kinds import Series
-from gradsync.tools.bench.measure import Progress
+from gradsync.tools.bench.device import DEVICES, CellRanks
+from gradsync.tools.bench.measure import CellRounds, Progress
 from gradsync.tools.bench.peers import ALONE, OURS, TUNED
 from gradsync.tools.bench.record import LIMITS, Cell, CellRecord, RowFile
+from gradsync.tools.lab import read_counters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from gradsync.tools.bench.ranks import CellRanks
 
 __all__ = [
     "MISSING",
@@ -52,6 +57,8 @@ __all__ = [
     "colour_of",
     "gpu_cell",
     "known",
+    "or_missing",
+    "picture",
     "spread",
     "times_of",
     "timing_table",
@@ -60,6 +67,7 @@ __all__ = [
 Key = TypeVar("Key")
 
 MISSING = "–"
+GROUP_TIMEOUT = timedelta(seconds=120)
 # Of cells over NCCL: steps of a block, blocks, and what ranks take to start. What is chosen before the first block, as
 # bucket sizes are, takes about as long as this many steps of all variants.
 GPU_BLOCK, GPU_WARMUP, GPU_ROUNDS = 3, 1, 8
@@ -125,9 +133,30 @@ class Scenario(ABC):
         """Those over NCCL, for two ranks and more, wherever these find their GPUs; none, if it is for CPU ranks."""
         return []
 
-    @abstractmethod
-    def drive(self, cell: Cell, ranks: "CellRanks", rows: RowFile, progress: Progress) -> None:
-        """Run a cell, where its ``ranks`` are, and write its samples."""
+    def measure(self, rounds: CellRounds) -> None:
+        """What each rank of a cell does, on a process group that is there already."""
+        raise NotImplementedError(f"{self.name} has neither measure() nor drive() of its own; write one of them")
+
+    def drive(self, cell: Cell, ranks: CellRanks, rows: RowFile, progress: Progress) -> None:
+        """Fork the ranks of the cell, and have each of them measure."""
+        rank = partial(self._live, cell, rows, progress)
+        times, more = DEVICES[cell.device].patience
+        ranks.fork(cell, rank, timeout=cell.seconds * times + more)
+
+    def _live(self, cell: Cell, rows: RowFile, progress: Progress) -> None:
+        """The life of a rank."""
+        # Remarks of peers about the machine would run through the line of the progress.
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        interface = os.environ["GLOO_SOCKET_IFNAME"]
+        device = DEVICES[cell.device]()
+        facts = device.open()
+        dist.init_process_group(device.backend, timeout=GROUP_TIMEOUT)
+        rounds = CellRounds(cell, rows, progress=progress, meter=lambda: read_counters(interface).sent, device=device)
+        for name, value in facts.items():
+            rounds.fact(name, value)
+        self.measure(rounds)
+        dist.destroy_process_group()
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         """The overview, and the times of every cell."""
@@ -142,13 +171,10 @@ class Scenario(ABC):
         return ""
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        title, panels = self.message(records), [record.cell.name for record in records]
-        figure, axes = canvas(title, panels=panels, height=self.height, shared=self.shared)
-        for panel, record in zip(axes, records, strict=True):
-            self.draw(panel, record)
-        axes[0].set_ylabel(self.ylabel)
-        legend(axes)
-        return [Picture(slug=self.slug, title=title, figure=figure, reading=Scenario.reading(self, records))]
+        panels = [(record.cell.name, partial(self.draw, record=record)) for record in records]
+        reading = Scenario.reading(self, records)
+        looks: dict[str, Any] = {"ylabel": self.ylabel, "height": self.height, "shared": self.shared}
+        return [picture(self.slug, self.message(records), panels, reading=reading, **looks)]
 
     def message(self, records: Sequence[CellRecord]) -> str:
         """The title of the picture: what it shows, in numbers."""
@@ -174,6 +200,26 @@ def gpu_cell(name: str, *, quick: bool, step_seconds: float, ranks: int = 2, **o
     return Cell(name=name, ranks=ranks, seconds=GPU_START_SECONDS + steps * step_seconds, **fixed, **others)
 
 
+def picture(
+    slug: str,
+    title: str,
+    panels: "Sequence[tuple[str, Callable[[Axes], object]]]",
+    *,
+    reading: str,
+    ylabel: str = "",
+    columns: int = 5,
+    **looks: Any,
+) -> Picture:
+    """A figure with panels side by side, each drawn by its function, and one legend of so many columns, if any."""
+    figure, axes = canvas(title, panels=[name for name, _ in panels], **looks)
+    for each, (_, draw) in zip(axes, panels, strict=True):
+        draw(each)
+    axes[0].set_ylabel(ylabel or axes[0].get_ylabel())
+    if columns:
+        legend(axes, columns=columns)
+    return Picture(slug=slug, title=title, figure=figure, reading=reading)
+
+
 def colour_of(name: str) -> str:
     """A peer's own colour, also where a setting is added to its name."""
     known = [key for key in COLOURS if name == key or name.startswith(f"{key} ")]
@@ -183,6 +229,10 @@ def colour_of(name: str) -> str:
 def known(values: Mapping[Key, float | None]) -> dict[Key, float]:
     """Those that were measured."""
     return {key: value for key, value in values.items() if value is not None}
+
+
+def or_missing(value: float | None, form: str) -> str:
+    return MISSING if value is None else form.format(value)
 
 
 def spread(values: Sequence[float], form: str) -> str:

@@ -1,8 +1,16 @@
-"""The models that variants train, wrapped the same way for all: layers with emulated computation, and real ones."""
+"""What variants run: the models they train, wrapped the same way for all, and steps as users write them.
 
+Layers compute for real, or sleep instead. Models are scaled down so that many rounds fit into minutes, and a default of
+25 MiB, made for whole models, would put all of a scaled one into one bucket. So torch's wrapper gets the best of
+several fractions of the gradients, by trial.
+"""
+
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,16 +19,36 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradsync.base.errors import ConfigurationError
+from gradsync.core.bucket.sizes import TUNED_AFTER
+from gradsync.observe.timeline import Timeline
 from gradsync.tools.bench.device import CPU, Device
-from gradsync.tools.bench.measure import Rounds
-from gradsync.tools.bench.peers import ALONE, Peer, Wrapped
+from gradsync.tools.bench.measure import CellRounds, LateParts, Parts, Step
+from gradsync.tools.bench.peers import ALONE, DDP, TUNED, Peer, WrappedModel
 from gradsync.tools.bench.record import EVERY
 from gradsync.tools.lab.emulated import Profile, bert_base, resnet50, transformer
 from gradsync.tools.llm.model import Block, GPTConfig
 
-__all__ = ["FLOAT_BYTES", "PROFILES", "EmulatedWorkload", "RealWorkload", "Workload", "paper_models"]
+__all__ = [
+    "FLOAT_BYTES",
+    "MIB",
+    "EmulatedWorkload",
+    "Pattern",
+    "RealWorkload",
+    "Workload",
+    "best_bucket_mb",
+    "optimizer_step",
+    "paper_models",
+    "plain_step",
+    "repeated",
+    "settle",
+    "steps_of",
+    "timed_step",
+    "tuned_ddp",
+    "window_step",
+]
 
-FLOAT_BYTES = 4
+FLOAT_BYTES, MIB = 4, 2**20
 VOCABULARY, HEADS = 256, 8
 # The models of the DDP paper, by name.
 PROFILES = {"ResNet-50": resnet50, "BERT-base": bert_base}
@@ -62,7 +90,7 @@ class Workload(ABC):
         """Of the gradients."""
         return self.parameters * FLOAT_BYTES
 
-    def wrap(self, peer: Peer, *, window: int = 1) -> Wrapped:
+    def wrap(self, peer: Peer, *, window: int = 1) -> WrappedModel:
         """The same weights for everyone."""
         torch.manual_seed(SEED)
         made = getattr(torch.optim, self.optimizer)
@@ -70,7 +98,7 @@ class Workload(ABC):
             model = self.model()
         return peer.wrap(model, partial(made, lr=self.learning_rate, foreach=True), window=window)
 
-    def note(self, rounds: Rounds, *, senders: int | None = None) -> None:
+    def note(self, rounds: CellRounds, *, senders: int | None = None) -> None:
         """Its size, and what bounds a step that synchronizes it once, among so many ``senders`` or all ranks."""
         rounds.fact("gradient bytes", self.nbytes)
         rounds.limits(compute=ALONE, wire={EVERY: rounds.cell.wire_seconds(self.nbytes, senders=senders)})
@@ -86,7 +114,7 @@ class EmulatedWorkload(Workload):
     learning_rate = 1e-4
 
     @classmethod
-    def of(cls, rounds: Rounds, **others: Any) -> "EmulatedWorkload":
+    def of(cls, rounds: CellRounds, **others: Any) -> "EmulatedWorkload":
         """What the options of the cell, and ``others``, say: a ``model`` of the DDP paper, with so many times its
         ``parameters``, or a transformer."""
         said = {**rounds.cell.options, **others}
@@ -159,3 +187,130 @@ class RealWorkload(Workload):
         blocks = (Block(config) for _ in range(self.layers))
         ends = nn.LayerNorm(self.width), nn.Linear(self.width, VOCABULARY)
         return nn.Sequential(nn.Embedding(VOCABULARY, self.width), *blocks, *ends)
+
+
+# Of all gradients; and what DDP has by itself, which is tried where there is more than that.
+SHARES, DEFAULT = (1, 2, 4, 8), 25.0
+
+# One forward of the wrapped model, with whatever inputs it needs, to the loss.
+Forward = Callable[[torch.nn.Module], torch.Tensor]
+
+
+class Pattern(StrEnum):
+    """The four ways of the table in Accelerate's guide."""
+
+    EVERY = "sync every micro-batch"
+    IMPROPER = "no_sync around backward only"
+    NO_SYNC = "no_sync"
+    ACCUMULATE = "accumulate"
+
+
+def optimizer_step(wrapped: WrappedModel) -> None:
+    wrapped.optimizer.step()
+    wrapped.optimizer.zero_grad()
+
+
+def window_step(wrapped: WrappedModel, forward: Forward, *, count: int, pattern: Pattern) -> Step:
+    """A step of ``count`` micro-batches and one update."""
+    if pattern is Pattern.ACCUMULATE and wrapped.accumulate is None:
+        raise ConfigurationError("this peer has no accumulate(); ask for the pattern no_sync instead")
+
+    def synchronized(last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last or pattern is Pattern.EVERY else wrapped.no_sync()
+
+    def micro_batch(last: bool) -> None:
+        if wrapped.accumulate is not None and pattern is Pattern.ACCUMULATE:
+            with wrapped.accumulate(last):
+                (wrapped.framed_backward or wrapped.backward)(forward(wrapped.model))
+        elif pattern is Pattern.IMPROPER:
+            loss = forward(wrapped.model)
+            with synchronized(last):
+                wrapped.backward(loss)
+        else:
+            with synchronized(last):
+                wrapped.backward(forward(wrapped.model))
+
+    def step() -> None:
+        for number in range(1, count + 1):
+            micro_batch(number == count)
+        optimizer_step(wrapped)
+
+    return step
+
+
+def plain_step(workload: Workload, peer: Peer) -> Step:
+    """One micro-batch, synchronized, and an update, under this peer."""
+    return window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
+
+
+def repeated(step: Callable[[], object], times: int) -> Step:
+    def repeat() -> None:
+        for _ in range(times):
+            step()
+
+    return repeat
+
+
+def steps_of(rounds: CellRounds, peers: Iterable[Peer], step: Callable[[Peer], Step]) -> dict[str, Step]:
+    """A step under each of the peers, by name. One that cannot run here is noted."""
+    found: dict[str, Step] = {}
+    for peer in peers:
+        reason = peer.absent()
+        if reason is None:
+            found[peer.name] = step(peer)
+        else:
+            rounds.absent(peer.name, reason)
+    return found
+
+
+def timed_step(wrapped: WrappedModel, forward: Forward, device: Device, timeline: Timeline | None = None) -> Step:
+    """A step of one micro-batch that says how long its parts took.
+
+    ``timeline`` knows how much of backward was waiting for the wire, in the last step of a block; without it backward
+    is one part.
+    """
+
+    def step() -> LateParts:
+        marks = [device.mark()]
+        loss = forward(wrapped.model)
+        marks.append(device.mark())
+        wrapped.backward(loss)
+        marks.append(device.mark())
+        optimizer_step(wrapped)
+        marks.append(device.mark())
+
+        def parts() -> Parts:
+            ahead, back, update = (device.seconds(*each) for each in itertools.pairwise(marks))
+            last = None if timeline is None else timeline.last
+            waited = 0.0 if last is None else last.exposed
+            return {"forward": ahead, "backward": back - waited, "exposed": waited, "optimizer": update}
+
+        return parts
+
+    return step
+
+
+def settle(step: Step, *, windows: int = 1, after: int = TUNED_AFTER[-1]) -> None:
+    """Run until gradsync has chosen its bucket sizes, as it does in the first windows of a training.
+
+    ``windows`` is how many of them a step has; ``after`` so many it has chosen everything.
+    """
+    for _ in range(-(-(after + 1) // windows)):
+        step()
+
+
+def tuned_ddp(rounds: CellRounds, workload: Workload, *, shares: Sequence[int] = SHARES, warmup: int = 3) -> DDP:
+    """torch's wrapper at its best, with the bucket size that suits it."""
+    return DDP(name=TUNED, tuned=True, bucket_mb=best_bucket_mb(rounds, workload, shares=shares, warmup=warmup))
+
+
+def best_bucket_mb(
+    rounds: CellRounds, workload: Workload, *, tuned: bool = True, shares: Sequence[int] = SHARES, warmup: int = 3
+) -> float:
+    """The size in MiB with which torch's DDP was fastest in a few rounds; noted among the facts of the cell."""
+    whole = workload.nbytes / MIB
+    sizes = {round(whole / share, 3) for share in shares} | ({DEFAULT} if whole > DEFAULT else set())
+    steps = {f"{size:g}": plain_step(workload, DDP(tuned=tuned, bucket_mb=size)) for size in sorted(sizes)}
+    best = rounds.best(steps, warmup=warmup)
+    rounds.fact("DDP bucket MiB", f"{best}, the best of {', '.join(steps)}")
+    return float(best)

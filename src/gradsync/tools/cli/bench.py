@@ -12,8 +12,8 @@ from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.tools.cli.options import refusing
 
 if TYPE_CHECKING:
+    from gradsync.tools.bench.report import BenchScreen
     from gradsync.tools.bench.runner import RunPlan
-    from gradsync.tools.bench.screen import Screen
 
 __all__ = ["bench"]
 
@@ -59,15 +59,15 @@ def bench(
     """
     # Pictures and pages are not needed by the other commands, so their packages are imported here.
     try:
-        from gradsync.tools.bench.placing import find_placement
+        from gradsync.tools.bench.placement import find_placement
         from gradsync.tools.bench.record import ResultFolder
+        from gradsync.tools.bench.report import BenchScreen
         from gradsync.tools.bench.runner import RunPlan
         from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
-        from gradsync.tools.bench.screen import Screen
     except ModuleNotFoundError as error:
         raise GradsyncError(f"{error.name} is missing: pip install 'gradsync[bench]'") from error
 
-    screen = Screen()
+    screen = BenchScreen()
     if listing or scenario is None:
         if scenario is not None:
             raise ConfigurationError("--list stands alone: it lists all scenarios")
@@ -109,7 +109,7 @@ def _listed(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
-def _draw_again(path: Path | None, screen: "Screen") -> None:
+def _draw_again(path: Path | None, screen: "BenchScreen") -> None:
     from gradsync.tools.bench.record import ResultFolder
     from gradsync.tools.bench.report import REPORT as PAGE
     from gradsync.tools.bench.report import build_report
@@ -122,7 +122,7 @@ def _draw_again(path: Path | None, screen: "Screen") -> None:
     print(f"\nreport: {folder.path / PAGE}")
 
 
-def _run(plan: "RunPlan", screen: "Screen") -> None:
+def _run(plan: "RunPlan", screen: "BenchScreen") -> None:
     from gradsync.tools.bench.report import REPORT as PAGE
     from gradsync.tools.bench.runner import run
 

@@ -1,13 +1,136 @@
-"""Evaluates a fault, from the notes of the ranks and from what they and their launcher have printed."""
+"""The faults that a rank may suffer, the moment of each, and what notes and output say came of it."""
 
+import os
+import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.tools.bench.faults.cases import CUT_LINK, Fault
+import torch
+from torch import nn
 
-__all__ = ["RANKS", "ElasticJudge", "Judge", "Limits", "Outcome", "has_noticed"]
+__all__ = [
+    "AFTERWARDS",
+    "CASES",
+    "CUT_LINK",
+    "PAUSE_SECONDS",
+    "RANKS",
+    "ElasticJudge",
+    "Fault",
+    "FaultOutcome",
+    "Judge",
+    "Limits",
+    "has_noticed",
+    "inject",
+]
+
+# How long a rank is stopped that is let go on: longer than it takes gradsync to say so.
+PAUSE_SECONDS = 7.0
+# Steps before the fault: what a wrapper learns in its first steps is learned by then. And after it, if they go on.
+EARLIEST, LATEST, AFTERWARDS = 8, 16, 14
+# Within a step, about as long as one takes.
+MOST_DELAY = 0.05
+CUT_LINK = "cut link"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``name`` of a fault. ``ends``: the ranks cannot go on without a restart. ``is_inside``: it happens in a step, at
+    no other moment."""
+
+    name: str
+    words: str
+    ends: bool = True
+    is_inside: bool = False
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="kill -9", words="one rank is killed"),
+        Case(name="os._exit", words="one rank ends its process with os._exit(7)"),
+        Case(name="exception", words="backward raises on one rank", is_inside=True),
+        Case(name="SIGSTOP", words="one rank is stopped, for good"),
+        Case(name="pause", words=f"one rank is stopped, and goes on after {PAUSE_SECONDS:g} s", ends=False),
+        Case(name="NaN", words="the gradients of one rank are NaN, in one step", ends=False, is_inside=True),
+        Case(name="bit flip", words="one bit of a parameter flips on one rank", ends=False, is_inside=True),
+        Case(name=CUT_LINK, words="the link of one host is cut"),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Which fault hits which rank, in which step and how many seconds into it."""
+
+    case: str
+    victim: int
+    step: int
+    delay: float
+
+    @classmethod
+    def draw(cls, case: str, seed: int, ranks: int) -> "Fault":
+        chance = random.Random(f"{case} {seed}")
+        return cls(
+            case=case,
+            victim=chance.randrange(ranks),
+            step=chance.randint(EARLIEST, LATEST),
+            delay=round(chance.uniform(0.0, MOST_DELAY), 4),
+        )
+
+    @property
+    def steps(self) -> int:
+        """How many the run has in all."""
+        return self.step + AFTERWARDS
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class FaultError(Exception):
+    """Raised on purpose."""
+
+
+def inject(fault: Fault, model: nn.Module, told: Callable[[], None]) -> None:
+    """Inject the fault on this rank, in the step that begins now. ``told`` is called right before."""
+    if CASES[fault.case].is_inside:
+        _inside(fault, model, told)
+        return
+    thread = threading.Thread(target=_later, args=(fault, told), name="fault", daemon=True)
+    thread.start()
+
+
+def _later(fault: Fault, told: Callable[[], None]) -> None:
+    time.sleep(fault.delay)
+    told()
+    if fault.case == "os._exit":
+        os._exit(7)
+    if fault.case != CUT_LINK:
+        os.kill(os.getpid(), signal.SIGKILL if fault.case == "kill -9" else signal.SIGSTOP)
+
+
+def _inside(fault: Fault, model: nn.Module, told: Callable[[], None]) -> None:
+    parameter = list(model.parameters())[2]
+    if fault.case == "bit flip":
+        told()
+        # The lowest bit of an exponent: a number that is half or twice as large.
+        with torch.no_grad():
+            parameter.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 23)
+        return
+
+    def invalidate(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        told()
+        if fault.case == "exception":
+            raise FaultError("raised on purpose, in backward")
+        return gradient * float("nan")
+
+    handle = parameter.register_hook(invalidate)
+
 
 RANKS = 3
 WRONG_NUMBERS = ("NaN", "bit flip")
@@ -30,7 +153,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class FaultOutcome:
     """What came of a fault. Seconds are counted from it; None: not within the limit. ``lost`` are steps whose work is
     gone; None: all since the fault, since the parameters are wrong. ``left`` is what was left behind, in words."""
 
@@ -43,10 +166,10 @@ class Outcome:
 
 
 def has_noticed(events: Sequence[Event], fault: Fault, at: float) -> bool:
-    return any(_tells(each, fault) and each["at"] > at for each in events)
+    return any(_is_report(each, fault) and each["at"] > at for each in events)
 
 
-def _tells(event: Event, fault: Fault) -> bool:
+def _is_report(event: Event, fault: Fault) -> bool:
     """Whether somebody has said something: another rank, or also the one with wrong numbers, which lives and speaks for
     all if it is rank 0."""
     speaks = event["rank"] != fault.victim or fault.case in WRONG_NUMBERS
@@ -60,18 +183,18 @@ class Judge:
         self.fault = fault
         self.limits = limits
 
-    def judge(self, events: Sequence[Event], said: str) -> Outcome | None:
+    def judge(self, events: Sequence[Event], said: str) -> FaultOutcome | None:
         """Evaluate notes and output. None if there was no fault."""
         fault = next((each for each in events if each["what"] == "fault"), None)
         if fault is None:
             return None
         at = float(fault["at"])
         after = [each for each in events if each["at"] > at]
-        told = [each for each in after if _tells(each, self.fault)]
+        told = [each for each in after if _is_report(each, self.fault)]
         # Where all ranks live they all fail together, and a launcher lists them all, in any order.
         words = "\n".join([*(str(each["text"]) for each in told), "" if self.fault.case in ALL_LIVE else said])
         noticed = self._noticed(after, told, at)
-        return Outcome(
+        return FaultOutcome(
             noticed=noticed,
             named=noticed is not None and self._names(words, int(fault["process"])),
             lost=self._lost(after),

@@ -13,76 +13,89 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
-from gradsync.tools.bench.faults.cases import CUT_LINK, PAUSE_SECONDS, Fault
-from gradsync.tools.bench.faults.contenders import CONTENDERS, PROGRAM
-from gradsync.tools.bench.faults.judging import Limits, Outcome, has_noticed
-from gradsync.tools.bench.faults.program import EVENTS, Settings
+from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
+from gradsync.tools.bench.faults.judging import CUT_LINK, PAUSE_SECONDS, RANKS, Fault, FaultOutcome, Limits, has_noticed
+from gradsync.tools.bench.faults.program import EVENTS, HOST, PROGRAM, REPLICA, RESTARTS, SETUPS, TrialSettings
 from gradsync.tools.lab import Lab
 from gradsync.tools.lab.host import places_on
 from gradsync.tools.launch import RankProcesses, become
 
-__all__ = ["Trial", "left_behind"]
+__all__ = ["Trial", "left_behind", "outcomes", "run_replicas"]
 
 MARK = "FAULTS_TRIAL_MARK"
 SHARED_MEMORY = Path("/dev/shm")
 POLL_SECONDS = 0.02
 # What is gone by then was only on its way.
 VANISH_SECONDS = 3.0
+# Of torchft's ranks, once one has come to the end.
+GRACE_SECONDS, REPLICA_POLL_SECONDS = 5.0, 0.1
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One fault for one of those who are compared. With a ``lab`` its ranks run on the hosts of it. It is given up when
-    it is not wanted any more."""
+    """One fault for one of the setups. With a ``lab`` its ranks run on the hosts of it."""
 
     peer: str
-    fault: Fault
+    case: str
+    seed: int
     limits: Limits = field(default_factory=Limits)
     lab: Lab | None = None
-    is_wanted: Callable[[], bool] = lambda: True
 
-    def run(self) -> Outcome | None:
-        """None if the ranks did not get as far as the fault."""
+    @property
+    def fault(self) -> Fault:
+        return Fault.draw(self.case, self.seed, RANKS)
+
+    def run(self, is_wanted: Callable[[], bool] = lambda: True) -> FaultOutcome | None:
+        """None if the ranks did not get as far as the fault. It is given up when it is not wanted any more."""
+        try:
+            return self._run(is_wanted)
+        finally:
+            if self.case == CUT_LINK and self.lab is not None:
+                self.lab.heal(self.fault.victim)
+
+    def _run(self, is_wanted: Callable[[], bool]) -> FaultOutcome | None:
+        fault, setup = self.fault, SETUPS[self.peer]
         mark = f"{os.getpid()}-{secrets.token_hex(4)}"
         with tempfile.TemporaryDirectory(prefix="gradsync-faults-") as name:
             folder, temporary = Path(name), Path(name, "tmp")
             temporary.mkdir()
-            settings = Settings(peer=self.peer, folder=name, timeout=self.limits.timeout, fault=self.fault).as_json()
-            variables = {MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-            variables |= CONTENDERS[self.peer].variables
+            settings = TrialSettings(
+                peer=self.peer, folder=name, timeout=self.limits.timeout, fault=self.fault
+            ).as_json()
+            variables = {MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **setup.variables}
             with (folder / "output").open("wb") as output:
-                start = partial(self._launch, settings, variables, output)
-                if self.fault.case == CUT_LINK:
-                    start = partial(self._fork, settings, variables, output)
-                with start() as is_running:
-                    self._attend(folder, is_running)
+                start = self._fork if self.case == CUT_LINK else self._launch
+                with start(settings, variables, output) as is_running:
+                    self._attend(folder, lambda: is_running() and is_wanted())
             own = {int(each["process"]) for each in _events(folder)}
             left = left_behind(mark, temporary, own)
             for process in _marked(mark):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             said = (folder / "output").read_text(errors="replace")
-            outcome = CONTENDERS[self.peer].judge(self.fault, self.limits).judge(_events(folder), said)
+            outcome = setup.judge(fault, self.limits).judge(_events(folder), said)
         return None if outcome is None else replace(outcome, left=left)
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _launch(self, settings: str, variables: dict[str, str], output: IO[bytes]) -> "Iterator[Callable[[], bool]]":
-        command = [sys.executable, *CONTENDERS[self.peer].launcher, settings]
+        command = [sys.executable, *SETUPS[self.peer].launcher, settings]
         environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
             yield lambda: process.poll() is None
         finally:
-            _end(process)
+            _end([process], 10.0)
 
     @contextmanager
     def _fork(self, settings: str, variables: dict[str, str], output: IO[bytes]) -> "Iterator[Callable[[], bool]]":
@@ -101,25 +114,25 @@ class Trial:
 
     # -- what happens meanwhile ---------------------------------------------------------------------------------------
 
-    def _attend(self, folder: Path, is_running: Callable[[], bool]) -> None:
+    def _attend(self, folder: Path, goes_on: Callable[[], bool]) -> None:
         """Until the program has ended, or nothing is to be expected of it any more."""
         deadline, fault = time.monotonic() + self.limits.start, None
-        while is_running() and time.monotonic() < deadline and self.is_wanted():
+        while goes_on() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             if fault is None:
                 fault = next((each for each in _events(folder) if each["what"] == "fault"), None)
                 if fault is not None:
                     deadline = float(fault["at"]) + self.limits.notice + self.limits.going_on
                     self._take_part(fault)
-            elif self.fault.case == CUT_LINK and has_noticed(_events(folder), self.fault, float(fault["at"])):
+            elif self.case == CUT_LINK and has_noticed(_events(folder), self.fault, float(fault["at"])):
                 # Nobody starts these ranks again.
                 return
 
     def _take_part(self, fault: dict[str, Any]) -> None:
         """What a rank cannot do to itself."""
-        if self.fault.case == CUT_LINK and self.lab is not None:
+        if self.case == CUT_LINK and self.lab is not None:
             self.lab.cut(self.fault.victim)
-        elif self.fault.case == "pause":
+        elif self.case == "pause":
             wake = partial(_wake, int(fault["process"]))
             timer = threading.Timer(max(0.0, float(fault["at"]) + PAUSE_SECONDS - time.monotonic()), wake)
             timer.daemon = True
@@ -131,15 +144,18 @@ def _wake(process: int) -> None:
         os.kill(process, signal.SIGCONT)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(processes: "Sequence[subprocess.Popen[bytes]]", seconds: float) -> None:
     """As a user would: asked, then forced."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+    for each in processes:
+        if each.poll() is None:
+            each.terminate()
+    deadline = time.monotonic() + seconds
+    for each in processes:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(10.0)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+            each.wait(max(0.0, deadline - time.monotonic()))
+        if each.poll() is None:
+            each.kill()
+            each.wait()
 
 
 # -- what came of it --------------------------------------------------------------------------------------------------
@@ -193,3 +209,73 @@ def _shared_memory(processes: Collection[int]) -> list[str]:
     names = [path.name for path in SHARED_MEMORY.iterdir()] if SHARED_MEMORY.is_dir() else []
     owned = {name: name.split("_")[1:2] for name in names if name.startswith("torch_")}
     return sorted(name for name, owner in owned.items() if owner and owner[0] in {str(each) for each in processes})
+
+
+# -- several trials ----------------------------------------------------------------------------------------------------
+
+
+def outcomes(planned: Sequence[Trial], jobs: int, deadline: float) -> Iterator[tuple[Trial, FaultOutcome | None]]:
+    """As they come. None begins after the deadline, but those of the first seed: else there is nothing to show."""
+    stop = threading.Event()
+
+    def run(each: Trial) -> tuple[Trial, FaultOutcome | None] | None:
+        if stop.is_set() or (each.seed and time.monotonic() > deadline):
+            return None
+        return each, each.run(lambda: not stop.is_set())
+
+    if jobs == 1:
+        # Hosts are entered by whoever is forked, and that is for the first thread.
+        yield from filter(None, map(run, planned))
+        return
+    with ThreadPoolExecutor(jobs, thread_name_prefix="trial") as pool:
+        try:
+            for future in as_completed([pool.submit(run, each) for each in planned]):
+                found = future.result()
+                if found is not None:
+                    yield found
+        finally:
+            # Whoever has had enough does not wait for trials that nobody reads.
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+# -- torchft's ranks ---------------------------------------------------------------------------------------------------
+
+
+def run_replicas(settings: str) -> int:
+    """Start ranks the way torchft expects: a lighthouse, and every rank a replica group under its own torchrun.
+
+    torchrun restarts its rank. When one rank has reached the end, all have, or are on their way in and no longer
+    needed.
+    """
+    # As gradsync's elastic ranks have it: it takes ranks for lost sooner than that of torchft's example.
+    lighthouse = Lighthouse(HOST, min_ranks=1, join_seconds=Elastic().timeout)
+    replicas = [_start(rank, lighthouse.address, settings) for rank in range(RANKS)]
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        _wait(replicas)
+    finally:
+        _end(replicas, GRACE_SECONDS)
+        lighthouse.close()
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _start(rank: int, lighthouse: str, settings: str) -> "subprocess.Popen[bytes]":
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--local-addr={HOST}", "--nproc-per-node=1"]
+    command = [sys.executable, *torchrun, f"--max-restarts={RESTARTS}", "-m", PROGRAM, settings]
+    return subprocess.Popen(command, env={**os.environ, LIGHTHOUSE: lighthouse, REPLICA: str(rank)})
+
+
+def _wait(replicas: "list[subprocess.Popen[bytes]]") -> None:
+    """Until all have ended, or a little longer than the first that came to the end."""
+    finished: float | None = None
+    while any(each.poll() is None for each in replicas):
+        time.sleep(REPLICA_POLL_SECONDS)
+        if any(each.poll() == 0 for each in replicas):
+            finished = finished or time.monotonic()
+        if finished is not None and time.monotonic() - finished > GRACE_SECONDS:
+            return

@@ -1,25 +1,21 @@
-"""The scenarios, one per file, in the order in which they are run and shown."""
+"""The scenarios, in the order in which they are run and shown."""
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.tools.bench.scenario import Scenario
-from gradsync.tools.bench.scenarios.accumulation import Accumulation
-from gradsync.tools.bench.scenarios.bucket_size import BucketSize
-from gradsync.tools.bench.scenarios.compression import Compression
+from gradsync.tools.bench.scenarios.accumulation import AccumulationScenario, SkipSync
+from gradsync.tools.bench.scenarios.buckets import BucketSize, RoundRobin
+from gradsync.tools.bench.scenarios.compression import Compression, TimeToLoss
 from gradsync.tools.bench.scenarios.convergence import Convergence
 from gradsync.tools.bench.scenarios.faults import Faults
-from gradsync.tools.bench.scenarios.next_forward import NextForward
-from gradsync.tools.bench.scenarios.overlap import Overlap
+from gradsync.tools.bench.scenarios.overlap import NextForward, Overlap
 from gradsync.tools.bench.scenarios.peers import Peers
-from gradsync.tools.bench.scenarios.round_robin import RoundRobin
 from gradsync.tools.bench.scenarios.scaling import Scaling
-from gradsync.tools.bench.scenarios.skip_sync import SkipSync
-from gradsync.tools.bench.scenarios.time_to_loss import TimeToLoss
-from gradsync.tools.bench.scenarios.wire import Wire
+from gradsync.tools.bench.scenarios.wire import WireScenario
 
 __all__ = ["SCENARIOS", "find_scenarios"]
 
 SCENARIOS: tuple[Scenario, ...] = (
-    Accumulation(),
+    AccumulationScenario(),
     Overlap(),
     NextForward(),
     Compression(),
@@ -29,18 +25,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scaling(),
     Convergence(),
     RoundRobin(),
-    Wire(),
+    WireScenario(),
     Peers(),
     Faults(),
 )
-ALL = "all"
 
 
 def find_scenarios(name: str) -> tuple[Scenario, ...]:
     """The one of that name, or all of them."""
-    if name == ALL:
-        return SCENARIOS
-    found = tuple(scenario for scenario in SCENARIOS if scenario.name == name)
+    found = tuple(scenario for scenario in SCENARIOS if name in (scenario.name, "all"))
     if not found:
         names = ", ".join(scenario.name for scenario in SCENARIOS)
         raise ConfigurationError(f"there is no scenario {name!r}. There are: {names}; or say all")

@@ -1,46 +1,67 @@
-"""Accelerate's table: a window of four micro-batches, written in four ways, under three libraries.
+"""Windows of micro-batches: written in four ways, as Accelerate's guide does, and averaged every n-th time.
 
 The guide on performing gradient accumulation with Accelerate times a window on several nodes and on one: synchronizing
 every micro-batch, ``no_sync`` in the wrong place, ``no_sync`` in the right place, and ``accumulate``. From its figures
 (4s + c = 2.00 s, s + c = 0.91 s) one synchronization takes 0.65 of the window's computation; so it does here,
 with 2 MB of gradients over 400 Mbit/s, and 60 ms of computation. Over NCCL it is 51 MB and 28 ms.
+
+The DDP paper averages gradients every n-th iteration only. A step of ``skip-sync`` is eight iterations, so that every n
+has whole windows in it; times are shown per iteration.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from gradsync.observe.charts.canvas import limit_line
-from gradsync.observe.charts.kinds import draw_bars
-from gradsync.tools.bench.measure import Rounds, Step
-from gradsync.tools.bench.measured import MeasuredScenario
-from gradsync.tools.bench.peers import ALONE, DDP, OURS, Accelerate, Gradsync, NoWrapper, Peer
-from gradsync.tools.bench.record import Cell, CellRecord
-from gradsync.tools.bench.scenario import MISSING, Table, gpu_cell, known, times_of
-from gradsync.tools.bench.windows import Pattern, best_bucket_mb, settle, window_step
-from gradsync.tools.bench.workload import EmulatedWorkload
+from gradsync.observe.charts.canvas import INK, limit_line
+from gradsync.observe.charts.kinds import Series, draw_bars, name_ends
+from gradsync.tools.bench.measure import CellRounds, Step
+from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Accelerate, Gradsync, NoWrapper, Peer
+from gradsync.tools.bench.record import Cell, CellRecord, percent
+from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, gpu_cell, known, picture, times_of
+from gradsync.tools.bench.workload import (
+    EmulatedWorkload,
+    Pattern,
+    best_bucket_mb,
+    plain_step,
+    repeated,
+    settle,
+    tuned_ddp,
+    window_step,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Accumulation"]
+__all__ = ["AccumulationScenario", "SkipSync"]
 
 COUNT = 4
-PEERS = ("DDP", "Accelerate", OURS)
+LIBRARIES = ("DDP", "Accelerate", OURS)
+PERIODS = (1, 2, 4, 8)
+ITERATIONS = max(PERIODS)
+SKIPPING = (TUNED, OURS)
 
 
-def variant_name(peer: str, pattern: Pattern) -> str:
+def nccl_cells(options: dict[str, float], step_seconds: float, *, quick: bool) -> list[Cell]:
+    return [
+        gpu_cell(f"{ranks} ranks, NCCL", quick=quick, ranks=ranks, step_seconds=step_seconds, options=options)
+        for ranks in ((2,) if quick else (2, 4))
+    ]
+
+
+def pattern_name(peer: str, pattern: Pattern) -> str:
     return f"{peer} · {pattern}"
 
 
-class Accumulation(MeasuredScenario):
+class AccumulationScenario(Scenario):
     """Four ways to write a window, under DDP, Accelerate and gradsync."""
 
     name = "accumulation"
     title = "Gradient accumulation: what each way of writing it costs"
     source = "After the timing table of Hugging Face Accelerate's guide to gradient synchronization (BERT-base, T4s)."
     question = "How much time does skipping synchronization inside a window save, and what if it is written wrongly?"
-    baseline = variant_name("DDP", Pattern.EVERY)
+    baseline = pattern_name("DDP", Pattern.EVERY)
     slug, ylabel, height, shared = "windows", "ms a window (median, p5–p95)", 4.6, False
 
     def cells(self, *, quick: bool) -> list[Cell]:
@@ -50,14 +71,9 @@ class Accumulation(MeasuredScenario):
         return [one, replace(one, name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", seconds=one.seconds * 2)]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        options = {"parameters": 12_800_000, "layers": 3, "seconds": 0.007}
-        counts = (2,) if quick else (2, 4)
-        return [
-            gpu_cell(f"{ranks} ranks, NCCL", quick=quick, ranks=ranks, step_seconds=0.5, options=options)
-            for ranks in counts
-        ]
+        return nccl_cells({"parameters": 12_800_000, "layers": 3, "seconds": 0.007}, 0.5, quick=quick)
 
-    def measure(self, rounds: Rounds) -> None:
+    def measure(self, rounds: CellRounds) -> None:
         workload = EmulatedWorkload.of(rounds)
         workload.note(rounds)
         alone = window_step(workload.wrap(NoWrapper()), workload.forward, count=COUNT, pattern=Pattern.EVERY)
@@ -67,7 +83,7 @@ class Accumulation(MeasuredScenario):
         for peer in peers:
             reason = peer.absent()
             for pattern in Pattern:
-                name = variant_name(peer.name, pattern)
+                name = pattern_name(peer.name, pattern)
                 if reason is not None:
                     rounds.absent(name, reason)
                     continue
@@ -77,28 +93,29 @@ class Accumulation(MeasuredScenario):
                     continue
                 variants[name] = window_step(wrapped, workload.forward, count=COUNT, pattern=pattern)
         for pattern in Pattern:
-            settle(variants[variant_name(OURS, pattern)], windows=COUNT if pattern is Pattern.EVERY else 1)
+            settle(variants[pattern_name(OURS, pattern)], windows=COUNT if pattern is Pattern.EVERY else 1)
         rounds.run(variants)
 
     def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        def time(record: CellRecord, name: str) -> str:
+            return f"{record.ms(name):.0f} ms" if name in record.samples else record.absent.get(name, MISSING)
+
         return [
             Table(
                 title=f"{record.cell.name}: a window of {COUNT} micro-batches",
-                columns=["", *PEERS],
-                rows=[
-                    [pattern, *(_time(record, variant_name(peer, pattern)) for peer in PEERS)] for pattern in Pattern
-                ],
+                columns=["", *LIBRARIES],
+                rows=[[way, *(time(record, pattern_name(peer, way)) for peer in LIBRARIES)] for way in Pattern],
             )
             for record in records
         ]
 
     def message(self, records: Sequence[CellRecord]) -> str:
         """Who gains how much from no_sync that is misplaced."""
-        words = [f"{peer} {gain:.1f}×" for peer, gain in _gains(records[-1], Pattern.IMPROPER).items()]
+        words = [f"{peer} {gain:.1f}×" for peer, gain in _speedups(records[-1], Pattern.IMPROPER).items()]
         return f"Speedup from no_sync around backward alone: {', '.join(words)}"
 
     def draw(self, axes: "Axes", record: CellRecord) -> None:
-        bars = [times_of(peer, [(record, variant_name(peer, each)) for each in Pattern]) for peer in PEERS]
+        bars = [times_of(peer, [(record, pattern_name(peer, each)) for each in Pattern]) for peer in LIBRARIES]
         draw_bars(axes, list(Pattern), bars, form="{:.0f}")
         limit = record.limit("")
         if limit is not None:
@@ -109,19 +126,97 @@ class Accumulation(MeasuredScenario):
 
     def sentence(self, record: CellRecord) -> str:
         """How much faster than the baseline each library is, with no_sync in the right place and in the wrong one."""
-        improper = _gains(record, Pattern.IMPROPER)
+        improper = _speedups(record, Pattern.IMPROPER)
         parts = [
             f"{peer} {gain:.2f}× faster with no_sync, {improper[peer]:.2f}× when it is misplaced"
-            for peer, gain in _gains(record, Pattern.NO_SYNC).items()
+            for peer, gain in _speedups(record, Pattern.NO_SYNC).items()
             if peer in improper
         ]
         return f"{record.cell.name}, against synchronizing every micro-batch: {'; '.join(parts)}."
 
 
-def _time(record: CellRecord, variant: str) -> str:
-    return f"{record.ms(variant):.0f} ms" if variant in record.samples else record.absent.get(variant, MISSING)
-
-
-def _gains(record: CellRecord, pattern: Pattern) -> dict[str, float]:
+def _speedups(record: CellRecord, pattern: Pattern) -> dict[str, float]:
     """How many times as fast as synchronizing every micro-batch, by peer."""
-    return known({peer: record.times(variant_name(peer, Pattern.EVERY), variant_name(peer, pattern)) for peer in PEERS})
+    every = {peer: pattern_name(peer, Pattern.EVERY) for peer in LIBRARIES}
+    return known({peer: record.times(every[peer], pattern_name(peer, pattern)) for peer in LIBRARIES})
+
+
+def period_name(peer: str, period: int) -> str:
+    return f"{peer} · every {period}" if period > 1 else f"{peer} · every iteration"
+
+
+class SkipSync(Scenario):
+    """Synchronizing every, every second, fourth and eighth iteration."""
+
+    name = "skip-sync"
+    title = "Skipping synchronization: the gain, and where it ends"
+    source = "After Li et al., PyTorch Distributed, VLDB 2020 (up to 38 % less time with NCCL, 57 % with Gloo)."
+    question = "How much faster is an iteration if gradients are averaged only every n-th time?"
+    baseline = period_name(TUNED, 1)
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        rounds = 30 if quick else 100
+        options = {"parameters": 200_000, "layers": 3, "seconds": 0.008}
+        name, seconds = "2 hosts, 400 Mbit/s", (rounds + 5) * 1.3
+        return [Cell(name=name, hosts=2, rate="400mbit", rounds=rounds, seconds=seconds, options=options)]
+
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        return nccl_cells({"parameters": 5_000_000, "layers": 3, "seconds": 0.01}, 0.9, quick=quick)
+
+    def measure(self, rounds: CellRounds) -> None:
+        workload = EmulatedWorkload.of(rounds)
+        rounds.fact("gradient bytes", workload.nbytes)
+        variants: dict[str, Step] = {ALONE: repeated(plain_step(workload, NoWrapper()), ITERATIONS)}
+        wire: dict[str, float] = {}
+        peers: tuple[Peer, ...] = (tuned_ddp(rounds, workload), Gradsync())
+        for peer in peers:
+            for period in PERIODS:
+                name, windows = period_name(peer.name, period), ITERATIONS // period
+                wrapped = workload.wrap(peer, window=period)
+                window = window_step(wrapped, workload.forward, count=period, pattern=Pattern.NO_SYNC)
+                variants[name] = repeated(window, windows)
+                if peer.name == OURS:
+                    settle(window)
+                wire[name] = rounds.cell.wire_seconds(workload.nbytes) * windows
+        rounds.limits(compute=ALONE, wire=wire)
+        rounds.run(variants)
+
+    def note(self, record: CellRecord) -> str:
+        return f"Times and bytes of {ITERATIONS} iterations."
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        # Who is ahead at n = 1 stands beside the gain of each: a gain alone would flatter the slower.
+        return [
+            picture(
+                f"periods-{number}",
+                f"Averaging every eighth time saves {_savings(record)}{_compared(record)}",
+                [(record.cell.name, partial(self.draw, record=record))],
+                reading=self.sentence(record),
+                ylabel="ms an iteration (median, p5–p95)",
+                columns=0,
+            )
+            for number, record in enumerate(records)
+        ]
+
+    def draw(self, axes: "Axes", record: CellRecord) -> None:
+        each = 1e3 / ITERATIONS
+        series = [times_of(peer, [(record, period_name(peer, n)) for n in PERIODS], each=each) for peer in SKIPPING]
+        limits = known({float(place): record.limit(period_name(OURS, n)) for place, n in enumerate(PERIODS)})
+        least = [(place, limit * each) for place, limit in limits.items()]
+        series.append(Series(label="limit", points=least, colour=INK, style="dashed"))
+        name_ends(axes, [str(n) for n in PERIODS], series, form="{:.1f} ms")
+        axes.set_xlabel("synchronized every n-th iteration, n")
+
+    def sentence(self, record: CellRecord) -> str:
+        saved = f"averaging every eighth iteration only saves {_savings(record)} of the time"
+        return f"{record.cell.name}: {saved}{_compared(record)}."
+
+
+def _savings(record: CellRecord) -> str:
+    left = {peer: record.times(period_name(peer, PERIODS[-1]), period_name(peer, PERIODS[0])) for peer in SKIPPING}
+    return ", ".join(f"{peer} {percent(1 - share)}" for peer, share in known(left).items())
+
+
+def _compared(record: CellRecord) -> str:
+    share = record.times(period_name(OURS, PERIODS[0]), period_name(TUNED, PERIODS[0]))
+    return "" if share is None else f"; at n = 1 {OURS} takes {share:.2f} of {TUNED}'s time"

@@ -1,40 +1,94 @@
 """The DDP paper's other side of skipped synchronization: what it does to the loss.
 
-This trains for real: a small network that reads eight bytes of Python's standard library and guesses the next. As in
-the paper, gradients add up over n iterations (under ``no_sync``, nothing divides them), are averaged over the ranks,
-and the optimizer steps once, with the same learning rate for every n. Every n starts from the same weights and reads
-the same bytes; other seeds have other weights and other bytes. A round is eight iterations, so that every n has whole
-windows in it, and ends with the loss on text that no rank trains on; that evaluation is not in the times.
+This trains for real: a small network reads eight bytes of Python's
+standard library and guesses the next. As in the paper, gradients add up over n iterations (under ``no_sync``, nothing
+divides them), are averaged over the ranks, and the optimizer steps once, with the same learning rate for every n. Every
+n starts from the same weights and reads the same bytes; other seeds have other weights and other bytes. A round is
+eight iterations, so that every n has whole windows in it.
 
-A variant has one curve per seed, not thirty repetitions: rounds are points of the curve. Times are medians over them.
+A round ends with the loss on text that no rank trains on; that evaluation is not in the times. A variant has one curve
+per seed, not thirty repetitions: rounds are points of the curve. Times are medians over them.
 """
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsync.observe.charts.canvas import INK, canvas, colour, legend
+from gradsync.base.errors import ConfigurationError
+from gradsync.observe.charts.canvas import INK, colour
 from gradsync.observe.charts.kinds import Series, draw_curves
-from gradsync.tools.bench.measure import Parts, Rounds, Step
-from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.measure import CellRounds, Parts, Step
 from gradsync.tools.bench.peers import Gradsync
 from gradsync.tools.bench.record import Cell, CellRecord
-from gradsync.tools.bench.scenario import MISSING, Picture, Table, known, spread
-from gradsync.tools.bench.text import SYMBOLS, read_symbols
-from gradsync.tools.bench.windows import Pattern, window_step
+from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, known, picture, spread
+from gradsync.tools.bench.workload import Pattern, window_step
+from gradsync.tools.llm.text_sources import open_source
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
-__all__ = ["Convergence"]
+__all__ = ["SYMBOLS", "Convergence", "SplitText", "mean_curve"]
+
+SYMBOLS = 128
+TEXT_BYTES, HELD_OUT_SEED = 1_000_000, 1234
+LOSS_LABEL = "loss on held-out text"
+
+
+def read_symbols(count: int) -> Tensor:
+    """The first bytes of Python's standard library, as symbols. Those above 127, which are rare, count as one."""
+    data = bytearray()
+    for document in open_source("stdlib"):
+        data += document
+        if len(data) >= count:
+            return torch.frombuffer(data[:count], dtype=torch.uint8).long().clamp(max=SYMBOLS - 1)
+    raise ConfigurationError(
+        f"this needs {count:,} bytes of Python's standard library, but there are {len(data):,}. Install its source "
+        "files"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitText:
+    """Symbols to train on, and sequences of ``length`` symbols, and one more, to check with."""
+
+    training: Tensor
+    held_out: Tensor
+    length: int
+
+    @classmethod
+    def read(cls, *, held_out: int, length: int) -> "SplitText":
+        symbols = read_symbols(TEXT_BYTES)
+        cut = TEXT_BYTES * 9 // 10
+        checked = _sequences(symbols[cut:], held_out, length, torch.Generator().manual_seed(HELD_OUT_SEED))
+        return cls(training=symbols[:cut], held_out=checked, length=length)
+
+    def own(self, count: int, generator: torch.Generator) -> Tensor:
+        """Everyone draws all sequences and takes its own, so that what is read depends on the seed alone."""
+        return _sequences(self.training, count, self.length, generator)[dist.get_rank() :: dist.get_world_size()]
+
+
+def _sequences(symbols: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(0, len(symbols) - length, (count, 1), generator=generator)
+    return symbols[starts + torch.arange(length + 1)]
+
+
+def mean_curve(label: str, places: Iterable[float], losses: Sequence[Sequence[float]], **looks: Any) -> Series:
+    """The mean of all seeds at every place, and their range."""
+    return Series(
+        label=label,
+        points=[(place, statistics.fmean(each)) for place, each in zip(places, losses, strict=True)],
+        spans=[(min(each), max(each)) for each in losses if len(each) > 1],
+        **looks,
+    )
+
 
 PERIODS = (1, 2, 4, 8)
 ITERATIONS = max(PERIODS)
@@ -43,8 +97,7 @@ RATES = {8: 0.02, 256: 0.2}
 COLOURS = {1: INK, 2: colour("sky"), 4: colour("green"), 8: colour("vermillion")}
 
 CONTEXT, WIDTH = 8, 128
-TEXT_BYTES, HELD_OUT, HELD_OUT_SAMPLES = 1_000_000, 0.1, 1024
-HELD_OUT_SEED = 1234
+HELD_OUT_SAMPLES = 1024
 # The last points of a curve, whose mean is its end.
 LAST = 3
 # A loss that ends higher by less than this share of it is called the same.
@@ -55,7 +108,7 @@ def variant_name(batch: int, period: int, seed: int) -> str:
     return f"batch {batch} · every {period} · seed {seed}"
 
 
-class Convergence(MeasuredScenario):
+class Convergence(Scenario):
     """Loss over iterations and over time, with gradients averaged every, every 2nd, 4th and 8th iteration."""
 
     name = "convergence"
@@ -76,8 +129,8 @@ class Convergence(MeasuredScenario):
         two = replace(one, name="2 hosts, 100 Mbit/s", hosts=2, rate="100mbit", seconds=rounds * 0.55)
         return [one, replace(two, options={"seeds": 1})]
 
-    def measure(self, rounds: Rounds) -> None:
-        text = Text.read()
+    def measure(self, rounds: CellRounds) -> None:
+        text = SplitText.read(held_out=HELD_OUT_SAMPLES, length=CONTEXT)
         variants: dict[str, Step] = {}
         for batch in RATES:
             for period in PERIODS:
@@ -100,32 +153,6 @@ class Convergence(MeasuredScenario):
         return " ".join([_harm(_most(records)), *savings])
 
 
-# -- the training -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """Symbols to train on and symbols to check with."""
-
-    training: Tensor
-    inputs: Tensor
-    targets: Tensor
-
-    @classmethod
-    def read(cls) -> "Text":
-        symbols = read_symbols(TEXT_BYTES)
-        cut = int(TEXT_BYTES * (1 - HELD_OUT))
-        generator = torch.Generator().manual_seed(HELD_OUT_SEED)
-        inputs, targets = _samples(symbols[cut:], HELD_OUT_SAMPLES, generator)
-        return cls(training=symbols[:cut], inputs=inputs, targets=targets)
-
-
-def _samples(symbols: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    starts = torch.randint(0, len(symbols) - CONTEXT, (count, 1), generator=generator)
-    windows = symbols[starts + torch.arange(CONTEXT + 1)]
-    return windows[:, :CONTEXT], windows[:, CONTEXT]
-
-
 def _network(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     features = 16
@@ -138,18 +165,18 @@ def _network(seed: int) -> nn.Sequential:
     )
 
 
-def _training(text: Text, batch: int, period: int, seed: int) -> Step:
+def _training(text: SplitText, batch: int, period: int, seed: int) -> Step:
     """Eight iterations of one variant, and the loss they lead to."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
     network = _network(seed)
     # Not told of the window: it would divide by its length.
     wrapped = Gradsync().wrap(network, partial(torch.optim.SGD, lr=RATES[batch]))
 
+    def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
+        return F.cross_entropy(model(sequences[:, :CONTEXT]), sequences[:, CONTEXT])
+
     def forward(model: nn.Module) -> Tensor:
-        # Everyone draws all samples and takes its own, so that the data depend on the seed alone.
-        inputs, targets = _samples(text.training, batch, generator)
-        return F.cross_entropy(model(inputs[rank::ranks]), targets[rank::ranks])
+        return loss_of(model, text.own(batch, generator))
 
     window = window_step(wrapped, forward, count=period, pattern=Pattern.NO_SYNC)
 
@@ -159,13 +186,9 @@ def _training(text: Text, batch: int, period: int, seed: int) -> Step:
             window()
         seconds = time.perf_counter() - began
         with torch.no_grad():
-            loss = F.cross_entropy(network(text.inputs), text.targets)
-        return {"training": seconds, "loss": float(loss)}
+            return {"training": seconds, "loss": float(loss_of(network, text.held_out))}
 
     return step
-
-
-# -- what came of it --------------------------------------------------------------------------------------------------
 
 
 class Trained:
@@ -248,50 +271,50 @@ def _loss_picture(cell: Trained) -> Picture:
     if all(worse.values()):
         changes = [f"by {statistics.fmean(values):+.2f} at batch {batch}" for batch, values in worse.items()]
         title = f"Averaging only every {ITERATIONS}th iteration changes the final loss {' and '.join(changes)}"
-    figure = _figure(title, cell, "iterations", dict.fromkeys(cell.curves, 1.0))
     band = f" Lines are means of {seeds} seeds, bands reach from the lowest to the highest." if seeds > 1 else ""
-    return Picture(slug="loss", title=title, figure=figure, reading=_harm(cell) + band)
+    return _picture("loss", title, cell, "iterations", dict.fromkeys(cell.curves, 1.0), _harm(cell) + band)
 
 
 def _time_picture(cell: Trained, place: int) -> Picture:
     parts = [f"{saved:.1f} s at batch {batch}" for batch, (_, saved) in cell.savings().items()]
     saving = f"every {ITERATIONS}th saves {' and '.join(parts)}" if parts else "no comparison"
     title = f"Loss over time, {cell.name}: {saving}"
-    figure = _figure(title, cell, "seconds of training", {key: cell.iteration(*key) for key in cell.curves})
-    for panel in figure.axes:
+    lengths = {key: cell.iteration(*key) for key in cell.curves}
+    shown = _picture(f"time-{place}", title, cell, "seconds of training", lengths, _saving(cell) or title)
+    for panel in shown.figure.axes:
         panel.set_xlim(left=0)
-    return Picture(slug=f"time-{place}", title=title, figure=figure, reading=_saving(cell) or title)
+    return shown
 
 
-def _figure(title: str, cell: Trained, xlabel: str, lengths: Mapping[tuple[int, int], float | None]) -> "Figure":
+def _picture(
+    slug: str, title: str, cell: Trained, xlabel: str, lengths: Mapping[tuple[int, int], float | None], reading: str
+) -> Picture:
     """A panel a batch; an iteration of each batch and period is so long on the axis.
 
     Its range is that of the curves that every iteration averages: what leaves it at the top has diverged.
     """
-    panels = [f"batch {batch}, learning rate {rate}" for batch, rate in RATES.items()]
-    figure, axes = canvas(title, panels=panels, height=4.4)
     losses = {key: [loss for curve in curves for loss in curve] for key, curves in cell.curves.items()}
     every = [loss for values in losses.values() for loss in values]
     low, high = min(every), max([loss for batch in RATES for loss in losses[batch, 1]] or every)
     margin = (high - low) * 0.06 or 0.1
-    for panel, batch in zip(axes, RATES, strict=True):
+
+    def draw(axes: "Axes", batch: int) -> None:
         each = known({period: lengths[batch, period] for period in PERIODS})
-        draw_curves(panel, [_curve(cell, batch, period, length) for period, length in each.items()])
-        panel.set_xlabel(xlabel)
-        panel.set_ylim(low - margin, high + margin * 4)
-    axes[0].set_ylabel("loss on held-out text")
-    legend(axes)
-    return figure
+        draw_curves(axes, [_curve(cell, batch, period, length) for period, length in each.items()])
+        axes.set_xlabel(xlabel)
+        axes.set_ylim(low - margin, high + margin * 4)
+
+    panels = [(f"batch {batch}, learning rate {rate}", partial(draw, batch=batch)) for batch, rate in RATES.items()]
+    return picture(slug, title, panels, reading=reading, ylabel=LOSS_LABEL, height=4.4)
 
 
 def _curve(cell: Trained, batch: int, period: int, each: float) -> Series:
-    """The mean of all seeds, and their range; an iteration is ``each`` long on the axis."""
+    """An iteration is ``each`` long on the axis."""
     rounds = list(zip(*cell.curves[batch, period], strict=True))
-    places = [(number + 1) * ITERATIONS * each for number in range(len(rounds))]
-    return Series(
-        label="averaged every iteration" if period == 1 else f"every {period}",
-        points=[(place, statistics.fmean(losses)) for place, losses in zip(places, rounds, strict=True)],
-        spans=[(min(losses), max(losses)) for losses in rounds if len(losses) > 1],
+    return mean_curve(
+        "averaged every iteration" if period == 1 else f"every {period}",
+        [(number + 1) * ITERATIONS * each for number in range(len(rounds))],
+        rounds,
         colour=COLOURS[period],
         # Curves that lie on each other still show that there are several.
         width=1.5 + 3.0 * (len(PERIODS) - 1 - PERIODS.index(period)) / len(PERIODS),

@@ -1,46 +1,41 @@
 """What happens to a training when a fault hits one rank: which rank notices, after how long, and how much is lost."""
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.charts.canvas import SOFT, canvas, legend
-from gradsync.tools.bench.faults.cases import AFTERWARDS, CASES, CUT_LINK, Fault
-from gradsync.tools.bench.faults.contenders import (
+from gradsync.observe.charts.canvas import SOFT
+from gradsync.tools.bench.device import CellRanks
+from gradsync.tools.bench.faults.judging import AFTERWARDS, CASES, CUT_LINK, RANKS, FaultOutcome, Limits
+from gradsync.tools.bench.faults.program import (
     AGAINST_FAULTS,
-    CONTENDERS,
+    CHECKPOINT_EVERY,
     ELASTIC,
     FINGERPRINTS_EVERY,
     MONITORED,
     RESTARTS,
+    SETUPS,
     TORCHFT,
 )
-from gradsync.tools.bench.faults.judging import RANKS, Limits, Outcome
-from gradsync.tools.bench.faults.program import CHECKPOINT_EVERY
-from gradsync.tools.bench.faults.trials import Trial
+from gradsync.tools.bench.faults.trials import Trial, outcomes
 from gradsync.tools.bench.measure import Progress
 from gradsync.tools.bench.peers import TUNED
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile, Sample
-from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, colour_of
+from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, colour_of, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from gradsync.tools.bench.ranks import CellRanks
-    from gradsync.tools.lab import Lab
-
-__all__ = ["Faults", "Planned", "outcomes"]
+__all__ = ["Faults"]
 
 SEEDS = 20
 QUICK = ("kill -9", "exception", "NaN", "bit flip")
 # About what a trial takes on two cores: three processes that import torch, twice.
 TRIAL_SECONDS = 30.0
-PEERS = tuple(CONTENDERS)
+PEERS = tuple(SETUPS)
 # Of the axis: what is less is no time.
 SHORTEST = 0.01
 LIMITS = Limits()
@@ -70,13 +65,13 @@ class Faults(Scenario):
             for name in (QUICK if quick else CASES)
         ]
 
-    def drive(self, cell: Cell, ranks: "CellRanks", rows: RowFile, progress: Progress) -> None:
+    def drive(self, cell: Cell, ranks: CellRanks, rows: RowFile, progress: Progress) -> None:
         lab = ranks.lab
         wanted = cell.options.get("peers", list(PEERS))
         unknown = [name for name in wanted if name not in PEERS]
         if unknown:
             raise ConfigurationError(f"--peers: faults knows no peer {unknown[0]!r}. It knows: {', '.join(PEERS)}")
-        reasons = {name: CONTENDERS[name].absent(cell.name) for name in wanted}
+        reasons = {name: SETUPS[name].absent(cell.name) for name in wanted}
         for peer, reason in reasons.items():
             if reason is not None:
                 rows.write("absent", variant=peer, reason=reason)
@@ -84,7 +79,7 @@ class Faults(Scenario):
         rows.fact("case", CASES[cell.name].words)
         known = rows.known(cell).samples
         planned = [
-            Planned(peer=peer, seed=seed, case=cell.name, lab=lab)
+            Trial(peer=peer, seed=seed, case=cell.name, limits=LIMITS, lab=lab)
             for seed in range(cell.rounds)
             for peer in peers
             if seed not in known.get(peer, {})
@@ -114,13 +109,9 @@ class Faults(Scenario):
         return [Table(title=self.title, columns=["peer", "case", "seeds", *columns], rows=rows, note=_note())]
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        title = self.reading(records)
-        panels = ["until somebody says so", "until all ranks go on"]
-        figure, axes = canvas(title, panels=panels, height=1.6 + 0.62 * len(records))
-        for panel, part in zip(axes, ("noticed", "went on"), strict=True):
-            _draw(panel, records, part)
-        legend(axes)
-        return [Picture(slug=self.slug, title=title, figure=figure, reading=title)]
+        title, parts = self.reading(records), {"until somebody says so": "noticed", "until all ranks go on": "went on"}
+        panels = [(words, partial(_draw, records=records, part=part)) for words, part in parts.items()]
+        return [picture(self.slug, title, panels, reading=title, height=1.6 + 0.62 * len(records))]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         """In how many trials, of all cases, the rank was named, and all ranks went on with the right parameters."""
@@ -136,50 +127,7 @@ class Faults(Scenario):
         return "; ".join(f"{what}: {', '.join(each)}" for what, each in parts if each) + "."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A trial yet to be run."""
-
-    peer: str
-    seed: int
-    case: str
-    lab: "Lab | None"
-
-    def run(self, is_wanted: Callable[[], bool]) -> Outcome | None:
-        fault = Fault.draw(self.case, self.seed, RANKS)
-        try:
-            return Trial(peer=self.peer, fault=fault, limits=LIMITS, lab=self.lab, is_wanted=is_wanted).run()
-        finally:
-            if self.case == CUT_LINK and self.lab is not None:
-                self.lab.heal(fault.victim)
-
-
-def outcomes(planned: Sequence[Planned], jobs: int, deadline: float) -> "Iterator[tuple[Planned, Outcome | None]]":
-    """As they come. None begins after the deadline, but those of the first seed: else there is nothing to show."""
-    stop = threading.Event()
-
-    def run(each: Planned) -> tuple[Planned, Outcome | None] | None:
-        if stop.is_set() or (each.seed and time.monotonic() > deadline):
-            return None
-        return each, each.run(lambda: not stop.is_set())
-
-    if jobs == 1:
-        # Hosts are entered by whoever is forked, and that is for the first thread.
-        yield from filter(None, map(run, planned))
-        return
-    with ThreadPoolExecutor(jobs, thread_name_prefix="trial") as pool:
-        try:
-            for future in as_completed([pool.submit(run, each) for each in planned]):
-                found = future.result()
-                if found is not None:
-                    yield found
-        finally:
-            # Whoever has had enough does not wait for trials that nobody reads.
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-
-
-def _write(rows: RowFile, peer: str, seed: int, outcome: Outcome) -> None:
+def _write(rows: RowFile, peer: str, seed: int, outcome: FaultOutcome) -> None:
     parts: dict[str, float] = {"named": float(outcome.named), "left": float(len(outcome.left))}
     known = {"noticed": outcome.noticed, "lost": outcome.lost, "went on": outcome.went_on}
     parts |= {name: float(value) for name, value in known.items() if value is not None}

@@ -3,42 +3,180 @@
 Between hosts the computation is emulated, so that ranks do not compete for this machine's cores; on one host two real
 transformers are trained as well, one that mostly communicates and one that mostly computes.
 
-Memory is measured in separate cells (see :mod:`gradsync.tools.bench.scenarios.peer_memory`).
+Memory is measured in separate cells. On the CPU every peer has its own, with ranks that hold nothing else: their use is
+the process's proportional set size. On a GPU torch's allocator counts, starting from what is allocated before the peer
+wraps its model, so the peers follow one another in the ranks of one cell. Each first wraps and steps a tiny model, so
+that imports and first uses are not counted.
 
 Where gradsync is behind a peer, the text says so: in time if the whole interval of the ratio is above 1, in bytes,
 which hardly vary, if it sends 2 % more, in memory if it needs 2 % more in its best run than the peer in its worst.
 """
 
+import gc
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from gradsync.observe.charts.canvas import canvas, colour, limit_line
+from gradsync.observe.charts.canvas import colour, limit_line
 from gradsync.observe.charts.kinds import draw_rows
-from gradsync.tools.bench.measure import Rounds, Step
-from gradsync.tools.bench.measured import MeasuredScenario
-from gradsync.tools.bench.peers import ALONE, OURS, PEERS, TUNED
-from gradsync.tools.bench.record import Cell, CellRecord
-from gradsync.tools.bench.scenario import MISSING, Picture, Table, colour_of, gpu_cell, known, timing_table
-from gradsync.tools.bench.scenarios.peer_memory import (
-    MEMORY,
-    SAME,
-    SHOWN,
-    STOCK,
-    WHOLE,
-    Memory,
-    gpu_memory_cell,
-    heavier,
-    measure_memory,
-    memory_cell,
-    memory_table,
+from gradsync.observe.charts.numbers import count
+from gradsync.tools.bench.measure import CellRounds, Parts
+from gradsync.tools.bench.peers import ALONE, OURS, PEERS, TUNED, Peer
+from gradsync.tools.bench.record import Cell, CellRecord, percent
+from gradsync.tools.bench.scenario import (
+    MISSING,
+    Picture,
+    Scenario,
+    Table,
+    colour_of,
+    gpu_cell,
+    known,
+    picture,
+    timing_table,
 )
-from gradsync.tools.bench.statistics import percent
-from gradsync.tools.bench.windows import plain_step, settle, tuned_ddp
-from gradsync.tools.bench.workload import EmulatedWorkload, RealWorkload, Workload, paper_models
+from gradsync.tools.bench.workload import (
+    EmulatedWorkload,
+    RealWorkload,
+    Workload,
+    paper_models,
+    plain_step,
+    settle,
+    steps_of,
+    tuned_ddp,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Peers"]
+
+STOCK = "DDP stock"
+# From the top down.
+SHOWN = (OURS, TUNED, STOCK, "Accelerate", "Lightning Fabric", "FSDP2 replicate", "naive")
+# A cell with this option measures memory, of the peer it names or of all; its samples have this part.
+MEMORY, PEAK, ALL = "memory", "peak bytes", "all peers"
+# Of those that measure memory.
+LAST_STEPS = 3
+# Bytes and memory within this share of each other are the same.
+SAME = 0.02
+WHOLE: dict[str, Any] = {"layers": 8, "width": 512, "batch": 1, "length": 8}
+TINY = RealWorkload(layers=1, width=16, batch=1, length=4)
+# Wrappers rebuild their buckets in the first steps.
+MEMORY_STEPS = 7
+COUNTED = {
+    "cpu": "in processes of its own; memory that ranks share is counted once, half for each",
+    "cuda": "as torch's allocator counts it on the GPU; what NCCL takes for itself is not in it",
+}
+
+
+def memory_cell(name: str, repeat: int) -> Cell:
+    """Of one peer, on the CPU."""
+    return Cell(
+        name=f"memory, {name}" + (f", run {repeat + 1}" if repeat else ""),
+        warmup=0,
+        rounds=MEMORY_STEPS,
+        seconds=3.0,
+        emulated=False,
+        options={MEMORY: name, **WHOLE},
+    )
+
+
+def gpu_memory_cell(**options: Any) -> Cell:
+    """Of all peers, one after the other."""
+    cell = gpu_cell(f"memory, {ALL}", quick=True, step_seconds=0.0, options={MEMORY: ALL, **options}, emulated=False)
+    return replace(cell, warmup=0, rounds=MEMORY_STEPS, block=1)
+
+
+def measure_memory(rounds: CellRounds) -> None:
+    options = dict(rounds.cell.options)
+    wanted = options.pop(MEMORY)
+    workload = RealWorkload(**options, device=rounds.device)
+    rounds.fact("gradient bytes", workload.nbytes)
+    for peer in PEERS.values() if wanted == ALL else [PEERS[wanted]]:
+        reason = peer.absent() or rounds.device.memory_unreadable()
+        if reason is None:
+            _measure_peer(rounds, peer, workload)
+        else:
+            rounds.absent(peer.name, reason)
+
+
+def _measure_peer(rounds: CellRounds, peer: Peer, workload: RealWorkload) -> None:
+    plain_step(replace(TINY, device=rounds.device), peer)()
+    gc.collect()
+    rounds.meet()
+    with rounds.device.memory() as memory:
+        train = plain_step(workload, peer)
+
+        def step() -> Parts:
+            train()
+            return {PEAK: rounds.mean(memory.take())}
+
+        rounds.run({peer.name: step})
+
+
+class Memory:
+    """Bytes of a rank, run by run, by variant: the most in any step, and what the last steps need."""
+
+    def __init__(self, records: Sequence[CellRecord]) -> None:
+        self.peak: dict[str, list[float]] = {}
+        self.settled: dict[str, list[float]] = {}
+        self.absent: dict[str, str] = {}
+        self.gradients = 0.0
+        self.device = "cpu"
+        for record in records:
+            if MEMORY in record.cell.options:
+                self._add(record)
+
+    def _add(self, record: CellRecord) -> None:
+        self.absent |= record.absent
+        self.device = record.cell.device
+        self.gradients = max(self.gradients, float(record.facts.get("gradient bytes", 0)))
+        for variant, samples in record.samples.items():
+            steps = [samples[number].parts[PEAK] for number in sorted(samples)]
+            self.peak.setdefault(variant, []).append(max(steps))
+            self.settled.setdefault(variant, []).append(statistics.median(steps[-LAST_STEPS:]))
+
+
+def heavier(memory: Memory) -> list[str]:
+    """The peers whose worst run needs less than the best of gradsync."""
+    words = []
+    for when, runs in (("peak", memory.peak), ("settled", memory.settled)):
+        for name in SHOWN:
+            if OURS in runs and name in runs and min(runs[OURS]) > (1 + SAME) * max(runs[name]):
+                more = statistics.median(runs[OURS]) / statistics.median(runs[name])
+                words.append(f"{when} memory, {more:.2f} of {name} ({count(len(runs[name]), 'run')})")
+    return words
+
+
+def memory_table(memory: Memory) -> Table:
+    rows = []
+    for name, peaks in memory.peak.items():
+        settled, more = memory.settled[name], MISSING
+        if ALONE in memory.settled and memory.gradients:
+            above = statistics.median(settled) - statistics.median(memory.settled[ALONE])
+            more = f"{above / memory.gradients:+.2f}"
+        rows.append([name, _megabytes(peaks), _megabytes(settled), more])
+    rows += [[name, reason, MISSING, MISSING] for name, reason in memory.absent.items()]
+    most = max(map(len, memory.peak.values()))
+    spread = "median, lowest and highest" if most > 1 else "so its noise is not known"
+    return Table(
+        title=f"Memory of a rank, 2 ranks, {memory.gradients / 1e6:.0f} MB of gradients",
+        columns=["variant", "peak MB", "settled MB", "settled above no wrapper, in sizes of the gradients"],
+        rows=rows,
+        note=(
+            f"Model, gradients, activations and everything the wrapper adds, {COUNTED[memory.device]}. The peak "
+            "includes wrapping and the first steps, in which buckets are made anew; settled is what the last steps "
+            f"need. {count(most, 'run')} a peer: {spread}."
+        ),
+    )
+
+
+def _megabytes(runs: Sequence[float]) -> str:
+    middle = f"{statistics.median(runs) / 1e6:.0f}"
+    return middle if len(runs) == 1 else f"{middle} ({min(runs) / 1e6:.0f}–{max(runs) / 1e6:.0f})"
+
 
 # Rounds of a cell whose times spread, against those of the others.
 MORE = 1.5
@@ -51,7 +189,7 @@ GPU_WHOLE: dict[str, Any] = {"layers": 8, "width": 512, "batch": 8, "length": 25
 MEMORY_RUNS = 5
 
 
-class Peers(MeasuredScenario):
+class Peers(Scenario):
     """gradsync beside naive averaging, torch's DDP, Accelerate, Lightning Fabric and FSDP2's replicate."""
 
     name = "peers"
@@ -73,7 +211,7 @@ class Peers(MeasuredScenario):
             cells.append(gpu_cell(name, quick=quick, step_seconds=seconds, emulated=False, options=options))
         return [*cells, gpu_memory_cell(**GPU_WHOLE)]
 
-    def measure(self, rounds: Rounds) -> None:
+    def measure(self, rounds: CellRounds) -> None:
         options = rounds.cell.options
         if MEMORY in options:
             measure_memory(rounds)
@@ -137,17 +275,11 @@ def _real(*, quick: bool) -> list[Cell]:
     ]
 
 
-def _measure_time(rounds: Rounds, workload: Workload) -> None:
+def _measure_time(rounds: CellRounds, workload: Workload) -> None:
     # The ranks of a host can add up among themselves before anything crosses its link.
     workload.note(rounds, senders=rounds.cell.hosts or 1)
     peers = {**PEERS, TUNED: tuned_ddp(rounds, workload)}
-    variants: dict[str, Step] = {}
-    for name, peer in peers.items():
-        reason = peer.absent()
-        if reason is not None:
-            rounds.absent(name, reason)
-            continue
-        variants[name] = plain_step(workload, peer)
+    variants = steps_of(rounds, peers.values(), partial(plain_step, workload))
     # DDP tuned had its trials; this is where gradsync makes its own choice of buckets.
     settle(variants[OURS])
     rounds.run(variants)
@@ -244,20 +376,21 @@ class Panel:
     limit: float | None = None
 
 
-def _picture(
+def _bars(
     slug: str, title: str, panels: Sequence[Panel], *, form: str, xlabel: str, reading: str, height: float = 3.7
 ) -> Picture:
-    figure, axes = canvas(title, panels=[panel.name for panel in panels], height=height)
-    for each, panel in zip(axes, panels, strict=True):
+    def draw(axes: "Axes", panel: Panel) -> None:
         rows = {name: panel.values.get(name, panel.absent.get(name, MISSING)) for name in SHOWN}
-        draw_rows(each, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)
+        draw_rows(axes, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)
         if panel.grey is not None:
             places = [place for place, name in enumerate(SHOWN) if name in panel.values]
-            each.barh(places, [panel.grey] * len(places), 0.7, color=colour("palest"))
+            axes.barh(places, [panel.grey] * len(places), 0.7, color=colour("palest"))
         if panel.limit is not None:
-            limit_line(each, panel.limit, across=False)
-        each.set_xlabel(xlabel)
-    return Picture(slug=slug, title=title, figure=figure, reading=reading)
+            limit_line(axes, panel.limit, across=False)
+        axes.set_xlabel(xlabel)
+
+    draws = [(panel.name, partial(draw, panel=panel)) for panel in panels]
+    return picture(slug, title, draws, reading=reading, height=height, columns=0)
 
 
 def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
@@ -274,7 +407,7 @@ def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
         panels.append(Panel(name=record.cell.name, values=times, absent=record.absent, grey=grey, limit=bound))
     words = " ".join(sentence for record in records if (sentence := _lead(record)))
     reading = f"{words} Grey is the computation without a wrapper, the dashed line the limit."
-    return _picture(slug, title, panels, form="{:.0f}", xlabel="ms a step", reading=reading, height=3.9)
+    return _bars(slug, title, panels, form="{:.0f}", xlabel="ms a step", reading=reading, height=3.9)
 
 
 def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
@@ -285,7 +418,7 @@ def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
         sent = {name: record.sent(name) / 1e6 for name in record.samples}
         panels.append(Panel(name=record.cell.name, values=sent, absent=record.absent))
     reading = "Read from the counters of the hosts' interfaces; where a host has two ranks, both send through one link."
-    return _picture("bytes", title, panels, form="{:.2f}", xlabel="MB a step, sent by a host", reading=reading)
+    return _bars("bytes", title, panels, form="{:.2f}", xlabel="MB a step, sent by a host", reading=reading)
 
 
 def _memory_picture(memory: Memory) -> Picture:
@@ -301,7 +434,7 @@ def _memory_picture(memory: Memory) -> Picture:
         title = f"Memory in the long run: gradsync {settled[OURS]:.0f} MB a rank; {other}"
     xlabel = f"MB a rank, {memory.gradients / 1e6:.1f} MB of gradients"
     reading = "The dashed line is the model without a wrapper. Memory that ranks share is counted once."
-    return _picture("memory", title, panels, form="{:.0f}", xlabel=xlabel, reading=reading)
+    return _bars("memory", title, panels, form="{:.0f}", xlabel=xlabel, reading=reading)
 
 
 def _title(words: str, values: Sequence[str]) -> str:

@@ -7,18 +7,29 @@ the cores that takes is measured and shown.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from gradsync.observe.charts.canvas import canvas
 from gradsync.observe.charts.kinds import Series, name_ends
-from gradsync.tools.bench.measure import Parts, Rounds, Step
-from gradsync.tools.bench.measured import MeasuredScenario
+from gradsync.tools.bench.measure import CellRounds, Parts, Step
 from gradsync.tools.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
-from gradsync.tools.bench.record import Cell, CellRecord
-from gradsync.tools.bench.scenario import MISSING, Picture, Table, colour_of, gpu_cell, known, times_of
-from gradsync.tools.bench.statistics import percent
-from gradsync.tools.bench.windows import plain_step, settle, tuned_ddp
-from gradsync.tools.bench.workload import EmulatedWorkload, Workload, paper_models
+from gradsync.tools.bench.record import Cell, CellRecord, percent
+from gradsync.tools.bench.scenario import (
+    MISSING,
+    Picture,
+    Scenario,
+    Table,
+    colour_of,
+    gpu_cell,
+    known,
+    picture,
+    times_of,
+)
+from gradsync.tools.bench.workload import EmulatedWorkload, Workload, paper_models, plain_step, settle, tuned_ddp
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Scaling"]
 
@@ -32,7 +43,7 @@ SHARES = (1, 4)
 HOST = "host work"
 
 
-class Scaling(MeasuredScenario):
+class Scaling(Scenario):
     """Time of a step and efficiency over the number of ranks, at two link rates."""
 
     name = "scaling"
@@ -75,7 +86,7 @@ class Scaling(MeasuredScenario):
             for count in counts
         ]
 
-    def measure(self, rounds: Rounds) -> None:
+    def measure(self, rounds: CellRounds) -> None:
         workload = EmulatedWorkload.of(rounds)
         workload.note(rounds)
         rounds.fact("cores", len(os.sched_getaffinity(0)))
@@ -96,24 +107,25 @@ class Scaling(MeasuredScenario):
         ]
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        links = _links(records) or list(RATES.values())
-        title, time_title = _message(records), "Time of a step over the number of ranks"
-        names = [_with_sharing(words, records) for words in links]
-        figure, axes = canvas(title, panels=names)
-        times, panels = canvas(time_title, panels=names)
-        for words, share, time_taken in zip(links, axes, panels, strict=True):
-            shown = _of_link(records, words)
-            ranks = [str(record.cell.ranks) for record in shown]
-            name_ends(share, ranks, [_shares(shown, records, peer) for peer in SHOWN], form="{:.0f} %", room=1.5)
-            share.set_ylim(0, 108)
-            name_ends(time_taken, ranks, [_times(shown, peer) for peer in SHOWN], form="{:.0f} ms", room=1.6)
-            for panel in (share, time_taken):
-                panel.set_xlabel("ranks" if words == NCCL else "ranks, each on a host of its own")
-        axes[0].set_ylabel("efficiency, %")
-        panels[0].set_ylabel("ms a step (median, p5–p95)")
+        def panels(form: str, room: float, series_of: Callable[[Sequence[CellRecord], str], Series]) -> list[Any]:
+            def draw(axes: "Axes", words: str) -> None:
+                shown = _of_link(records, words)
+                ranks = [str(record.cell.ranks) for record in shown]
+                name_ends(axes, ranks, [series_of(shown, peer) for peer in SHOWN], form=form, room=room)
+                if form.endswith("%"):
+                    axes.set_ylim(0, 108)
+                axes.set_xlabel("ranks" if words == NCCL else "ranks, each on a host of its own")
+
+            links = _links(records) or list(RATES.values())
+            return [(_with_sharing(words, records), partial(draw, words=words)) for words in links]
+
+        title, reading = _message(records), self.reading(records)
+        shares = panels("{:.0f} %", 1.5, lambda shown, peer: _shares(shown, records, peer))
+        times, words = panels("{:.0f} ms", 1.6, _times), _host_words(records)
+        time_title, time_label = "Time of a step over the number of ranks", "ms a step (median, p5–p95)"
         return [
-            Picture(slug="efficiency", title=title, figure=figure, reading=self.reading(records)),
-            Picture(slug="time", title=time_title, figure=times, reading=_host_words(records)),
+            picture("efficiency", title, shares, reading=reading, ylabel="efficiency, %", columns=0),
+            picture("time", time_title, times, reading=words, ylabel=time_label, columns=0),
         ]
 
     def reading(self, records: Sequence[CellRecord]) -> str:

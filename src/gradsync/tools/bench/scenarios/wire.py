@@ -6,7 +6,7 @@ among the communicators: its ranks must be started by mpirun.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,40 +16,121 @@ from gradsync.communicator import Communicator, ProcessGroupCommunicator, Shared
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
-from gradsync.observe.charts.canvas import canvas, colour, legend, limit_line
+from gradsync.observe.charts.canvas import colour, limit_line
 from gradsync.observe.charts.kinds import Series, draw_curves
 from gradsync.observe.charts.numbers import size as size_words
 from gradsync.tools.bench.device import Device
-from gradsync.tools.bench.measure import Rounds, Step
-from gradsync.tools.bench.measured import MeasuredScenario
-from gradsync.tools.bench.record import Cell, CellRecord
-from gradsync.tools.bench.scenario import MISSING, Picture, Table, gpu_cell, known
-from gradsync.tools.bench.scenarios.wire_times import (
-    COLOURS,
-    COPY,
-    EXCHANGE,
-    GLOO,
-    GROUPS,
-    HALVES,
-    LAYERS,
-    NCCL,
-    NCCL_HALVES,
-    SHARED,
-    TURNS,
-    WIRES,
-    PlaceTimes,
-    calls_of,
-    fit_line,
-    places_of,
-    variant_name,
-)
-from gradsync.tools.bench.statistics import percent
-from gradsync.tools.bench.windows import MIB, repeated
+from gradsync.tools.bench.measure import CellRounds, Step
+from gradsync.tools.bench.record import Cell, CellRecord, percent, ring_bytes
+from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, gpu_cell, known, picture
+from gradsync.tools.bench.workload import MIB, repeated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Wire"]
+__all__ = ["WireScenario"]
+
+GLOO, EXCHANGE, HALVES = "Gloo group", "peer exchange", "peer exchange RS+AG"
+SHARED, TURNS, LAYERS, COPY = "shared memory", "round-robin of 3", "hierarchical", "plain copy"
+NCCL, NCCL_HALVES = "NCCL group", "NCCL RS+AG"
+# What torch itself takes, by its device: what the others are held against.
+GROUPS = {"cpu": GLOO, "cuda": NCCL}
+COLOURS = {
+    GLOO: "orange",
+    NCCL: "orange",
+    NCCL_HALVES: "sky",
+    EXCHANGE: "blue",
+    HALVES: "sky",
+    SHARED: "green",
+    TURNS: "pink",
+    LAYERS: "vermillion",
+    COPY: "grey",
+}
+WIRES = tuple(COLOURS)
+
+
+def variant_name(wire: str, size: int) -> str:
+    return f"{wire} · {size_words(size)}"
+
+
+def calls_of(cell: Cell, wire: str, size: int) -> int:
+    """How often a sample repeats a message: ranks leave their meeting up to milliseconds apart."""
+    if wire in (SHARED, COPY):
+        return 128 if size <= MIB else 16 if size <= 4 * MIB else 4
+    if size < MIB:
+        return 8 // cell.ranks
+    return 4 if size == MIB and cell.hosts is None else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceTimes:
+    """Seconds by wire and size, of the cells of one place."""
+
+    name: str
+    ranks: int
+    rate: float | None
+    # What the other wires are held against.
+    group: str
+    seconds: Mapping[str, Mapping[int, float]]
+    absent: Mapping[str, str]
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({size for times in self.seconds.values() for size in times})
+
+    def bus(self, wire: str, size: int) -> float:
+        """Bytes per second; a copy moves each byte once."""
+        moved = float(size) if wire == COPY else ring_bytes(size, self.ranks)
+        return moved / self.seconds[wire][size]
+
+    def over_group(self, wire: str, size: int) -> float | None:
+        """How many times as fast as the process group."""
+        known = size in self.seconds.get(wire, {}) and size in self.seconds.get(self.group, {})
+        return self.seconds[self.group][size] / self.seconds[wire][size] if known else None
+
+
+def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
+    """Latency and seconds per byte, neither below 0, with the least sum of squared relative errors."""
+    weights = {size: 1 / seconds**2 for size, seconds in times.items()}
+    total = sum(weights.values())
+    mean_size = sum(weight * size for size, weight in weights.items()) / total
+    mean_time = sum(weights[size] * seconds for size, seconds in times.items()) / total
+    spread = sum(weight * (size - mean_size) ** 2 for size, weight in weights.items())
+    product = sum(weights[size] * (size - mean_size) * (seconds - mean_time) for size, seconds in times.items())
+    slope = max(product / spread, 0.0) if spread > 0 else 0.0
+    latency = mean_time - slope * mean_size
+    if latency >= 0:
+        return latency, slope
+    # The best line through the origin.
+    squares = sum(weight * size**2 for size, weight in weights.items())
+    return 0.0, sum(weights[size] * size * seconds for size, seconds in times.items()) / squares
+
+
+def places_of(records: Sequence[CellRecord]) -> list[PlaceTimes]:
+    names = dict.fromkeys(record.cell.options["place"] for record in records)
+    places = [_place(name, [record for record in records if record.cell.options["place"] == name]) for name in names]
+    return [place for place in places if place.seconds]
+
+
+def _place(name: str, records: Sequence[CellRecord]) -> PlaceTimes:
+    cell = records[0].cell
+    seconds: dict[str, dict[int, float]] = {}
+    for wire in WIRES:
+        for record in records:
+            for size in record.cell.options["sizes"]:
+                if variant_name(wire, size) in record.samples:
+                    median = record.summary(variant_name(wire, size)).median
+                    seconds.setdefault(wire, {})[size] = median / calls_of(cell, wire, size)
+    absent = {wire: reason for record in records for wire, reason in record.absent.items()}
+    return PlaceTimes(
+        name=f"{name}, {cell.sharing}" if cell.sharing else name,
+        ranks=cell.ranks,
+        rate=cell.bytes_per_second,
+        group=GROUPS[cell.device],
+        seconds=seconds,
+        absent=absent,
+    )
+
 
 Sizes = tuple[int, ...]
 KIB = 2**10
@@ -59,7 +140,7 @@ LARGE: Sizes = (MIB, 4 * MIB, 25 * MIB, 100 * MIB)
 QUICK_SMALL, QUICK_LARGE, QUICK_SHAPED = (4 * KIB, 64 * KIB, 256 * KIB), (MIB, 4 * MIB, 25 * MIB), (MIB, 4 * MIB)
 
 # Reduces so many bytes once, or copies them.
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 # Where ranks are.
 PLACES = (
@@ -71,7 +152,7 @@ PLACES = (
 )
 
 
-class Wire(MeasuredScenario):
+class WireScenario(Scenario):
     """Time and bandwidth of every communicator over the size of the message."""
 
     name = "wire"
@@ -98,7 +179,7 @@ class Wire(MeasuredScenario):
             for kind, sizes in kinds.items()
         ]
 
-    def measure(self, rounds: Rounds) -> None:
+    def measure(self, rounds: CellRounds) -> None:
         wires = _gpu_wires(rounds) if rounds.cell.transport == "NCCL" else _wires(rounds)
         variants: dict[str, Step] = {}
         for size in rounds.cell.options["sizes"]:
@@ -140,7 +221,7 @@ def _cells(place: Cell, *, quick: bool) -> list[Cell]:
     ]
 
 
-def _wires(rounds: Rounds) -> dict[str, Communicator]:
+def _wires(rounds: CellRounds) -> dict[str, Communicator]:
     """The communicators that work here. Making them is collective."""
     group, cell = dist.group.WORLD, rounds.cell
     assert group is not None
@@ -161,7 +242,7 @@ def _wires(rounds: Rounds) -> dict[str, Communicator]:
     return wires
 
 
-def _gpu_wires(rounds: Rounds) -> dict[str, Communicator]:
+def _gpu_wires(rounds: CellRounds) -> dict[str, Communicator]:
     group = dist.group.WORLD
     assert group is not None
     for wire in (EXCHANGE, SHARED, LAYERS):
@@ -221,11 +302,7 @@ def _in_parts(communicator: Communicator, tensor: torch.Tensor) -> Call:
 
 def _copying(tensor: torch.Tensor) -> Call:
     target = torch.empty_like(tensor)
-
-    def call() -> None:
-        target.copy_(tensor)
-
-    return call
+    return lambda: target.copy_(tensor)
 
 
 # -- what came of it --------------------------------------------------------------------------------------------------
@@ -274,31 +351,30 @@ def _fit_table(places: Sequence[PlaceTimes]) -> Table:
 
 
 def _picture(place: PlaceTimes, number: int) -> Picture:
-    title = _message(place)
-    figure, axes = canvas(title, panels=["time of a collective", "bus bandwidth"], height=4.6, shared=False)
-    for wire, times in place.seconds.items():
-        took = [(float(size), times[size] * 1e3) for size in sorted(times)]
-        carried = [(float(size), place.bus(wire, size) / 1e6) for size in sorted(times)]
-        style: Any = "dashed" if wire in (HALVES, COPY) else "line"
-        for panel, points in zip(axes, (took, carried), strict=True):
-            one = Series(label=wire, points=points, colour=colour(COLOURS[wire]), style=style)
-            draw_curves(panel, [one], marker="o", markersize=4)
-    for panel, label in zip(axes, ("ms", "MB/s"), strict=True):
-        _log_axes(panel, place.sizes, label)
-    if place.rate is not None:
-        limit_line(axes[1], place.rate / 1e6, f"link\n{place.rate / 1e6:.0f} MB/s")
-    legend(axes, columns=4)
-    return Picture(slug=f"place-{number}", title=title, figure=figure, reading=_sentence(place))
+    def draw(axes: "Axes", values: Callable[[str, int], float], label: str) -> None:
+        for wire, times in place.seconds.items():
+            style: Any = "dashed" if wire in (HALVES, COPY) else "line"
+            points = [(float(size), values(wire, size)) for size in sorted(times)]
+            curve = Series(label=wire, points=points, colour=colour(COLOURS[wire]), style=style)
+            draw_curves(axes, [curve], marker="o", markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.set_xticks(place.sizes, [size_words(size).replace(" ", "\n") for size in place.sizes], fontsize=8.5)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylabel(label)
+        axes.grid(True)
 
+    def draw_bandwidths(axes: "Axes") -> None:
+        draw(axes, lambda wire, size: place.bus(wire, size) / 1e6, "MB/s")
+        if place.rate is not None:
+            limit_line(axes, place.rate / 1e6, f"link\n{place.rate / 1e6:.0f} MB/s")
 
-def _log_axes(axes: "Axes", sizes: Sequence[int], label: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.minorticks_off()
-    axes.set_xticks(list(sizes), [size_words(size).replace(" ", "\n") for size in sizes], fontsize=8.5)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_ylabel(label)
-    axes.grid(True)
+    def draw_times(axes: "Axes") -> None:
+        draw(axes, lambda wire, size: place.seconds[wire][size] * 1e3, "ms")
+
+    panels, slug = [("time of a collective", draw_times), ("bus bandwidth", draw_bandwidths)], f"place-{number}"
+    return picture(slug, _message(place), panels, reading=_sentence(place), columns=4, height=4.6, shared=False)
 
 
 def _message(place: PlaceTimes) -> str:

@@ -1,32 +1,56 @@
-"""The DDP paper's bucket sizes: how long a step takes with larger and smaller buckets, and what ``"auto"`` chooses.
+"""The DDP paper's buckets: larger and smaller ones, what ``"auto"`` chooses, and turns on several process groups.
 
-Gradients and computation are scaled to each link: communication takes about as long as the computation. Sizes are
-fractions of all gradients, because a good size grows with the link; over NCCL they are those of the paper. gradsync's
-own choice is measured after its tuner has finished.
+``bucket-size``: gradients and computation are scaled to each link, so that communication takes about as long as the
+computation. Sizes are fractions of all gradients, because a good size grows with the link; over NCCL they are those of
+the paper. gradsync's own choice is measured after its tuner has finished.
+
+``round-robin``: a group reduces its buckets one after another. Several groups keep more buckets in flight at a time,
+which helps where one bucket leaves the link idle (many small ones), and cannot help where it is full (few large ones).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
+from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.observe.charts.canvas import colour, limit_line
-from gradsync.observe.charts.kinds import draw_curves
+from gradsync.observe.charts.kinds import draw_bars, draw_curves
 from gradsync.parallel.data_parallel import DistributedDataParallel
-from gradsync.tools.bench.measure import Rounds, Step
-from gradsync.tools.bench.measured import MeasuredScenario
-from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper
-from gradsync.tools.bench.record import Cell, CellRecord
-from gradsync.tools.bench.scenario import MISSING, Table, colour_of, gpu_cell, known, times_of
-from gradsync.tools.bench.windows import MIB, Pattern, plain_step, window_step
-from gradsync.tools.bench.workload import FLOAT_BYTES, EmulatedWorkload, paper_models
+from gradsync.tools.bench.measure import CellRounds, Step
+from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper, Peer
+from gradsync.tools.bench.record import Cell, CellRecord, percent
+from gradsync.tools.bench.scenario import (
+    MISSING,
+    Picture,
+    Scenario,
+    Table,
+    colour_of,
+    gpu_cell,
+    known,
+    picture,
+    times_of,
+)
+from gradsync.tools.bench.workload import (
+    FLOAT_BYTES,
+    MIB,
+    EmulatedWorkload,
+    Pattern,
+    paper_models,
+    plain_step,
+    repeated,
+    window_step,
+)
 from gradsync.tools.lab.lab import Rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BucketSize"]
+__all__ = ["BucketSize", "RoundRobin"]
 
-RATES = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
+LINKS = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
 AUTO = "gradsync auto"
 AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
 SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
@@ -39,11 +63,11 @@ MORE_GPU_SIZES = {"ResNet-50": (1, 2, 5, 10, 25, 50, 100), "BERT-base": (5, 10, 
 TUNING_WINDOWS = max(TUNED_AFTER) + 4
 
 
-def variant_name(peer: str, mebibytes: float) -> str:
+def size_name(peer: str, mebibytes: float) -> str:
     return f"{peer} · {mebibytes:.3f} MiB"
 
 
-class BucketSize(MeasuredScenario):
+class BucketSize(Scenario):
     """Fixed sizes of gradsync and of DDP, and gradsync's own choice, at three link rates."""
 
     name = "bucket-size"
@@ -72,7 +96,7 @@ class BucketSize(MeasuredScenario):
                     "shares": list(shares),
                 },
             )
-            for rate, words in RATES.items()
+            for rate, words in LINKS.items()
         ]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
@@ -85,7 +109,7 @@ class BucketSize(MeasuredScenario):
             cells.append(gpu_cell(f"{model}, 2 ranks, NCCL", quick=quick, step_seconds=seconds, options=options))
         return cells
 
-    def measure(self, rounds: Rounds) -> None:
+    def measure(self, rounds: CellRounds) -> None:
         workload, options = EmulatedWorkload.of(rounds, layers=LAYERS), rounds.cell.options
         workload.note(rounds)
         # Fixed sizes have a little room for the alignment and the tail of a bucket.
@@ -96,13 +120,12 @@ class BucketSize(MeasuredScenario):
         automatic = window_step(auto, workload.forward, count=1, pattern=Pattern.EVERY)
         variants: dict[str, Step] = {ALONE: plain_step(workload, NoWrapper()), AUTO: automatic}
         for size in sizes:
-            variants[variant_name(OURS, size)] = plain_step(workload, Gradsync(bucket_mb=size))
-            variants[variant_name(TUNED, size)] = plain_step(workload, DDP(name=TUNED, tuned=True, bucket_mb=size))
+            variants[size_name(OURS, size)] = plain_step(workload, Gradsync(bucket_mb=size))
+            variants[size_name(TUNED, size)] = plain_step(workload, DDP(name=TUNED, tuned=True, bucket_mb=size))
         wrapper = auto.model
         assert isinstance(wrapper, DistributedDataParallel)
         before = wrapper.synchronizer.caps
-        for _ in range(TUNING_WINDOWS):
-            automatic()
+        repeated(automatic, TUNING_WINDOWS)()
         for name, chosen in (("auto before tuning", before), ("auto", wrapper.synchronizer.caps)):
             rounds.fact(name, {"caps": list(chosen.caps), "from the end": chosen.from_the_end})
         rounds.fact("wire of gradsync", str(wrapper.wire))
@@ -139,7 +162,7 @@ class BucketSize(MeasuredScenario):
     def draw(self, axes: "Axes", record: CellRecord) -> None:
         for peer in (TUNED, OURS):
             sizes = _sizes(record, peer)
-            taken = [(record, variant_name(peer, size)) for size in sizes]
+            taken = [(record, size_name(peer, size)) for size in sizes]
             fixed = times_of(f"{peer}, fixed size", taken, places=sizes, colour=colour_of(peer))
             draw_curves(axes, [fixed], marker="o", markersize=4.5)
         _mark_best(axes, record)
@@ -158,21 +181,21 @@ class BucketSize(MeasuredScenario):
 
 def _sizes(record: CellRecord, peer: str) -> list[float]:
     tried: list[float] = record.facts.get("sizes in MiB", [])
-    return sorted(size for size in tried if variant_name(peer, size) in record.samples)
+    return sorted(size for size in tried if size_name(peer, size) in record.samples)
 
 
 def _best(record: CellRecord, peer: str) -> float:
     """The fixed size with the lowest median; 0 where none was measured."""
-    return min(_sizes(record, peer), key=lambda size: record.ms(variant_name(peer, size)), default=0.0)
+    return min(_sizes(record, peer), key=lambda size: record.ms(size_name(peer, size)), default=0.0)
 
 
 def _over_best(record: CellRecord, peer: str) -> float | None:
-    return record.times(AUTO, variant_name(peer, _best(record, peer)))
+    return record.times(AUTO, size_name(peer, _best(record, peer)))
 
 
 def _landing(record: CellRecord) -> list[str]:
     best, caps = _best(record, OURS), record.facts.get("auto", {}).get("caps", [])
-    fixed = [variant_name(peer, _best(record, peer)) for peer in AGAINST]
+    fixed = [size_name(peer, _best(record, peer)) for peer in AGAINST]
     ratios = [MISSING if record.times(AUTO, name) is None else str(record.ratio(AUTO, name)) for name in fixed]
     largest = " / ".join(f"{cap / MIB:.2f}" for cap in caps)
     return [record.cell.name, f"{best:.2f} MiB" if best else MISSING, f"{largest} MiB" if caps else MISSING, *ratios]
@@ -181,7 +204,7 @@ def _landing(record: CellRecord) -> list[str]:
 def _mark_best(axes: "Axes", record: CellRecord) -> None:
     best, words = _best(record, OURS), []
     if best:
-        height, blue = record.ms(variant_name(OURS, best)), colour_of(OURS)
+        height, blue = record.ms(size_name(OURS, best)), colour_of(OURS)
         axes.plot(best, height, "o", color=colour("card"), markeredgecolor=blue, markersize=10, zorder=2.5)
         axes.plot(best, height, "o", color=blue, markersize=4.5, zorder=3)
         words.append(f"best fixed, {_short(best)} MiB: {height:.1f} ms")
@@ -204,3 +227,106 @@ def _mark_auto(axes: "Axes", record: CellRecord) -> None:
 
 def _short(size: float) -> str:
     return f"{size:.2f}" if size < 1 else f"{size:.1f}"
+
+
+# -- several groups ---------------------------------------------------------------------------------------------------
+
+OWN = "gradsync, its own wire"
+# Where only latency counts, times are those of threads that are woken, and need many rounds; so the steps are short.
+MODELS = {
+    "many small buckets": {"parameters": 250_000, "layers": 8, "seconds": 0.018, "buckets": 25, "times": 3},
+    "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4, "times": 1},
+}
+RATES = {"many small buckets": None, "few large buckets": "400mbit"}
+# Over NCCL, of ResNet-50 and BERT-base.
+GPU_BUCKETS = (4, 8)
+# How many groups, in blues from light to dark: they are all gradsync.
+SHADES = {1: "light-blue", 3: "mid-blue", 5: "blue"}
+
+
+def groups_name(groups: int) -> str:
+    return f"{groups} group{'s' if groups > 1 else ''}"
+
+
+class RoundRobin(Scenario):
+    """One, three and five groups, where latency counts and where bandwidth counts."""
+
+    name = "round-robin"
+    title = "Round-robin groups: when several process groups are better than one"
+    source = (
+        "After Li et al., PyTorch Distributed, VLDB 2020 (three groups: 33 % less for BERT over NCCL, else nothing)."
+    )
+    question = "Is a step faster if buckets take turns on several process groups?"
+    baseline = groups_name(1)
+
+    def cells(self, *, quick: bool) -> list[Cell]:
+        cells = []
+        for model, rate in RATES.items():
+            times = MODELS[model]["times"]
+            rounds = int(times) * (30 if quick else 100)
+            name = f"{model}, 2 hosts, {'unshaped' if rate is None else '400 Mbit/s'}"
+            seconds, options = (rounds + 5) * 0.35 / times + 3, {"model": model, **MODELS[model]}
+            cells.append(Cell(name=name, hosts=2, rate=rate, rounds=rounds, seconds=seconds, options=options))
+        return cells
+
+    def gpu_cells(self, *, quick: bool) -> list[Cell]:
+        return [
+            gpu_cell(
+                f"{options['model']}, 2 ranks, NCCL",
+                quick=quick,
+                step_seconds=7 * options["seconds"],
+                options={**options, "buckets": buckets},
+            )
+            for options, buckets in zip(paper_models(quick=quick), GPU_BUCKETS, strict=True)
+        ]
+
+    def measure(self, rounds: CellRounds) -> None:
+        workload = EmulatedWorkload.of(rounds)
+        workload.note(rounds)
+        size = workload.nbytes / rounds.cell.options["buckets"] / MIB
+        rounds.fact("bucket MiB", size)
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        peers: list[Peer] = [NoWrapper()]
+        for groups in SHADES:
+            turns = partial(RoundRobinCommunicator.over, everybody, groups)
+            peers.append(Gradsync(name=groups_name(groups), bucket_mb=size, communicator=turns))
+        peers.append(Gradsync(name=OWN, bucket_mb=size))
+        rounds.run({peer.name: plain_step(workload, peer) for peer in peers})
+
+    def note(self, record: CellRecord) -> str:
+        size = record.facts.get("bucket MiB")
+        same = f"all but {ALONE} are gradsync, with the same buckets."
+        return "" if size is None else f"{record.cell.transport}, buckets of {size:.2f} MiB; {same}"
+
+    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        shades = {groups_name(count): colour(shade) for count, shade in SHADES.items()} | {OWN: colour("green")}
+        ylabel = "ms a step (median, p5–p95)"
+
+        def draw(axes: "Axes") -> None:
+            bars = [times_of(name, [(each, name) for each in records], colour=shade) for name, shade in shades.items()]
+            cells = [record.cell.name for record in records]
+            draw_bars(axes, cells, bars, form="{:.0f}")
+            axes.set_xticks(range(len(cells)), cells, fontsize=10)
+
+        reading = self.reading(records)
+        return [picture("groups", self.message(records), [("", draw)], reading=reading, ylabel=ylabel, height=4.0)]
+
+    def message(self, records: Sequence[CellRecord]) -> str:
+        three = known({each.cell.options["model"]: each.times(groups_name(3), groups_name(1)) for each in records})
+        gains = [f"{_change(times)} with {model}" for model, times in three.items()]
+        return f"Three groups in turn: a step takes {', '.join(gains)}" if gains else "Several groups in turn"
+
+    def sentence(self, record: CellRecord) -> str:
+        one = groups_name(1)
+        several = known({count: record.times(groups_name(count), one) for count in SHADES if count > 1})
+        gains = [f"{_change(times)} with {count} groups" for count, times in several.items()]
+        alone = record.times(OWN, one)
+        own = "" if alone is None else f"; {_change(alone)} on the wire that gradsync takes by itself"
+        return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."
+
+
+def _change(times: float) -> str:
+    if abs(1 - times) < 0.005:
+        return "as long"
+    return f"{percent(abs(1 - times))} {'less' if times < 1 else 'more'}"

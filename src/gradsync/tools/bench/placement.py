@@ -1,36 +1,33 @@
 """Which cells a scenario has on this machine: those with CPU ranks, or those over NCCL, on the GPUs that exist."""
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
-from gradsync.tools.bench.ranks import Sharing
+from gradsync.tools.bench.device import GpuSharing
 from gradsync.tools.bench.record import Cell
 from gradsync.tools.bench.scenario import Scenario
 from gradsync.tools.lab import SharedGpu, SharedGpuPlan
 
-__all__ = ["ON_CPU", "OnCpu", "OnGpu", "Placement", "find_placement"]
+__all__ = ["OnGpu", "Placement", "find_placement"]
 
 # With it torch counts GPUs without starting CUDA in this process, whose forks could not start it any more.
 COUNT_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
-
-
 # In the names of cells, tables and panels.
-SHORT = {Sharing.OWN: "one GPU per rank", Sharing.MPS: "one GPU, MPS", Sharing.SLICES: "one GPU, time slices"}
+SHORT = {GpuSharing.OWN: "one GPU per rank", GpuSharing.MPS: "one GPU, MPS", GpuSharing.SLICES: "one GPU, time slices"}
 
 
-class Placement(ABC):
-    """What cells a scenario has here. ``notes`` are said before the first one runs."""
+class Placement:
+    """CPU ranks over Gloo, on hosts of the lab where a cell wants some. ``notes`` are said before the first cell."""
 
-    device: str
+    device = "cpu"
     notes: Sequence[str] = ()
 
-    @abstractmethod
-    def cells(self, scenario: Scenario, *, quick: bool) -> list[Cell]: ...
+    def cells(self, scenario: Scenario, *, quick: bool) -> list[Cell]:
+        return scenario.cells(quick=quick)
 
     def without(self, case: str) -> str:
         """Why a case may be missing here."""
@@ -41,25 +38,13 @@ class Placement(ABC):
         return asked
 
 
-class OnCpu(Placement):
-    """CPU ranks over Gloo, on hosts of the lab where a cell wants some."""
-
-    device = "cpu"
-
-    def cells(self, scenario: Scenario, *, quick: bool) -> list[Cell]:
-        return scenario.cells(quick=quick)
-
-
-ON_CPU = OnCpu()
-
-
 @dataclass(frozen=True, kw_only=True)
 class OnGpu(Placement):
     """NCCL ranks: one per GPU where there are enough, else all on one GPU."""
 
     gpus: int
     # How they share it.
-    sharing: Sharing
+    sharing: GpuSharing
     notes: Sequence[str] = ()
     device = "cuda"
 
@@ -69,9 +54,12 @@ class OnGpu(Placement):
         gpus = torch.cuda.device_count()
         if gpus == 0:
             raise ConfigurationError("--device cuda needs a GPU, and torch sees none here. Leave it out for CPU ranks")
-        missing = _missing_mps()
-        note = f"MPS is not used, so ranks that share a GPU take turns on it (time slices): {missing}"
-        return cls(gpus=gpus, sharing=Sharing.SLICES if missing else Sharing.MPS, notes=[note] if missing else [])
+        try:
+            with SharedGpu(SharedGpuPlan(mps=True)):
+                return cls(gpus=gpus, sharing=GpuSharing.MPS, notes=[])
+        except GradsyncError as error:
+            note = f"MPS is not used, so ranks that share a GPU take turns on it (time slices): {error}"
+            return cls(gpus=gpus, sharing=GpuSharing.SLICES, notes=[note])
 
     def cells(self, scenario: Scenario, *, quick: bool) -> list[Cell]:
         return [self._placed(cell) for cell in scenario.gpu_cells(quick=quick)]
@@ -87,7 +75,7 @@ class OnGpu(Placement):
         return " with --device cuda: hosts and links are those of CPU ranks" if hosts else " with --device cuda"
 
     def _placed(self, cell: Cell) -> Cell:
-        sharing = Sharing.OWN if cell.ranks <= self.gpus else self.sharing
+        sharing = GpuSharing.OWN if cell.ranks <= self.gpus else self.sharing
         return replace(cell, name=f"{cell.name}, {SHORT[sharing]}", sharing=str(sharing))
 
 
@@ -95,13 +83,4 @@ def find_placement(device: str) -> Placement:
     """By the name of the device."""
     if device not in ("cpu", "cuda"):
         raise ConfigurationError(f"--device is cpu or cuda, got {device!r}")
-    return OnGpu.find() if device == "cuda" else ON_CPU
-
-
-def _missing_mps() -> str:
-    """Why MPS cannot be used; empty if it can."""
-    try:
-        with SharedGpu(SharedGpuPlan(mps=True)):
-            return ""
-    except GradsyncError as error:
-        return str(error)
+    return OnGpu.find() if device == "cuda" else Placement()
