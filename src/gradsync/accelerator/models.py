@@ -29,12 +29,7 @@ from gradsync.parallel.accumulation import Accumulation
 from gradsync.parallel.attach import synchronize_gradients
 from gradsync.parallel.data_parallel import DistributedDataParallel
 
-__all__ = [
-    "LossScaler",
-    "Precision",
-    "PreparedModels",
-    "extract_model_from_parallel",
-]
+__all__ = ["LossScaler", "Precision", "PreparedModels", "extract_model_from_parallel"]
 
 # The wrapper's arguments that the engine without a wrapper has too.
 _ENGINE = ("policy", "bucket_cap_mb")

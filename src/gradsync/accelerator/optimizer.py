@@ -15,12 +15,7 @@ from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Synchronized
 from gradsync.optim.sharded.mode import Mode
 
-__all__ = [
-    "Overlap",
-    "Overlapping",
-    "PreparedOptimizer",
-    "PreparedScheduler",
-]
+__all__ = ["Overlap", "Overlapping", "PreparedOptimizer", "PreparedScheduler"]
 
 # What the wire works behind: backward alone, the next forward too, or whatever is faster.
 Overlap = Literal["backward", "next-forward", "auto"]

@@ -23,14 +23,7 @@ from gradsync.communicator import Communicator
 from gradsync.core.engine.blocks import load_window, save_window
 from gradsync.parallel.replica import broadcast_tensors, in_batches
 
-__all__ = [
-    "Prepared",
-    "has_checkpoint",
-    "heal",
-    "load_prepared",
-    "restore_prepared",
-    "save_prepared",
-]
+__all__ = ["Prepared", "has_checkpoint", "heal", "load_prepared", "restore_prepared", "save_prepared"]
 
 HEALTHY = 0
 

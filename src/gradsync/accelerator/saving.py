@@ -28,10 +28,7 @@ from gradsync.accelerator.world import ProcessControl
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, write_tensors
 
-__all__ = [
-    "Saving",
-    "register_accelerator",
-]
+__all__ = ["Saving", "register_accelerator"]
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _OURS = "_told_by_gradsync"

@@ -23,11 +23,7 @@ from gradsync.base.errors import MisuseError
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.parallel.accumulation import Accumulation, MicroBatches, framed
 
-__all__ = [
-    "GradientState",
-    "LocalTraining",
-    "ModelWindows",
-]
+__all__ = ["GradientState", "LocalTraining", "ModelWindows"]
 
 LOGGER = logging.getLogger("gradsync")
 Batch = TypeVar("Batch")

@@ -377,7 +377,7 @@ def _apart(store: Any, environment: ProcessEnvironment, timeout: timedelta | Non
     if environment.launcher != "torchrun" or not dist.is_torchelastic_launched():
         return store
     run = run_id(store, environment.rank, environment.world_size, timeout)
-    return dist.PrefixStore(f"gradsync/life/{run}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"{STORE_PREFIX}/{run}", store)  # type: ignore[attr-defined]
 
 
 def run_id(store: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> str:
