@@ -26,7 +26,7 @@ def tell():
 tell()
 import gradsync
 tell()
-import gradsync.tools.llm.model, gradsync.tools.llm.tokens, gradsync.tools.llm.tokens
+import gradsync.tools.llm.model, gradsync.tools.llm.tokens
 tell()
 import gradsync.tools.llm.report
 tell()

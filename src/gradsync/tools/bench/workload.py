@@ -27,7 +27,7 @@ from gradsync.tools.bench.measure import CellRounds, LateParts, Parts, Step
 from gradsync.tools.bench.peers import ALONE, DDP, TUNED, Peer, WrappedModel
 from gradsync.tools.bench.record import EVERY
 from gradsync.tools.lab.emulated import Profile, bert_base, resnet50, transformer
-from gradsync.tools.llm.model import Block, GPTConfig
+from gradsync.tools.llm.model import GPTConfig, TransformerBlock
 
 __all__ = [
     "FLOAT_BYTES",
@@ -184,7 +184,7 @@ class RealWorkload(Workload):
         config = GPTConfig(
             vocab_size=VOCABULARY, sequence_length=self.length, layers=self.layers, heads=HEADS, width=self.width
         )
-        blocks = (Block(config) for _ in range(self.layers))
+        blocks = (TransformerBlock(config) for _ in range(self.layers))
         ends = nn.LayerNorm(self.width), nn.Linear(self.width, VOCABULARY)
         return nn.Sequential(nn.Embedding(VOCABULARY, self.width), *blocks, *ends)
 

@@ -110,7 +110,7 @@ class FeedForward(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer: both halves read a normalized stream and add to it."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -136,7 +136,7 @@ class GPT(CausalLM):
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.sequence_length, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         # A tied head is no module of its own: a state dict then holds the matrix once, under one name.
         self.head = None if config.tie_embeddings else nn.Linear(config.width, config.vocab_size, bias=False)
