@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.plan.event_loop import Core, EventLoop, SharedLink, Traffic, Transfer, TransferPhase
-from gradsync.observe.plan.network import Operation, Wire
+from gradsync.observe.plan.network import Operation, Schedule, Wire
 from gradsync.observe.plan.profile import StepProfile
-from gradsync.observe.plan.schedule import Schedule, Times, plan_early
 
 __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
 
@@ -163,7 +162,6 @@ class _Run:
         self._gathers: dict[tuple[int, int], Transfer] = {}
         self._ready: dict[tuple[int, int], float] = {}
         self._loop = loop
-        self._early = self._plan_early(profiles[0]) if schedule.overlap == "next-forward" else frozenset()
         for rank in self._ranks:
             rank.follow(self._life(rank))
         loop.run()
@@ -250,9 +248,6 @@ class _Run:
         profile = rank.profile
         yield "optimizer", profile.optimizer / self._wire.ranks
         for bucket in profile.buckets[::-1]:
-            if bucket.index in self._early:
-                # Under way since its mean was there, or about to be.
-                continue
             transfer = self._gathers.get((number, bucket.index))
             if transfer is None:
                 transfer = self._gathers[number, bucket.index] = self._gather(bucket.nbytes)
@@ -274,26 +269,13 @@ class _Run:
         phases = [self._phase("reduce_scatter", nbytes)]
         if index == len(rank.profile.buckets) - 1:
             phases.append(self._phase("all_reduce", TAIL_BYTES))
-        transfer = Transfer(len(self._ranks), phases)
-        if index in self._early:
-            gather = self._gathers[number, index] = self._gather(nbytes, ranks=1)
-            transfer.when_done(lambda: self._traffic.join(gather))
-        return transfer
+        return Transfer(len(self._ranks), phases)
 
-    def _gather(self, nbytes: int, ranks: int | None = None) -> Transfer:
-        return Transfer(ranks or len(self._ranks), [self._phase("all_gather", nbytes)])
+    def _gather(self, nbytes: int) -> Transfer:
+        return Transfer(len(self._ranks), [self._phase("all_gather", nbytes)])
 
     def _phase(self, operation: Operation, nbytes: float) -> TransferPhase:
         return TransferPhase(before=0.0, cost=self._cost(operation, nbytes))
-
-    def _plan_early(self, profile: StepProfile) -> frozenset[int]:
-        sizes = [bucket.nbytes for bucket in profile.buckets]
-        if len(sizes) < 2 or not sum(sizes) or profile.micro_batches > 1:
-            return frozenset()
-        gathers = sum(self._wire.cost("all_gather", nbytes).seconds for nbytes in sizes)
-        first = min(profile.buckets[0].ready, profile.backward)
-        times = Times(forward=profile.forward, backward=profile.backward - first, gathers=gathers)
-        return frozenset(plan_early(times, sizes, gathered=1.0))
 
     # -- what came of it ---------------------------------------------------------------------------------------------
 
