@@ -1,8 +1,7 @@
 """What to expect of a step: see :mod:`gradsync.observe.plan`."""
 
-from gradsync.observe.plan.network import Cost, Link, Topology, Wire
+from gradsync.observe.plan.network import EXACT, REDUCTIONS, Cost, Link, ReductionCost, Schedule, Topology, Wire
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
-from gradsync.observe.plan.schedule import EXACT, REDUCTIONS, ReductionCost, Schedule
 from gradsync.observe.plan.simulator import SimulatedBucket, SimulatedStep, StepParts, simulate
 
 __all__ = [

@@ -46,7 +46,8 @@ class BucketTimes:
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """One synchronized backward, with the gathers of a sharded optimizer since the previous one."""
+    """One synchronized backward, with the gathers of a sharded optimizer since the previous one: behind the forward, so
+    their times are before zero."""
 
     buckets: list[BucketTimes] = field(default_factory=list)
     gathers: list[GatherTimes] = field(default_factory=list)

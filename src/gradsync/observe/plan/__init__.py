@@ -2,9 +2,8 @@
 
 ::
 
-    network      ranks, links, and what a collective costs
+    network      ranks, links, what a collective costs, and what a step sends
     profile      what a rank does without the others, and by how much ranks differ
-    schedule     what is communicated, and what it hides behind
     event_loop   the simulated machine
     simulator    one step of all ranks
     calibration  what a plan is made from: measurements, or a recording

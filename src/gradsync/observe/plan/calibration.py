@@ -18,9 +18,8 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
 from gradsync.observe.explain.merging import merge
 from gradsync.observe.explain.split import find_stragglers, split
-from gradsync.observe.plan.network import Link, Operation, Topology, Way, Wire
+from gradsync.observe.plan.network import REDUCTIONS, Link, Operation, ReductionCost, Schedule, Topology, Way, Wire
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
-from gradsync.observe.plan.schedule import REDUCTIONS, ReductionCost, Schedule
 from gradsync.observe.recording import Header, Recording, Step, read_recordings
 
 __all__ = ["Calibration", "Reading", "fit_wire", "no_link", "recorded", "slow_for_good"]

@@ -1,5 +1,6 @@
-"""Where ranks are, which links connect them, and what a collective costs: messages one after another, and bytes through
-the narrowest link.
+"""Where ranks are, which links connect them, what a collective costs, and what a step sends.
+
+A collective costs messages one after another, and bytes through the narrowest link.
 
 With p ranks, n bytes, a latency α and a bandwidth B:
 
@@ -22,9 +23,22 @@ from typing import Literal
 
 from gradsync.base.errors import ConfigurationError
 
-__all__ = ["Cost", "Link", "Operation", "Topology", "Way", "Wire"]
+__all__ = [
+    "EXACT",
+    "REDUCTIONS",
+    "Cost",
+    "Link",
+    "Operation",
+    "Overlap",
+    "ReductionCost",
+    "Schedule",
+    "Topology",
+    "Way",
+    "Wire",
+]
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+Overlap = Literal["backward", "none", "next-forward"]
 Way = Literal["ring", "exchange", "tree", "fastest", "hierarchical", "shared"]
 
 
@@ -253,3 +267,66 @@ class Wire:
         link = self.topology.inside or self.topology.between
         traffic = rounds * (self.ranks - 1) / self.ranks * nbytes * self.ranks
         return Cost(latency=rounds * link.latency, nbytes=traffic, bandwidth=link.bandwidth)
+
+
+# -- what a step sends ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionCost:
+    """A way to reduce a bucket of n bytes: collectives on ``share`` · n bytes, one after the other.
+
+    ``encode`` are seconds a byte that the thread of backward spends before them, ``decode`` seconds a byte between and
+    after them, in which the wire does nothing for this bucket.
+    """
+
+    name: str
+    share: float = 1.0
+    operations: tuple[Operation, ...] = ("all_reduce",)
+    encode: float = 0.0
+    decode: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.share > 0 or self.encode < 0 or self.decode < 0 or not self.operations:
+            raise ConfigurationError(
+                f"the reduction {self.name} sends a share above 0 of the bytes, by at least one collective, with costs "
+                f"of 0 or more; got share={self.share}, encode={self.encode}, decode={self.decode}"
+            )
+
+
+EXACT = ReductionCost(name="mean")
+
+# Scales of a block of 256 numbers are four bytes more. Seconds of coding are those of a core of a CPU server, some GB/s
+# in all; a calibration has those of the machine.
+_CODED: tuple[Operation, ...] = ("all_to_all", "all_gather")
+REDUCTIONS = {
+    each.name: each
+    for each in (
+        EXACT,
+        ReductionCost(name="bf16", share=0.5, operations=_CODED, encode=1.5e-10, decode=3e-10),
+        ReductionCost(name="fp16", share=0.501, operations=_CODED, encode=4e-10, decode=6e-10),
+        ReductionCost(name="int8", share=0.25 + 1 / 256, operations=_CODED, encode=4e-10, decode=6e-10),
+        ReductionCost(name="int4", share=0.125 + 1 / 256, operations=_CODED, encode=8e-10, decode=9e-10),
+        ReductionCost(name="sign", share=1 / 32 + 1 / 256, operations=_CODED, encode=8e-10, decode=9e-10),
+        # Two factors of a matrix of some thousand rows, for rank 4.
+        ReductionCost(
+            name="low-rank:4", share=0.01, operations=("all_reduce", "all_reduce"), encode=1.2e-9, decode=1.2e-9
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a step is synchronized. ``overlap`` says what a transfer hides behind: backward, as the engine does by
+    itself; nothing, as sums after backward do; or the next forward, too, as the sharded optimizer has it.
+
+    ``host`` are seconds of a rank's own for each bucket, in which it does not compute, ``fixed`` the same once a step,
+    and ``gather_host`` for each gather of new parameters.
+    """
+
+    overlap: Overlap = "backward"
+    reduction: ReductionCost = field(default=EXACT)
+    host: float = 0.0
+    fixed: float = 0.0
+    gather_host: float = 0.0

@@ -9,7 +9,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.core.bucket.layout import BucketCaps
 from gradsync.observe.charts.numbers import compact, count
 from gradsync.observe.plan.calibration import Calibration
-from gradsync.observe.plan.schedule import Overlap
+from gradsync.observe.plan.network import Overlap
 from gradsync.observe.plan.simulator import SimulatedStep, simulate
 
 __all__ = ["Prediction", "Setting", "best_setting", "extrapolation", "predict", "rate_for", "settle"]

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.plan.event_loop import Core, EventLoop, SharedLink, Traffic, Transfer, TransferPhase
-from gradsync.observe.plan.network import Operation, Wire
+from gradsync.observe.plan.network import Operation, Schedule, Wire
 from gradsync.observe.plan.profile import StepProfile
-from gradsync.observe.plan.schedule import Schedule
 
 __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
 

@@ -22,8 +22,8 @@ from gradsync.communicator import Communicator, choose_communicator, fit_communi
 from gradsync.communicator.choose import Choice
 from gradsync.core.reduction.measurement import measure_link
 from gradsync.observe.plan.calibration import Calibration, fit_wire, no_link, slow_for_good
+from gradsync.observe.plan.network import REDUCTIONS
 from gradsync.observe.plan.profile import Jitter, steady_straggler
-from gradsync.observe.plan.schedule import REDUCTIONS
 from gradsync.tools.bench.peers import NoWrapper
 from gradsync.tools.bench.workload import Workload
 from gradsync.tools.calibration.model_times import time_model

@@ -17,8 +17,7 @@ from gradsync.communicator import (
 from gradsync.core.reduction.codings import Blocks, Coding, Rounded, Signs
 from gradsync.core.reduction.quantize import exchange
 from gradsync.observe.plan.calibration import Reading
-from gradsync.observe.plan.network import Operation, Way, Wire
-from gradsync.observe.plan.schedule import ReductionCost
+from gradsync.observe.plan.network import Operation, ReductionCost, Way, Wire
 
 __all__ = ["CODINGS", "PAUSE", "SIZES", "coding_costs", "way_of", "wire_readings"]
 
