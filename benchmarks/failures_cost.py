@@ -39,7 +39,7 @@ class Training:
         torch.manual_seed(0)
         model = build_model(options.model, vocab_size=VOCABULARY, sequence_length=options.length)
         self._model = gradsync.DistributedDataParallel(
-            model, on_veto="raise", fingerprints=gradsync.Fingerprints(every=1)
+            model, on_bad_step="raise", replica_check=gradsync.ReplicaCheck(every=1)
         )
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1))

@@ -108,7 +108,7 @@ def measure_block(cases: Sequence[Case], rounds: int, path: Path) -> None:
     """The life of a rank: all cases in turns, over and over; rank 0 leaves the medians."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ["GRADSYNC_WIRE"] = "group"
+    os.environ["GRADSYNC_TRANSPORT"] = "group"
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     control = dist.new_group(backend="gloo")
     variants = {case: variant(case) for case in cases}
@@ -156,7 +156,7 @@ def calibrate(path: Path, rounds: int, scale: float) -> Calibration:
     """On two ranks at one rate: wire, model and codings by themselves, then whole steps for what is between them."""
     if path.exists():
         return Calibration.load(path)
-    os.environ["GRADSYNC_WIRE"] = "group"
+    os.environ["GRADSYNC_TRANSPORT"] = "group"
     (cases,) = blocks([2], [CALIBRATED_AT], scale)
     calibration = rehearse(Rehearsal(workload=cases[0].workload, rate=Rate.parse(CALIBRATED_AT), steps=15))
     rows = run_block(cases, rounds, timeout=300.0)

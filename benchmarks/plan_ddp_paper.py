@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.library import published
-from gradsync.plan import Link, Schedule, Wire, simulate
+from gradsync.plan import Link, Schedule, Transport, simulate
 
 MACHINE, BUCKET_BYTES = "v100-100g", 25 << 20
 MODELS = {"ResNet50": ("resnet50", 32), "BERT": ("bert-large", 25)}
@@ -40,11 +40,11 @@ class Fabric:
     bandwidth: float
     latency: float
 
-    def wire(self, calibration: Calibration, ranks: int) -> Wire:
+    def wire(self, calibration: Calibration, ranks: int) -> Transport:
         topology = calibration.wire.topology
         between = Link(latency=self.latency, bandwidth=self.bandwidth)
         inside = Link(latency=self.latency, bandwidth=max(self.bandwidth, 1e11))
-        return Wire(topology=replace(topology, ranks=ranks, between=between, inside=inside))
+        return Transport(topology=replace(topology, ranks=ranks, between=between, inside=inside))
 
 
 def iteration(model: str, fabric: Fabric, ranks: int, *, overlap: bool = True) -> float:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gradsync import DistributedDataParallel, PeerFailedError, average_gradients
-from gradsync.communicator import Collective, Handle, ReduceOp, Shares, Wire
+from gradsync.communicator import BaseCommunicator, Collective, Handle, ReduceOp, Shares
 from gradsync.communicator.reducing import combine_in_order
 
 
-class FolderCommunicator(Wire):
+class FolderCommunicator(BaseCommunicator):
     """Ranks that see one folder, which must be empty at first and belong to no other communicator."""
 
     def __init__(self, folder: str | Path, rank: int, world_size: int, timeout: float = 60.0) -> None:

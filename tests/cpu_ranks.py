@@ -2,7 +2,7 @@
 
 __all__ = ["CPU_RANKS"]
 
-_ABSTAINING = "on GPUs a rank may abstain only with on_veto"
+_ABSTAINING = "on GPUs a rank may abstain only with on_bad_step"
 _ATOMIC = "on GPUs torch adds sparse momentum by atomic operations, so bits differ between ranks"
 _CHUNKS = "on GPUs chunks of a bucket are larger"
 _COMPILED = "torch.compile traces the mode by which what a test makes is on the GPU"

@@ -19,8 +19,8 @@ kill -9, os._exit    all others raise within a second, and name the rank, wherev
 raise in …           the same, in forward, backward and optimizer
 SIGSTOP              warned about after 5 s, named and ended by the group's timeout and 3 s; the stopped rank ends with
                      an error when it goes on
-survived             an error in backward that is caught, and NaN with each ``on_veto``: named within a second, and all
-                     replicas stay equal from window to window
+survived             an error in backward that is caught, and NaN with each ``on_bad_step``: named within a second, and
+                     all replicas stay equal from window to window
 ===================  ==========================================================================================
 
 Several trials run at once, none begins after ``--seconds``, and every rank has a limit.
@@ -242,8 +242,8 @@ def check(fault: Fault, outcome: Outcome, times: Times, expected: str = "") -> l
         assert each is not None, f"rank {rank} is stuck, or has ended without a word. {told}"
         # Of a backward that raised the others hear in the ballot, and their wire is whole. On a device they hear of it
         # a window later, when the rank may have ended.
-        errors = ["PeerFailedError"] if fault.place == "backward" else ["WireLostError"]
-        errors += ["WireLostError"] * (fault.device != "cpu")
+        errors = ["PeerFailedError"] if fault.place == "backward" else ["CommunicatorLostError"]
+        errors += ["CommunicatorLostError"] * (fault.device != "cpu")
         assert each.get("error") in errors, f"rank {rank}: {told}"
         lost = _lost(fault, rank)
         named = any(re.search(rf"\brank {other}\b", each["said"]) for other in lost)
@@ -283,7 +283,7 @@ def check_survived(fault: Fault, outcome: Outcome, times: Times) -> dict[str, li
         assert digests[-1] != digests[-2], f"training does not go on: {told}"
         for rank, each in by_rank.items():
             said = [(text, at) for _, _, text, at in each["raised"] if f"rank {victim}" in text]
-            if case in ("NaN, skip-window", "NaN, drop-rank"):
+            if case in ("NaN, skip", "NaN, drop-rank"):
                 # One line of warning, on rank 0.
                 assert not each["raised"], told
                 said = [(text, at) for at, text in each["heard"] if f"rank {victim}" in text]

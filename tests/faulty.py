@@ -37,7 +37,7 @@ PLACES = ("data", "forward", "loss", "backward", "optimizer")
 WAITS = ("synchronize", "item", "")
 # What a training survives, by the name under which :func:`survive` tells of it: an error in backward that is caught,
 # and gradients that are not finite.
-SURVIVED = ("caught, fused AdamW", "caught, SGD", "NaN, raise", "NaN, skip-window", "NaN, drop-rank")
+SURVIVED = ("caught, fused AdamW", "caught, SGD", "NaN, raise", "NaN, skip", "NaN, drop-rank")
 WINDOWS = 8
 
 
@@ -214,8 +214,8 @@ def _survive(case: str, chance: random.Random, fault: Fault, heard: _Heard) -> d
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64, device=fault.device) for _ in range(4)]
     kind, _, how = case.partition(", ")
-    on_veto: Any = how if kind == "NaN" else None
-    model = gradsync.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02, on_veto=on_veto)
+    on_bad_step: Any = how if kind == "NaN" else None
+    model = gradsync.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02, on_bad_step=on_bad_step)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if how == "fused AdamW":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)

@@ -68,7 +68,7 @@ GROUP_TIMEOUT = timedelta(seconds=30)
 PROBE_TIMEOUT = timedelta(seconds=2)
 OUTPUT_SHOWN = 10_000
 # What ranks raise because of another one.
-SECONDARY = ("PeerFailedError", "WireLostError")
+SECONDARY = ("PeerFailedError", "CommunicatorLostError")
 # Set, the tests of NCCL ranks run where there is no GPU, over Gloo: it shows that they are collected and fit together.
 PRETEND = "GRADSYNC_TESTS_PRETEND_GPU"
 
@@ -328,7 +328,7 @@ class _Worker:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             # Two ranks take the fastest wire, as a user's do; four stay with the group's own. So both are tested.
-            "GRADSYNC_WIRE": "auto" if world_size < 4 else "group",
+            "GRADSYNC_TRANSPORT": "auto" if world_size < 4 else "group",
             # A function is sent by name: it must be found where the parent found it.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             **more,

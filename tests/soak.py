@@ -312,7 +312,7 @@ def train(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> list[
     """One rank's part in the case of a seed: what was wrong."""
     case, communicator = draw(seed, worlds), choose_communicator()
     logging.getLogger("gradsync").disabled = True
-    with _variable("GRADSYNC_WIRE", case.wire if case.world[0] == "processes" else None):
+    with _variable("GRADSYNC_TRANSPORT", case.wire if case.world[0] == "processes" else None):
         model = DistributedDataParallel(
             Paths(case.layers),
             observer=Saboteur(case.saboteur, random.Random(seed + communicator.rank)),

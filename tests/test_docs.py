@@ -59,7 +59,7 @@ AROUND = {
     ("README.md", "from gradsync import DistributedDataParallel"): Around(""),
     ("README.md", "accelerator.prepare("): Around(""),
     ("add-a-communicator.md", "class MyCommunicator"): Around(
-        "from gradsync.communicator import Wire\nrank, world_size = 0, 1",
+        "from gradsync.communicator import BaseCommunicator\nrank, world_size = 0, 1",
         "assert MyCommunicator().rank == 0",
     ),
     ("add-a-reduction.md", "reduction=MyReduction()"): Around(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsync
-from gradsync.communicator import Wire, choose_communicator
+from gradsync.communicator import BaseCommunicator, choose_communicator
 from gradsync.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -153,7 +153,9 @@ sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 
 
-def over_files(folder: Path, world_size: int, function: Callable[[Wire], Any], timeout: float = 30.0) -> list[Any]:
+def over_files(
+    folder: Path, world_size: int, function: Callable[[BaseCommunicator], Any], timeout: float = 30.0
+) -> list[Any]:
     return run_ranks(
         lambda: function(FolderCommunicator(folder, choose_communicator().rank, world_size, timeout)), world_size
     )
@@ -177,7 +179,7 @@ def test_all_reduce(world_size: int, dtype: torch.dtype, op: Any, shape: tuple[i
     if op == "average" and not dtype.is_floating_point:
         return  # whole numbers have no average
 
-    def reduce(wire: Wire) -> tuple[Tensor, Tensor]:
+    def reduce(wire: BaseCommunicator) -> tuple[Tensor, Tensor]:
         tensor = numbers(wire.rank, *shape, dtype=dtype)
         strided = torch.zeros(*shape, 2, dtype=dtype)[..., 0]
         strided.copy_(tensor)
@@ -196,7 +198,7 @@ def test_all_reduce(world_size: int, dtype: torch.dtype, op: Any, shape: tuple[i
 @sizes
 @dtypes
 def test_broadcast(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    def broadcast(wire: Wire) -> list[Tensor]:
+    def broadcast(wire: BaseCommunicator) -> list[Tensor]:
         tensors = [numbers(wire.rank, 4, 2, dtype=dtype) for _ in range(world_size)]
         handles = [wire.broadcast(tensor, source) for source, tensor in enumerate(tensors)]
         for handle in reversed(handles):
@@ -214,7 +216,7 @@ def test_broadcast(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
 def test_all_gather(world_size: int, dtype: torch.dtype, counts: list[int] | None, tmp_path: Path) -> None:
     shares = counts[:world_size] if counts else [4] * world_size
 
-    def gather(wire: Wire) -> Tensor:
+    def gather(wire: BaseCommunicator) -> Tensor:
         output = torch.zeros(sum(shares), dtype=dtype)
         sent = numbers(wire.rank, shares[wire.rank], dtype=dtype)
         wire.all_gather(output, sent, shares if counts else None).wait()
@@ -231,7 +233,7 @@ def test_all_gather(world_size: int, dtype: torch.dtype, counts: list[int] | Non
 def test_reduce_scatter(world_size: int, op: Any, counts: list[int] | None, tmp_path: Path) -> None:
     shares = counts[:world_size] if counts else [4] * world_size
 
-    def scatter(wire: Wire) -> Tensor:
+    def scatter(wire: BaseCommunicator) -> Tensor:
         output = torch.zeros(shares[wire.rank], dtype=torch.float64)
         wire.reduce_scatter(output, numbers(wire.rank, sum(shares)), op, shares if counts else None).wait()
         return output
@@ -249,7 +251,7 @@ def test_all_to_all(world_size: int, dtype: torch.dtype, even: bool, tmp_path: P
     counts = [[3, 3, 3]] * 3 if even else [[0, 1, 2], [3, 2, 0], [0, 4, 0]]
     counts = [row[:world_size] for row in counts[:world_size]]
 
-    def exchange(wire: Wire) -> Tensor:
+    def exchange(wire: BaseCommunicator) -> Tensor:
         leaving, arriving = counts[wire.rank], [row[wire.rank] for row in counts]
         output = torch.zeros(sum(arriving), dtype=dtype)
         tensor = numbers(wire.rank, sum(leaving), dtype=dtype)
@@ -263,7 +265,7 @@ def test_all_to_all(world_size: int, dtype: torch.dtype, even: bool, tmp_path: P
 
 @sizes
 def test_stages_keep_the_order_of_all_ranks(world_size: int, tmp_path: Path) -> None:
-    def chain(wire: Wire) -> list[Tensor]:
+    def chain(wire: BaseCommunicator) -> list[Tensor]:
         total, other = numbers(wire.rank, 3), numbers(wire.rank, 2)
         everyones = torch.zeros(world_size, dtype=torch.float64)
         whole = wire.all_reduce(total).then(lambda: wire.all_gather(everyones, total[:1] * wire.rank))
@@ -280,7 +282,7 @@ def test_stages_keep_the_order_of_all_ranks(world_size: int, tmp_path: Path) -> 
 
 
 def test_only_the_files_of_the_last_collective_are_left(tmp_path: Path) -> None:
-    def use(wire: Wire) -> None:
+    def use(wire: BaseCommunicator) -> None:
         for _ in range(5):
             wire.reduce_scatter(torch.zeros(2), torch.zeros(6)).wait()
             wire.all_reduce(torch.zeros(3)).wait()
@@ -290,8 +292,8 @@ def test_only_the_files_of_the_last_collective_are_left(tmp_path: Path) -> None:
 
 
 def test_who_does_not_come_is_named_and_the_next_use_is_refused(tmp_path: Path) -> None:
-    def use(rank: int) -> Wire:
-        wire: Wire = FolderCommunicator(tmp_path, rank, 3, timeout=0.2)
+    def use(rank: int) -> BaseCommunicator:
+        wire: BaseCommunicator = FolderCommunicator(tmp_path, rank, 3, timeout=0.2)
         with pytest.raises(
             gradsync.PeerFailedError, match=rf"rank {rank} misses ranks \[2\] in collective 1.*max of 4"
         ):
@@ -315,7 +317,7 @@ def small_model() -> nn.Sequential:
 
 @sizes
 def test_a_model_trained_over_it_equals_average_gradients(world_size: int, tmp_path: Path) -> None:
-    def train(wire: Wire) -> float:
+    def train(wire: BaseCommunicator) -> float:
         model, reference = small_model(), small_model()
         wrapped = gradsync.DistributedDataParallel(model, communicator=wire, bucket_cap_mb=0.001)
         optimizer = torch.optim.SGD([*wrapped.parameters(), *reference.parameters()], lr=0.1)

@@ -9,15 +9,15 @@
 from gradsync.accelerator import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from gradsync.base import __version__
 from gradsync.base.errors import (
+    BadStepError,
+    CommunicatorLostError,
     ConfigurationError,
     GradsyncError,
     MismatchError,
     MisuseError,
     PeerFailedError,
-    VetoError,
-    WireLostError,
 )
-from gradsync.core.engine import Fingerprints, SyncPolicy
+from gradsync.core.engine import ReplicaCheck, SyncPolicy
 from gradsync.health.elastic import Elastic
 from gradsync.observe.timeline import Timeline
 from gradsync.optim.local_steps import LocalSteps
@@ -30,11 +30,12 @@ from gradsync.parallel.layer_drop import LayerDrop
 
 __all__ = [
     "Accelerator",
+    "BadStepError",
+    "CommunicatorLostError",
     "ConfigurationError",
     "DataLoaderConfiguration",
     "DistributedDataParallel",
     "Elastic",
-    "Fingerprints",
     "GradientAccumulationPlugin",
     "GradientSynchronization",
     "GradsyncError",
@@ -44,11 +45,10 @@ __all__ = [
     "MisuseError",
     "OverlappedOptimizer",
     "PeerFailedError",
+    "ReplicaCheck",
     "ShardedOptimizer",
     "SyncPolicy",
     "Timeline",
-    "VetoError",
-    "WireLostError",
     "__version__",
     "average_gradients",
     "clip_grad_norm_",

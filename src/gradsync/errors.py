@@ -1,6 +1,8 @@
 """Every exception that gradsync raises: see :mod:`gradsync.base.errors`."""
 
 from gradsync.base.errors import (
+    BadStepError,
+    CommunicatorLostError,
     ConfigurationError,
     GradsyncError,
     LateGradientError,
@@ -9,11 +11,11 @@ from gradsync.base.errors import (
     NoProcessGroupError,
     NotCallableError,
     PeerFailedError,
-    VetoError,
-    WireLostError,
 )
 
 __all__ = [
+    "BadStepError",
+    "CommunicatorLostError",
     "ConfigurationError",
     "GradsyncError",
     "LateGradientError",
@@ -22,6 +24,4 @@ __all__ = [
     "NoProcessGroupError",
     "NotCallableError",
     "PeerFailedError",
-    "VetoError",
-    "WireLostError",
 ]

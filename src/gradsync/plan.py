@@ -1,6 +1,6 @@
 """What to expect of a step: see :mod:`gradsync.observe.plan`."""
 
-from gradsync.observe.plan.network import EXACT, REDUCTIONS, Cost, Link, ReductionCost, Schedule, Topology, Wire
+from gradsync.observe.plan.network import EXACT, REDUCTIONS, Cost, Link, ReductionCost, Schedule, Topology, Transport
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
 from gradsync.observe.plan.simulator import SimulatedBucket, SimulatedStep, StepParts, simulate
 
@@ -18,6 +18,6 @@ __all__ = [
     "StepParts",
     "StepProfile",
     "Topology",
-    "Wire",
+    "Transport",
     "simulate",
 ]

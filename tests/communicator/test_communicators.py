@@ -333,7 +333,7 @@ class HalfWritten:
 
 def test_what_is_no_communicator_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"HalfWritten is no communicator, it has no abort, all_gather, .*Wire"
+        ConfigurationError, match=r"HalfWritten is no communicator, it has no abort, all_gather, .*BaseCommunicator"
     ):
         choose_communicator(HalfWritten())
 

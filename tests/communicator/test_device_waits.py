@@ -18,7 +18,7 @@ from gradsync.communicator import process_group as process_group_module
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.device_stage import DeviceWork
 from gradsync.communicator.outstanding import Outstanding, StartedCollective
-from gradsync.errors import WireLostError
+from gradsync.errors import CommunicatorLostError
 from gradsync.health.watch import detector as judge_module
 from gradsync.health.watch.agent import Plan
 from gradsync.health.watch.detector import ExitRecord
@@ -171,7 +171,7 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
     wire.fate.outstanding = begun()
     wire.fate.outstanding.add(started(13, now - 1.0))
     assert stranded(left, 2 * LEFT_SECONDS)
-    wire._fail(WireLostError("it is known"))
+    wire._fail(CommunicatorLostError("it is known"))
     assert not stranded(killed, 60.0)
 
 
@@ -185,7 +185,7 @@ def test_when_a_device_has_waited_for_too_long() -> None:
     (overdue,) = guards.overdue(120.5)
     assert (overdue.wire, overdue.seconds) == (0, 20.5)
     assert "collective 12" in overdue.what
-    wire._fail(WireLostError("it is known"))
+    wire._fail(CommunicatorLostError("it is known"))
     assert guards.deadline() == math.inf
 
 
@@ -286,7 +286,7 @@ def list_collectives(tells: bool) -> tuple[list[int], bool, list[str]]:
     for _ in range(3):
         try:
             handles.append(start())
-        except WireLostError as error:
+        except CommunicatorLostError as error:
             said.append(str(error))
     for handle in handles:
         handle.work._kept.waited()
@@ -313,7 +313,7 @@ def go_on_after_a_stop() -> tuple[str, int]:
     try:
         wire._start(Collective(wire, "all_reduce", "sum", 3, torch.float32), torch.empty(3, device="meta"), works.pop)
         return "", len(works)
-    except WireLostError as error:
+    except CommunicatorLostError as error:
         return str(error), len(works)
     finally:
         dist.destroy_process_group(group)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
-from gradsync.communicator import Communicator, HierarchicalCommunicator, InProcessWorld, Topology
+from gradsync.communicator import Communicator, HierarchicalCommunicator, HostLayout, InProcessWorld
 from gradsync.errors import GradsyncError
 from tests.communicator.test_wire_setup import sums_up
 from tests.ranks import pool_of
@@ -143,7 +143,7 @@ def test_a_child_that_reads_parameters_right_after_a_step_is_told_to_flush(kind:
 
 def test_inner_wires_are_forsaken_with_the_outer_one_but_not_a_rank_that_is_alone() -> None:
     inside, between = InProcessWorld(1).communicator(0), InProcessWorld(2).communicator(0)
-    outer = HierarchicalCommunicator(inside, between, Topology(hosts=((0,), (1,))), rank=0)
+    outer = HierarchicalCommunicator(inside, between, HostLayout(hosts=((0,), (1,))), rank=0)
     child = os.fork()
     if not child:
         failed = [type(wire.failure).__name__ for wire in (inside, between, outer)]

@@ -22,7 +22,7 @@ from gradsync.communicator import (
     SharedMemoryCommunicator,
     root_cause,
 )
-from gradsync.communicator.topology import Topology
+from gradsync.communicator.topology import HostLayout
 from gradsync.errors import PeerFailedError
 from tests.ranks import RankError, RankPool
 
@@ -46,7 +46,7 @@ def share_memory(group: dist.ProcessGroup) -> Communicator:
 def hosts_of(hosts: tuple[tuple[int, ...], ...]) -> HierarchicalCommunicator:
     group = dist.new_group()
     assert group is not None
-    wire = HierarchicalCommunicator.over(group, share_memory, topology=Topology(hosts=hosts))
+    wire = HierarchicalCommunicator.over(group, share_memory, topology=HostLayout(hosts=hosts))
     assert isinstance(wire.between, PeerExchangeCommunicator | None)
     return wire
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import Wire
+from gradsync.communicator import BaseCommunicator
 from gradsync.communicator.peer_link import end_wait
-from gradsync.errors import WireLostError
+from gradsync.errors import CommunicatorLostError
 from tests.ranks import RankError, RankPool
 from tests.wires import fresh_wire
 
@@ -47,7 +47,7 @@ def reset_when_closed() -> None:
 def lose_a_send(name: str) -> tuple[str, float]:
     """Rank 1 finds in one go that rank 0 is ready, and gone."""
     wire = fresh_wire(name, TIMEOUT)
-    assert isinstance(wire, Wire)
+    assert isinstance(wire, BaseCommunicator)
     wire.all_reduce(torch.ones(3)).wait()
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
@@ -63,7 +63,7 @@ def lose_a_send(name: str) -> tuple[str, float]:
     # What the watch would say.
     threading.Timer(2.0, wire.lose, ["rank 0 is gone"]).start()
     began = time.monotonic()
-    with pytest.raises(WireLostError) as raised:
+    with pytest.raises(CommunicatorLostError) as raised:
         wire.broadcast(tensor, 1).wait()
     return str(raised.value), time.monotonic() - began
 

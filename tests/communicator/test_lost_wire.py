@@ -11,7 +11,7 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator import Communicator
-from gradsync.errors import GradsyncError, PeerFailedError, WireLostError
+from gradsync.errors import CommunicatorLostError, GradsyncError, PeerFailedError
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
 
@@ -89,7 +89,7 @@ def train_on(name: str, interrupted: bool) -> list[str]:
 )
 def test_a_loop_that_goes_on_gets_no_mean(name: str, interrupted: bool) -> None:
     first, second = pool_of(2).run(train_on, name, interrupted)
-    lost = WireLostError.__name__
+    lost = CommunicatorLostError.__name__
     assert first == ["right"] * TROUBLE + ["interrupted" if interrupted else lost] + [lost] * (STEPS - TROUBLE - 1)
     # What the first rank had sent before it gave up may still arrive, once, and is right.
     assert second[:TROUBLE] == ["right"] * TROUBLE
@@ -140,4 +140,4 @@ def test_a_backward_that_failed_elsewhere_is_no_lost_wire() -> None:
 
 
 def test_whoever_catches_a_failed_peer_catches_a_lost_wire() -> None:
-    assert issubclass(gradsync.WireLostError, gradsync.PeerFailedError)
+    assert issubclass(gradsync.CommunicatorLostError, gradsync.PeerFailedError)

@@ -223,7 +223,7 @@ def test_a_killed_rank_is_named(pool: RankPool, numel: int, with_child: bool) ->
     for rank in (0, 2):
         answer = answers[rank]
         assert isinstance(answer, RankError)
-        assert answer.kind == "WireLostError"
+        assert answer.kind == "CommunicatorLostError"
         assert "rank 1 (process " in answer.message
         assert "has ended" in answer.message
         assert "all_reduce sum" in answer.message

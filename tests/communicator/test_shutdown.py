@@ -60,7 +60,7 @@ def test_a_wire_over_others_leaves_before_them() -> None:
     """Or its thread would begin theirs anew, after they have left."""
     left = []
 
-    class Wire:
+    class BaseCommunicator:
         def __init__(self, name: str) -> None:
             self.name = name
             shutdown.keep_track(self)
@@ -71,7 +71,7 @@ def test_a_wire_over_others_leaves_before_them() -> None:
         def leave(self, seconds: float) -> None:
             left.append(self.name)
 
-    wires = [Wire(f"wire {number}") for number in range(20)]
+    wires = [BaseCommunicator(f"wire {number}") for number in range(20)]
     shutdown.leave_all()
     assert left == [wire.name for wire in reversed(wires)]
 

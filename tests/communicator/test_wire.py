@@ -24,7 +24,7 @@ from gradsync.communicator import (
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
-from gradsync.communicator.topology import HOST_VARIABLE, Topology, find_topology
+from gradsync.communicator.topology import HOST_VARIABLE, HostLayout, find_topology
 from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.testing import run_ranks
 from tests.laws import costly
@@ -220,7 +220,7 @@ def over_hosts(hosts: tuple[tuple[int, ...], ...], leaders: int | None) -> dict[
 def perform_over_hosts(hosts: tuple[tuple[int, ...], ...], leaders: int | None) -> dict[str, Any]:
     """Whole numbers: every result is one that is known. Noise: the same bits on all ranks."""
     wire = HierarchicalCommunicator.over(
-        dist.distributed_c10d._get_default_group(), topology=Topology(hosts=hosts), leaders=leaders
+        dist.distributed_c10d._get_default_group(), topology=HostLayout(hosts=hosts), leaders=leaders
     )
     n, numel = wire.world_size, 9001
     values = [torch.arange(numel) % 5 + rank for rank in range(n)]
@@ -260,7 +260,7 @@ def hosts_in_a_subgroup() -> list[float]:
     sums = []
     if dist.get_rank() > 0:
         for _ in range(2):
-            wire = HierarchicalCommunicator.over(group, topology=Topology(hosts=((0, 1), (2,))))
+            wire = HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0, 1), (2,))))
             tensor = torch.full((5000,), float(dist.get_rank()))
             wire.all_reduce(tensor).wait()
             sums.append(float(tensor.unique()))
@@ -275,7 +275,7 @@ def test_groups_are_made_of_a_part_of_the_world() -> None:
     assert pool_of(4).run(hosts_in_a_subgroup) == [[], *[[6.0, 6.0, 3.0]] * 3]
 
 
-def topologies() -> list[Topology]:
+def topologies() -> list[HostLayout]:
     wire = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(HOST_VARIABLE, raising=False)
@@ -333,14 +333,14 @@ import os, pathlib, sys, time, torch
 import torch.distributed as dist
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
-from gradsync.communicator.topology import Topology
+from gradsync.communicator.topology import HostLayout
 from gradsync.errors import PeerFailedError
 
 def work(rank):
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 3), rank=rank, world_size=3)
     group = dist.distributed_c10d._get_default_group()
     wires = [
-        HierarchicalCommunicator.over(group, topology=Topology(hosts=((0,), (1,), (2,)))),
+        HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0,), (1,), (2,)))),
         PeerExchangeCommunicator(group),
     ]
     for wire in wires:
@@ -398,12 +398,12 @@ def refused() -> list[str]:
         lambda: wire.reduce_scatter(torch.zeros(2), torch.zeros(4).double()),
         lambda: RoundRobinCommunicator.over(group, 0),
         lambda: RoundRobinCommunicator([wire, InProcessWorld(1).communicator(0)]),
-        lambda: HierarchicalCommunicator.over(group, topology=Topology(hosts=((0, 1),)), leaders=3),
-        lambda: HierarchicalCommunicator.over(group, topology=Topology(hosts=((0,),))),
-        lambda: HierarchicalCommunicator(wire, None, Topology(hosts=((0,), (1,))), rank=wire.rank),
-        lambda: HierarchicalCommunicator(wire, wire, Topology(hosts=((0, 1),)), rank=wire.rank),
+        lambda: HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0, 1),)), leaders=3),
+        lambda: HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0,),))),
+        lambda: HierarchicalCommunicator(wire, None, HostLayout(hosts=((0,), (1,))), rank=wire.rank),
+        lambda: HierarchicalCommunicator(wire, wire, HostLayout(hosts=((0, 1),)), rank=wire.rank),
         lambda: HierarchicalCommunicator(
-            InProcessWorld(1).communicator(0), None, Topology(hosts=((0,), (1,))), rank=wire.rank
+            InProcessWorld(1).communicator(0), None, HostLayout(hosts=((0,), (1,))), rank=wire.rank
         ),
     ]
     said = []
@@ -438,7 +438,7 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
 @pytest.mark.parametrize("hosts", [(), ((0,), ()), ((0, 2),), ((0, 0),), ((1,), (0,)), ((1, 0),)])
 def test_a_topology_has_every_rank_once_and_in_order(hosts: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ConfigurationError, match="in order"):
-        Topology(hosts=hosts)
+        HostLayout(hosts=hosts)
 
 
 def test_a_round_needs_somebody() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import Communicator, InProcessWorld, RoundRobinCommunicator, Wire
-from gradsync.errors import GradsyncError, MismatchError, PeerFailedError, WireLostError
+from gradsync.communicator import BaseCommunicator, Communicator, InProcessWorld, RoundRobinCommunicator
+from gradsync.errors import CommunicatorLostError, GradsyncError, MismatchError, PeerFailedError
 from tests.communicator.test_communicators import meet
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
@@ -38,7 +38,7 @@ def wire_to_break(name: str, seconds: float = 30.0) -> Communicator:
     return wire
 
 
-def said_by(function: Callable[[], object], kind: type[BaseException] = WireLostError) -> str:
+def said_by(function: Callable[[], object], kind: type[BaseException] = CommunicatorLostError) -> str:
     with pytest.raises(kind) as raised:
         function()
     return str(raised.value)
@@ -150,7 +150,7 @@ def test_who_waits_here_learns_that_it_was_given_up(name: str) -> None:
 def lose_while_waiting(name: str) -> tuple[str, str]:
     """Somebody knows that the others are gone, and tells the wire that waits for them."""
     wire = wire_to_break(name)
-    assert isinstance(wire, Wire)
+    assert isinstance(wire, BaseCommunicator)
     said = started = ""
     if wire.rank == 0:
         handle = wire.all_reduce(torch.ones(100_000))
@@ -176,7 +176,7 @@ def test_a_wire_that_is_lost_raises_the_story_it_was_given(name: str) -> None:
 def attest(name: str) -> tuple[str, str, int]:
     """Rank 0 has a witness, which is asked once, when the wire fails for the first time."""
     wire = wire_to_break(name)
-    assert isinstance(wire, Wire)
+    assert isinstance(wire, BaseCommunicator)
     asked: list[str] = []
 
     def witness(story: str) -> str:

@@ -49,14 +49,14 @@ def sums_up(wire: Any) -> bool:
 
 
 def fit_with(values: list[str | None]) -> tuple[str, str, bool]:
-    """``GRADSYNC_WIRE`` on every rank; what was raised, and whether the group is still in step."""
+    """``GRADSYNC_TRANSPORT`` on every rank; what was raised, and whether the group is still in step."""
     wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
     value = values[wire.rank]
     with pytest.MonkeyPatch.context() as patch:
         if value is None:
-            patch.delenv("GRADSYNC_WIRE", raising=False)
+            patch.delenv("GRADSYNC_TRANSPORT", raising=False)
         else:
-            patch.setenv("GRADSYNC_WIRE", value)
+            patch.setenv("GRADSYNC_TRANSPORT", value)
         with pytest.raises(GradsyncError) as raised:
             fit_communicator(wire, CPU)
     return type(raised.value).__name__, str(raised.value), sums_up(wire)
@@ -66,7 +66,7 @@ def fit_with(values: list[str | None]) -> tuple[str, str, bool]:
 def test_a_wire_that_only_one_rank_asks_for_is_refused_on_all(values: list[str | None]) -> None:
     for kind, said, works in pool_of(2).run(fit_with, values):
         assert kind == MismatchError.__name__
-        assert f"GRADSYNC_WIRE: rank 0 has {values[0] or 'auto'!r}, rank 1 has {values[1]!r}" in said
+        assert f"GRADSYNC_TRANSPORT: rank 0 has {values[0] or 'auto'!r}, rank 1 has {values[1]!r}" in said
         assert works
 
 
@@ -81,10 +81,10 @@ def change_its_mind() -> str:
     """The second model is wrapped when one rank's environment has changed, and the choice is known to both."""
     wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRADSYNC_WIRE", "group")
+        patch.setenv("GRADSYNC_TRANSPORT", "group")
         fit_communicator(wire, CPU)
         if wire.rank == 1:
-            patch.setenv("GRADSYNC_WIRE", "shared-memory")
+            patch.setenv("GRADSYNC_TRANSPORT", "shared-memory")
         with pytest.raises(MismatchError) as raised:
             fit_communicator(wire, CPU)
     return str(raised.value)
@@ -137,7 +137,7 @@ def fit_where_one_fails(names: list[str]) -> list[tuple[str, int, bool]]:
     for name in names:
         wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch, log.listening():
-            patch.setenv("GRADSYNC_WIRE", "auto")
+            patch.setenv("GRADSYNC_TRANSPORT", "auto")
             log.lines.clear()
             if wire.rank == 1:
                 FAULTS[name](patch)
@@ -180,7 +180,7 @@ def fit_with_few_descriptors(rooms: list[int]) -> list[str]:
     for room in rooms:
         wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("GRADSYNC_WIRE", "auto")
+            patch.setenv("GRADSYNC_TRANSPORT", "auto")
             with FewDescriptors(wire.rank, room):
                 choice = fit_communicator(wire, CPU)
         assert sums_up(choice.communicator)
@@ -201,7 +201,7 @@ def hosts_where_one_fails() -> tuple[str, bool]:
     """Two hosts, and on one of them a rank that cannot map memory: the other host must know."""
     wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRADSYNC_WIRE", "auto")
+        patch.setenv("GRADSYNC_TRANSPORT", "auto")
         patch.setenv("GRADSYNC_HOST", f"host{wire.rank // 2}")
         if wire.rank == 3:
             FAULTS["maps"](patch)
@@ -375,7 +375,7 @@ def be_another_user() -> str:
     """A rank that another user runs is no peer: the group is used, on all ranks."""
     wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRADSYNC_WIRE", "auto")
+        patch.setenv("GRADSYNC_TRANSPORT", "auto")
         if wire.rank == 1:
             patch.setattr("os.geteuid", lambda: 4_000_000_000)
         return str(fit_communicator(wire, CPU))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync import DistributedDataParallel, MisuseError, PeerFailedError, VetoError, synchronize_gradients
+from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError, synchronize_gradients
 from gradsync.communicator import choose_communicator
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks, pool_of
@@ -19,13 +19,13 @@ from tests.ranks import Ranks, ThreadRanks, pool_of
 pytestmark = pytest.mark.timeout(60)
 
 TINY = 1e-4
-POLICIES = ("raise", "skip-window", "drop-rank")
+POLICIES = ("raise", "skip", "drop-rank")
 AT = 2
 
 on_two_and_three = pytest.mark.parametrize(
     "world_size", [2, pytest.param(3, marks=pytest.mark.breadth)], ids=["processes-2", "processes-3"]
 )
-of_each_policy = pytest.mark.parametrize("on_veto", POLICIES)
+of_each_policy = pytest.mark.parametrize("on_bad_step", POLICIES)
 
 
 class Line(nn.Module):
@@ -42,7 +42,7 @@ class Line(nn.Module):
 
 def abstain(model: DistributedDataParallel) -> None:
     """As where somebody's handler swallows the error that is raised under one of the policies."""
-    with contextlib.suppress(VetoError):
+    with contextlib.suppress(BadStepError):
         model.abstain("a bad batch")
 
 
@@ -78,11 +78,11 @@ def then_local_backward(model: DistributedDataParallel, x: float) -> None:
 WAYS = (twice, twice_after_forward, then_backward, then_counted_backward, then_local_backward)
 
 
-def windows(way: str, on_veto: Any) -> tuple[list[Any], str]:
+def windows(way: str, on_bad_step: Any) -> tuple[list[Any], str]:
     """Six windows. In one of them rank 1 abstains and does not leave it at that. The mean or error of each window on
     this rank, and what it was told of its misuse."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto=on_veto)
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     act = next(each for each in WAYS if each.__name__ == way)
     seen: list[Any] = []
@@ -103,7 +103,7 @@ def windows(way: str, on_veto: Any) -> tuple[list[Any], str]:
             error = type(raised).__name__
             model.zero_grad()
         came = error or [None if each.grad is None else float(each.grad) for each in model.parameters()]
-        if on_veto == "raise" and window == AT:
+        if on_bad_step == "raise" and window == AT:
             model.zero_grad()
         optimizer.step()
         seen.append("skipped" if model.step_was_skipped else came)
@@ -119,9 +119,9 @@ def mean(ranks: list[int], window: int) -> Any:
 @on_two_and_three
 @of_each_policy
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
-def test_a_second_word_is_refused_and_the_next_windows_are_right(world_size: int, on_veto: str, way: str) -> None:
+def test_a_second_word_is_refused_and_the_next_windows_are_right(world_size: int, on_bad_step: str, way: str) -> None:
     everybody = list(range(world_size))
-    for rank, (seen, told) in enumerate(pool_of(world_size).run(windows, way, on_veto)):
+    for rank, (seen, told) in enumerate(pool_of(world_size).run(windows, way, on_bad_step)):
         if rank == 1:
             assert ("second time" if way.startswith("twice") else "has abstained") in told
             assert "optimizer.step()" in told
@@ -130,12 +130,12 @@ def test_a_second_word_is_refused_and_the_next_windows_are_right(world_size: int
         for window, came in enumerate(seen):
             if window != AT:
                 assert came == mean(everybody, window)
-            elif on_veto == "skip-window":
+            elif on_bad_step == "skip":
                 assert came == "skipped"
-            elif on_veto == "drop-rank":
+            elif on_bad_step == "drop-rank":
                 assert came == mean([each for each in everybody if each != 1], window)
             elif rank != 1:
-                assert came == "VetoError"
+                assert came == "BadStepError"
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
@@ -148,10 +148,10 @@ def test_without_a_policy_too(way: str) -> None:
 # -- the next window --------------------------------------------------------------------------------------------------
 
 
-def again_and_again(on_veto: Any, ends: str) -> list[Any]:
+def again_and_again(on_bad_step: Any, ends: str) -> list[Any]:
     """Rank 1 abstains from three windows in a row, and ends each as ``ends`` says; the last window is a good one."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto=on_veto)
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[Any] = []
     for window in range(4):
@@ -161,7 +161,7 @@ def again_and_again(on_veto: Any, ends: str) -> list[Any]:
             else:
                 model(rank + window + 1.0).backward()
             seen.append([float(each.grad) for each in model.parameters()])  # type: ignore[arg-type]
-        except VetoError:
+        except BadStepError:
             seen.append("veto")
             model.zero_grad()
         if ends == "step":
@@ -173,12 +173,12 @@ def again_and_again(on_veto: Any, ends: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("ends", ["step", "discard", "none", "zeros"])
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
-def test_a_rank_may_abstain_from_one_window_after_the_other(on_veto: str, ends: str) -> None:
-    for seen in ThreadRanks(3).run(again_and_again, on_veto, ends):
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
+def test_a_rank_may_abstain_from_one_window_after_the_other(on_bad_step: str, ends: str) -> None:
+    for seen in ThreadRanks(3).run(again_and_again, on_bad_step, ends):
         assert seen[3] == mean([0, 1, 2], 3)
         for window in range(3):
-            assert seen[window] == (mean([0, 2], window) if on_veto == "drop-rank" else [0.0] * 3)
+            assert seen[window] == (mean([0, 2], window) if on_bad_step == "drop-rank" else [0.0] * 3)
 
 
 @pytest.mark.parametrize("ends", ["step", "discard"])
@@ -189,7 +189,7 @@ def test_a_rank_may_abstain_after_the_error_of_its_last_abstention(ends: str) ->
 
 def all_of_them(steps: bool) -> list[str]:
     """All ranks abstain from two windows in a row, which leave no gradient that could be zeroed."""
-    model = DistributedDataParallel(Line(), on_veto="skip-window")
+    model = DistributedDataParallel(Line(), on_bad_step="skip")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     told = []
     for _ in range(2):
@@ -214,11 +214,11 @@ def test_a_window_that_has_left_nothing_is_ended_by_a_step() -> None:
 # -- after a backward that failed, or was vetoed by another rank ------------------------------------------------------
 
 
-def after_a_failure(on_veto: Any) -> list[Any]:
+def after_a_failure(on_bad_step: Any) -> list[Any]:
     """Rank 1's backward fails in the second window, and it abstains as it should, and once more. In the third it
     abstains at once."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto=on_veto)
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[Any] = []
     for window in range(4):
@@ -244,19 +244,19 @@ def after_a_failure(on_veto: Any) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("on_veto", [None, "skip-window", "drop-rank"])
-def test_an_error_in_backward_is_a_word_too(on_veto: Any) -> None:
-    first, second = pool_of(2).run(after_a_failure, on_veto)
+@pytest.mark.parametrize("on_bad_step", [None, "skip", "drop-rank"])
+def test_an_error_in_backward_is_a_word_too(on_bad_step: Any) -> None:
+    first, second = pool_of(2).run(after_a_failure, on_bad_step)
     assert second[1] == ["Explosion", "nothing", "refused"]
-    assert first[1] == ["PeerFailedError" if on_veto is None else [0.0] * 3]
-    assert second[2] == first[2] == [mean([0], 2) if on_veto == "drop-rank" else [0.0] * 3]
+    assert first[1] == ["PeerFailedError" if on_bad_step is None else [0.0] * 3]
+    assert second[2] == first[2] == [mean([0], 2) if on_bad_step == "drop-rank" else [0.0] * 3]
     assert first[3] == second[3] == [mean([0, 1], 3)]
 
 
 def vetoed_by_another() -> list[Any]:
     """After a window from which rank 1 abstained, rank 0 would abstain from it as well."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), on_veto="skip-window")
+    model = DistributedDataParallel(Line(), on_bad_step="skip")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     told: list[Any] = []
     for window in range(2):
@@ -283,10 +283,10 @@ def test_it_is_too_late_after_a_backward_that_another_rank_vetoed() -> None:
 # -- in blocks, and without a wrapper ---------------------------------------------------------------------------------
 
 
-def in_a_block(how: str, on_veto: Any) -> list[Any]:
+def in_a_block(how: str, on_bad_step: Any) -> list[Any]:
     """In the second of four windows rank 1 abstains in its last micro-batch, and goes on in some way."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto=on_veto)
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[Any] = []
     for window in range(4):
@@ -320,13 +320,13 @@ def in_a_block(how: str, on_veto: Any) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
 @pytest.mark.parametrize("how", ["twice", "backward", "later", "after two"])
-def test_in_a_block_it_is_one_word(how: str, on_veto: str) -> None:
-    for seen in pool_of(2).run(in_a_block, how, on_veto):
+def test_in_a_block_it_is_one_word(how: str, on_bad_step: str) -> None:
+    for seen in pool_of(2).run(in_a_block, how, on_bad_step):
         good = [each for number, each in enumerate(seen) if number != 1]
         assert good == [mean([0, 1], window) for window in (0, 2, 3)]
-        if on_veto == "skip-window":
+        if on_bad_step == "skip":
             assert seen[1] == "skipped"
         elif how != "after two":
             assert seen[1] == mean([0], 1)
@@ -335,7 +335,7 @@ def test_in_a_block_it_is_one_word(how: str, on_veto: str) -> None:
 def too_late_in_a_block() -> list[Any]:
     """Rank 0 abstains after the backward of a block that rank 1 has vetoed, with its gradients zeroed."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), on_veto="skip-window")
+    model = DistributedDataParallel(Line(), on_bad_step="skip")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[Any] = []
     for window in range(3):
@@ -361,7 +361,7 @@ def test_no_word_is_kept_for_the_next_window() -> None:
 def attached() -> list[Any]:
     rank = choose_communicator().rank
     module = Line()
-    attachment = synchronize_gradients(module, on_veto="skip-window")
+    attachment = synchronize_gradients(module, on_bad_step="skip")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     seen: list[Any] = []
     for window in range(3):

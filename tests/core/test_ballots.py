@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync import DistributedDataParallel, MisuseError, PeerFailedError, VetoError
+from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import Fate
 from gradsync.core.bucket.ballot import step_gate
-from gradsync.errors import WireLostError
+from gradsync.errors import CommunicatorLostError
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
 
@@ -230,9 +230,9 @@ def test_what_a_step_must_not_be_taken_on() -> None:
                     found = step_gate((ballot / divisor).to(dtype), [torch.zeros(())])
                     assert (found.dtype, found.item()) == (torch.float32, float(is_bad)), (name, readers)
     aborted = Fate()
-    before, failure = aborted.flag.clone(), WireLostError("rank 1 was killed")
+    before, failure = aborted.flag.clone(), CommunicatorLostError("rank 1 was killed")
     aborted.fail(failure)
-    aborted.fail(WireLostError("and another one"))
+    aborted.fail(CommunicatorLostError("and another one"))
     assert [before.item(), aborted.flag.item(), aborted.failure] == [0.0, 1.0, failure]
     assert step_gate(torch.zeros(9), [Fate().flag, aborted.flag]).item() == 1.0
 
@@ -297,10 +297,10 @@ def test_ranks_that_mix_are_told_in_the_next_window(read_later: None) -> None:
         assert "some ranks gave weights to the backwards of the window before" in said[3]
 
 
-def veto(on_veto: Literal["raise", "skip-window", "drop-rank"]) -> list[str]:
+def veto(on_bad_step: Literal["raise", "skip", "drop-rank"]) -> list[str]:
     """In the fourth window the gradient of one parameter is not finite on rank 1."""
     wire = choose_communicator()
-    model = DistributedDataParallel(Numbers().requires_grad_(True), on_veto=on_veto, bucket_cap_mb=1e-6)
+    model = DistributedDataParallel(Numbers().requires_grad_(True), on_bad_step=on_bad_step, bucket_cap_mb=1e-6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     said = []
     for window in range(6):
@@ -313,7 +313,7 @@ def veto(on_veto: Literal["raise", "skip-window", "drop-rank"]) -> list[str]:
             optimizer.step()
             skipped = before == [float(parameter.detach()) for parameter in model.parameters()]
             said.append("skipped" if skipped else str(round(float(model.module.second.grad) / before[0], 9)))
-        except VetoError as error:
+        except BadStepError as error:
             said.append(str(error))
         model.zero_grad()
     return said
@@ -322,7 +322,7 @@ def veto(on_veto: Literal["raise", "skip-window", "drop-rank"]) -> list[str]:
 def test_with_a_policy_all_ranks_wait_for_the_ballot(read_later: None) -> None:
     """They hear of a veto before they step, on an accelerator too."""
     good = ["1.5"] * 3
-    for said in ThreadRanks(2).run(veto, "skip-window"):
+    for said in ThreadRanks(2).run(veto, "skip"):
         assert said == [*good, "skipped", "1.5", "1.5"]
     for said in ThreadRanks(2).run(veto, "drop-rank"):
         assert said == [*good, "1.0", "1.5", "1.5"]
@@ -345,12 +345,12 @@ def abstain_unheard(fused: bool) -> list[str]:
 def test_without_a_policy_a_rank_that_abstains_is_an_error(read_later: None) -> None:
     """It is told so itself. The others hear of it before they step, or do not step and hear in their next window."""
     other, abstaining = ThreadRanks(2).run(abstain_unheard, False)
-    assert "on_veto='skip-window'" in abstaining[2]
-    assert "on_veto='skip-window'" in other[2]
+    assert "on_bad_step='skip'" in abstaining[2]
+    assert "on_bad_step='skip'" in other[2]
     assert abstaining[:2] + abstaining[3:] == other[:2] + other[3:] == ["1.0"] * 4
     other, abstaining = ThreadRanks(2).run(abstain_unheard, True)
-    assert "on_veto='skip-window'" in abstaining[2]
-    assert "on_veto='skip-window'" in other[3]
+    assert "on_bad_step='skip'" in abstaining[2]
+    assert "on_bad_step='skip'" in other[3]
     assert "No optimizer step was taken on them" in other[3]
     assert abstaining[:2] + abstaining[3:] == ["1.0"] * 4
     assert other[:3] + other[4:] == ["1.0", "1.0", "0.5", "1.0"]

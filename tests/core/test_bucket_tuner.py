@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync.communicator import Collective, Communicator, Handle, InProcessWorld, ReduceOp, Wire, choose_communicator
+from gradsync.communicator import (
+    BaseCommunicator,
+    Collective,
+    Communicator,
+    Handle,
+    InProcessWorld,
+    ReduceOp,
+    choose_communicator,
+)
 from gradsync.core.bucket.layout import BucketCaps, ParameterSpec, plan_layout
 from gradsync.core.bucket.sizes import TUNED_AFTER, WINDOWS, BucketTuner, LinkCost
 from gradsync.core.engine.policy import SynchronizerOptions
@@ -24,7 +32,7 @@ CPU = torch.device("cpu")
 SECONDS_A_LAYER = 0.002
 
 
-class NotedWire(Wire):
+class NotedWire(BaseCommunicator):
     """The ranks of another communicator. Notes what it carries, and knows how long that would have taken.
 
     No time of the machine is measured: a window takes as long as its buckets would, one after the other over a wire of

@@ -54,19 +54,19 @@ def run_window(model: DistributedDataParallel, style: str, ways: Sequence[str], 
             act(model, way, x)
 
 
-def train(plan: Plan, on_veto: Any) -> list[Any]:
+def train(plan: Plan, on_bad_step: Any) -> list[Any]:
     """What came of each window, and of a good one at the end."""
     logging.getLogger("gradsync").setLevel(logging.CRITICAL)
     try:
-        return run_windows(plan, on_veto)
+        return run_windows(plan, on_bad_step)
     finally:
         # These ranks run other tests, too.
         logging.getLogger("gradsync").setLevel(logging.NOTSET)
 
 
-def run_windows(plan: Plan, on_veto: Any) -> list[Any]:
+def run_windows(plan: Plan, on_bad_step: Any) -> list[Any]:
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto=on_veto)
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[Any] = []
     with warnings.catch_warnings():
@@ -82,15 +82,15 @@ def run_windows(plan: Plan, on_veto: Any) -> list[Any]:
     return seen
 
 
-def check(plan: Plan, on_veto: str | None) -> list[list[Any]]:
-    results = pool_of(2).run(train, plan, on_veto, timeout=30.0)
+def check(plan: Plan, on_bad_step: str | None) -> list[list[Any]]:
+    results = pool_of(2).run(train, plan, on_bad_step, timeout=30.0)
     first, second = results
     assert first[-1] == second[-1] == [1.5, 2.5]
     for (_, ways), mine, other in zip(plan, first, second, strict=False):
         failed = ways[-1] in ERRORS
         assert (other in ("ValueError", "Explosion")) == failed
         if failed:
-            assert mine == ("PeerFailedError" if on_veto is None else "skipped")
+            assert mine == ("PeerFailedError" if on_bad_step is None else "skipped")
         else:
             assert mine == other
     return results
@@ -98,19 +98,20 @@ def check(plan: Plan, on_veto: str | None) -> list[list[Any]]:
 
 @pytest.mark.parametrize("second", STYLES)
 @pytest.mark.parametrize("first", STYLES[:2])
-@pytest.mark.parametrize("on_veto", [None, "skip-window"])
-def test_an_error_after_an_error_is_told(first: str, second: str, on_veto: str | None) -> None:
+@pytest.mark.parametrize("on_bad_step", [None, "skip"])
+def test_an_error_after_an_error_is_told(first: str, second: str, on_bad_step: str | None) -> None:
     """Also before its backward, where nothing has shown by then that the window before is over, and in a first window,
     in which ranks have yet to learn whether they count."""
     check(
-        [(first, ["backward", "raises"]), (second, ["fails in backward"]), (first, ["raises after forward"])], on_veto
+        [(first, ["backward", "raises"]), (second, ["fails in backward"]), (first, ["raises after forward"])],
+        on_bad_step,
     )
 
 
 @pytest.mark.parametrize("style", STYLES[:2])
 def test_an_abstention_after_an_error_is_told(style: str) -> None:
     for way in ("raises", "fails in backward"):
-        first, _ = check([(style, ["backward", way]), (style, ["abstains"]), (style, ["nothing"])], "skip-window")
+        first, _ = check([(style, ["backward", way]), (style, ["abstains"]), (style, ["nothing"])], "skip")
         assert first[:-1] == ["skipped", "skipped", [1.0, 2.0]]
 
 
@@ -132,6 +133,6 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @costly
-@given(plans(), st.sampled_from([None, "skip-window"]))
-def test_every_window_is_told_in_its_own_place(plan: Plan, on_veto: str | None) -> None:
-    check(plan, on_veto)
+@given(plans(), st.sampled_from([None, "skip"]))
+def test_every_window_is_told_in_its_own_place(plan: Plan, on_bad_step: str | None) -> None:
+    check(plan, on_bad_step)

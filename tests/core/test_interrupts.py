@@ -20,7 +20,7 @@ from gradsync.communicator.logs import log_errors
 from gradsync.core.engine import backward_watch
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.state import CollectiveSection, Phase
-from gradsync.errors import GradsyncError, WireLostError
+from gradsync.errors import CommunicatorLostError, GradsyncError
 from tests.ranks import ThreadRanks, pool_of
 
 SOURCE = os.path.dirname(gradsync.__file__)
@@ -128,10 +128,10 @@ def check(results: list[tuple[list[str], bool]]) -> str:
         assert first == second == ["right"] * 3
         return "no such line"
     assert second[0] == "interrupted"
-    assert first[0] in ("right", "PeerFailedError", "WireLostError")
+    assert first[0] in ("right", "PeerFailedError", "CommunicatorLostError")
     # Both go on, or both are told that they cannot.
     assert first[1:] == second[1:], (first, second)
-    assert first[1:] in (["right"] * 2, ["WireLostError"] * 2)
+    assert first[1:] in (["right"] * 2, ["CommunicatorLostError"] * 2)
     return first[1]
 
 
@@ -145,7 +145,7 @@ def test_an_interrupt_at_any_line_leaves_ranks_that_go_on_or_are_told(kind: str,
         if outcome == "no such line":
             break
     assert seen["right"] > 5
-    assert seen["WireLostError"] > 5
+    assert seen["CommunicatorLostError"] > 5
 
 
 @pytest.mark.program
@@ -239,7 +239,7 @@ def test_a_section_is_cut_short_by_interrupts_alone() -> None:
 def test_errors_on_a_failure_path_are_logged_and_bugs_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "gradsync"):
         with log_errors("sending the rest failed"):
-            raise WireLostError("rank 1 is gone")
+            raise CommunicatorLostError("rank 1 is gone")
         with log_errors("sending the rest failed"):
             raise TypeError("a bug")
     expected, bug = caplog.records

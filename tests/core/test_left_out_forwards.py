@@ -215,7 +215,7 @@ def test_an_error_in_the_place_of_a_forward_is_told(style: str, handler: str) ->
 def abstain_in_blocks(where: int, times: int) -> list[Any]:
     """Inside a join and a block, before the forward or after its backward, once or twice."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto="drop-rank")
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step="drop-rank")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[Any] = []
     with warnings.catch_warnings(), model.join():
@@ -243,7 +243,7 @@ def test_in_a_join_a_block_has_one_forward_however_often_its_rank_abstains(where
 def abstain_under_no_sync(plans: Sequence[Sequence[str]]) -> list[Any]:
     """Inside a join, micro-batches that rank 1 gives up after their forward (``f``) or without one (``-``)."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto="skip-window")
+    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step="skip")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[Any] = []
     with warnings.catch_warnings(), model.join():

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 TINY = 1e-4
 RANKS = 3
-POLICIES = (None, "raise", "skip-window", "drop-rank")
+POLICIES = (None, "raise", "skip", "drop-rank")
 # Where a loop over micro-batches has its synchronization: in one backward, in a block, in the last of an iterator.
 STYLES = ("plain", "blocks", "iterator")
 FAULTS = ("", "", "", "abstain", "batch", "forward", "backward")
@@ -110,9 +110,9 @@ def windows(draw: st.DrawFn) -> Window:
 class Rank:
     """Runs its shares, as a careful loop would."""
 
-    def __init__(self, on_veto: Any) -> None:
+    def __init__(self, on_bad_step: Any) -> None:
         self.rank = choose_communicator().rank
-        self.model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_veto=on_veto)
+        self.model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.loss: torch.Tensor | None = None
 
@@ -181,24 +181,24 @@ class Rank:
                 self.model.abstain("again") if share.afterwards == "abstain" else self.loss.backward()
 
 
-def run_program(on_veto: Any, program: Sequence[Window]) -> list[Any]:
-    rank = Rank(on_veto)
+def run_program(on_bad_step: Any, program: Sequence[Window]) -> list[Any]:
+    rank = Rank(on_bad_step)
     return [rank.run(window) for window in program]
 
 
 # -- what must come of it ---------------------------------------------------------------------------------------------
 
 
-def expected(window: Window, on_veto: Any) -> Any:
+def expected(window: Window, on_bad_step: Any) -> Any:
     """Gradients, "skipped", or "nothing" where all have raised and zeroed."""
     words = [share.word(window.style) for share in window.shares]
     if "failed" in words:
-        return "skipped" if on_veto in ("skip-window", "drop-rank") else "nothing"
+        return "skipped" if on_bad_step in ("skip", "drop-rank") else "nothing"
     taking_part = [share for share, word in zip(window.shares, words, strict=True) if word == "well"]
     if "abstains" in words:
-        if on_veto == "raise":
+        if on_bad_step == "raise":
             return "nothing"
-        if on_veto != "drop-rank" or not taking_part:
+        if on_bad_step != "drop-rank" or not taking_part:
             return "skipped"
     batches = [x for share in taking_part for x in share.batches if x is not None]
     if window.style == "plain":
@@ -215,8 +215,8 @@ def check(came: Any, wanted: Any) -> None:
         assert came == (wanted if wanted == "skipped" else pytest.approx(wanted, rel=1e-12))
 
 
-@given(on_veto=st.sampled_from(POLICIES), program=st.lists(windows(), min_size=1, max_size=4))
-def test_whatever_ranks_do_every_window_is_right(on_veto: Any, program: list[Window]) -> None:
-    for seen in ThreadRanks(RANKS).run(run_program, on_veto, program):
+@given(on_bad_step=st.sampled_from(POLICIES), program=st.lists(windows(), min_size=1, max_size=4))
+def test_whatever_ranks_do_every_window_is_right(on_bad_step: Any, program: list[Window]) -> None:
+    for seen in ThreadRanks(RANKS).run(run_program, on_bad_step, program):
         for window, came in zip(program, seen, strict=True):
-            check(came, expected(window, on_veto))
+            check(came, expected(window, on_bad_step))

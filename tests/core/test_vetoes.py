@@ -20,13 +20,13 @@ from torch import nn
 
 import gradsync
 from gradsync import (
+    BadStepError,
     ConfigurationError,
     DistributedDataParallel,
     MismatchError,
     MisuseError,
     PeerFailedError,
     ShardedOptimizer,
-    VetoError,
     synchronize_gradients,
 )
 from gradsync.communicator import choose_communicator
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(60)
 
 # About 100 bytes: nearly every parameter has a bucket of its own.
 TINY = 1e-4
-POLICIES = ("raise", "skip-window", "drop-rank")
+POLICIES = ("raise", "skip", "drop-rank")
 FAULTS = ("nan", "inf", "abstain", "forward", "backward")
 
 on_three_threads = pytest.mark.parametrize("ranks", [("threads", 3)], indirect=True, ids="{0[0]}-{0[1]}".format)
@@ -87,8 +87,8 @@ def journal() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def wrap(on_veto: Any, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(module or Line(), bucket_cap_mb=TINY, on_veto=on_veto, **options)
+def wrap(on_bad_step: Any, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module or Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step, **options)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -121,11 +121,11 @@ def work(model: DistributedDataParallel, x: float, fault: str) -> None:
         model.abstain(type(error).__name__)
 
 
-def windows(on_veto: Any, fault: str, at: int, **options: Any) -> list[tuple[str, list[Any], bool, list[str]]]:
+def windows(on_bad_step: Any, fault: str, at: int, **options: Any) -> list[tuple[str, list[Any], bool, list[str]]]:
     """Six windows; in number ``at`` rank 1 has a fault. Each: the error, gradients before the step, whether the step
     changed nothing, what was warned of."""
     wire = choose_communicator()
-    model = wrap(on_veto, **options)
+    model = wrap(on_bad_step, **options)
     optimizer = adam(model)
     seen = []
     for window in range(6):
@@ -139,7 +139,7 @@ def windows(on_veto: Any, fault: str, at: int, **options: Any) -> list[tuple[str
             came = gradients(model)
             optimizer.step()
             unchanged = same_bits(before, whole_state(model, optimizer))
-            raises = on_veto == "raise" or (on_veto is None and fault == "backward")
+            raises = on_bad_step == "raise" or (on_bad_step is None and fault == "backward")
             assert model.step_was_skipped is (unchanged and not raises)
             model.zero_grad()
         seen.append((error, came, unchanged, list(lines)))
@@ -160,16 +160,16 @@ def names_it(text: str, fault: str) -> bool:
 
 
 def check(
-    results: list[list[tuple[str, list[Any], bool, list[str]]]], on_veto: str | None, fault: str, at: int
+    results: list[list[tuple[str, list[Any], bool, list[str]]]], on_bad_step: str | None, fault: str, at: int
 ) -> None:
     everybody = list(range(len(results)))
-    drops = on_veto == "drop-rank" and fault != "backward"
+    drops = on_bad_step == "drop-rank" and fault != "backward"
     for rank, seen in enumerate(results):
         for window, (error, came, unchanged, lines) in enumerate(seen):
             if window != at:
                 assert (error, came, unchanged, lines) == ("", mean_over(everybody), False, [])
                 continue
-            raises = on_veto == "raise" or (on_veto is None and fault == "backward")
+            raises = on_bad_step == "raise" or (on_bad_step is None and fault == "backward")
             if raises:
                 # On the rank whose backward failed its own error has been raised.
                 assert names_it(error, fault) or (fault == "backward" and rank == 1 and not error)
@@ -185,21 +185,21 @@ def check(
 
 
 @in_threads_and_processes
-@pytest.mark.parametrize("on_veto", POLICIES)
+@pytest.mark.parametrize("on_bad_step", POLICIES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_policy_for_each_fault(ranks: Ranks, on_veto: str, fault: str) -> None:
+def test_each_policy_for_each_fault(ranks: Ranks, on_bad_step: str, fault: str) -> None:
     """In a window in which buckets overlap; and the windows after it are as ever."""
-    check(ranks.run(windows, on_veto, fault, 3), on_veto, fault, 3)
+    check(ranks.run(windows, on_bad_step, fault, 3), on_bad_step, fault, 3)
 
 
 @pytest.mark.breadth
 @on_three_threads
-@pytest.mark.parametrize("on_veto", POLICIES)
+@pytest.mark.parametrize("on_bad_step", POLICIES)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("options", [{"schedule": "bucketed"}, {"schedule": "naive"}, {}], ids=str)
-def test_each_policy_in_the_first_windows(ranks: Ranks, on_veto: str, fault: str, at: int, options: Any) -> None:
-    check(ranks.run(windows, on_veto, fault, at, **options), on_veto, fault, at)
+def test_each_policy_in_the_first_windows(ranks: Ranks, on_bad_step: str, fault: str, at: int, options: Any) -> None:
+    check(ranks.run(windows, on_bad_step, fault, at, **options), on_bad_step, fault, at)
 
 
 @pytest.mark.parametrize("fault", ["abstain", "forward"])
@@ -226,8 +226,8 @@ def test_by_default_nobody_looks_and_nan_stays_visible() -> None:
 # -- all ranks veto, or one alone ------------------------------------------------------------------------------------
 
 
-def all_veto(on_veto: str) -> tuple[bool, list[str]]:
-    model = wrap(on_veto)
+def all_veto(on_bad_step: str) -> tuple[bool, list[str]]:
+    model = wrap(on_bad_step)
     optimizer = adam(model)
     before = whole_state(model, optimizer)
     with journal() as lines:
@@ -237,9 +237,9 @@ def all_veto(on_veto: str) -> tuple[bool, list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
-def test_if_all_veto_the_window_is_skipped(world_size: int, on_veto: str) -> None:
-    for rank, (unchanged, lines) in enumerate(ThreadRanks(world_size).run(all_veto, on_veto)):
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
+def test_if_all_veto_the_window_is_skipped(world_size: int, on_bad_step: str) -> None:
+    for rank, (unchanged, lines) in enumerate(ThreadRanks(world_size).run(all_veto, on_bad_step)):
         assert unchanged
         assert len(lines) == (rank == 0)
         assert all(f"rank {each}" in line for line in lines for each in range(world_size))
@@ -309,10 +309,10 @@ def test_plain_means_are_divided_by_those_who_take_part(vetoes: list[list[bool]]
     assert ThreadRanks(3).run(plain_windows, vetoes) == [expected] * 3
 
 
-def any_windows(on_veto: str | None, faults: list[list[str]], framed: bool) -> list[list[float]]:
+def any_windows(on_bad_step: str | None, faults: list[list[str]], framed: bool) -> list[list[float]]:
     """The parameters after each window; in each every rank has the fault that is drawn for it."""
     wire = choose_communicator()
-    model = wrap(on_veto)
+    model = wrap(on_bad_step)
     optimizer = adam(model)
     seen = []
     for window, drawn in enumerate(faults):
@@ -333,30 +333,30 @@ def any_windows(on_veto: str | None, faults: list[list[str]], framed: bool) -> l
 
 
 @given(
-    on_veto=st.sampled_from((None, *POLICIES)),
+    on_bad_step=st.sampled_from((None, *POLICIES)),
     faults=st.lists(st.lists(st.sampled_from(("", "", *FAULTS)), min_size=3, max_size=3), min_size=1, max_size=5),
     framed=st.booleans(),
 )
-def test_whatever_happens_replicas_stay_equal(on_veto: str | None, faults: list[list[str]], framed: bool) -> None:
-    if on_veto is None:
+def test_whatever_happens_replicas_stay_equal(on_bad_step: str | None, faults: list[list[str]], framed: bool) -> None:
+    if on_bad_step is None:
         # Which nobody looks for then.
         faults = [["" if fault in ("nan", "inf") else fault for fault in drawn] for drawn in faults]
-    first, *others = ThreadRanks(3).run(any_windows, on_veto, faults, framed)
+    first, *others = ThreadRanks(3).run(any_windows, on_bad_step, faults, framed)
     assert others == [first, first]
     assert not any(math.isnan(value) for values in first for value in values)
     for window, drawn in enumerate(faults):
         before = first[window - 1] if window else [1.0] * 3
-        drops = on_veto == "drop-rank" and "backward" not in drawn and not all(drawn)
+        drops = on_bad_step == "drop-rank" and "backward" not in drawn and not all(drawn)
         assert (first[window] == before) is (any(drawn) and not drops)
 
 
 # -- windows of several micro-batches ---------------------------------------------------------------------------------
 
 
-def accumulate(on_veto: str, how: str) -> list[Any]:
+def accumulate(on_bad_step: str, how: str) -> list[Any]:
     """Three micro-batches; on rank 1 the second has a fault. Then a good window."""
     wire = choose_communicator()
-    model = wrap(on_veto)
+    model = wrap(on_bad_step)
     optimizer = adam(model)
     seen: list[Any] = []
     for window in range(3):
@@ -378,25 +378,25 @@ def accumulate(on_veto: str, how: str) -> list[Any]:
 
 @in_threads_and_processes
 @pytest.mark.parametrize("how", ["accumulate", "no_sync", "abstain"])
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
-def test_a_fault_in_one_micro_batch_is_one_of_the_window(ranks: Ranks, on_veto: str, how: str) -> None:
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
+def test_a_fault_in_one_micro_batch_is_one_of_the_window(ranks: Ranks, on_bad_step: str, how: str) -> None:
     times = 3.0 if how == "no_sync" else 1.0
-    for first, second, third in ranks.run(accumulate, on_veto, how):
+    for first, second, third in ranks.run(accumulate, on_bad_step, how):
         everybody = [times * mean.expected for mean in mean_over(list(range(ranks.world_size)))]
         assert first == (pytest.approx(everybody, rel=1e-12), False)
         assert third == (pytest.approx(everybody, rel=1e-12), False)
-        assert second[1] is (on_veto == "skip-window")
-        if on_veto == "drop-rank":
+        assert second[1] is (on_bad_step == "skip")
+        if on_bad_step == "drop-rank":
             others = [
                 times * mean.expected for mean in mean_over([each for each in range(ranks.world_size) if each != 1])
             ]
             assert second[0] == pytest.approx(others, rel=1e-12)
 
 
-def abstain_in_a_join(on_veto: str, how: str) -> tuple[list[float], list[bool]]:
+def abstain_in_a_join(on_bad_step: str, how: str) -> tuple[list[float], list[bool]]:
     """Rank 0 has four batches and rank 1 has three; in the second one rank 0 abstains, before or after its forward."""
     wire = choose_communicator()
-    model = gradsync.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), on_veto=on_veto)
+    model = gradsync.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), on_bad_step=on_bad_step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch, skipped = torch.tensor([[1.0, 2.0], [0.0, 1.0]]) + wire.rank, []
     with model.join():
@@ -420,17 +420,17 @@ def abstain_in_a_join(on_veto: str, how: str) -> tuple[list[float], list[bool]]:
 
 
 @pytest.mark.parametrize("how", ["before", "after", "no_sync"])
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
-def test_a_rank_may_abstain_in_a_join(on_veto: str, how: str) -> None:
-    (first, skipped), (second, other) = pool_of(2).run(abstain_in_a_join, on_veto, how)
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
+def test_a_rank_may_abstain_in_a_join(on_bad_step: str, how: str) -> None:
+    (first, skipped), (second, other) = pool_of(2).run(abstain_in_a_join, on_bad_step, how)
     assert first == second
-    assert skipped[:3] == other == [False, on_veto == "skip-window", False]
+    assert skipped[:3] == other == [False, on_bad_step == "skip", False]
 
 
 def step_two_optimizers() -> list[tuple[bool, bool]]:
     """Whether steps were skipped, and parameters stayed; rank 1 abstains from the second of four windows."""
     wire = choose_communicator()
-    model = wrap("skip-window")
+    model = wrap("skip")
     parameters = list(model.parameters())
     optimizers = [torch.optim.Adam(parameters[:1]), torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)]
     seen = []
@@ -458,7 +458,7 @@ def test_a_window_is_skipped_by_all_optimizers(ranks: Ranks) -> None:
 def two_backwards() -> tuple[bool, bool, list[str]]:
     """A step after two synchronized backwards, of which the first fails on rank 1 and is vetoed by that."""
     wire = choose_communicator()
-    model = wrap("skip-window")
+    model = wrap("skip")
     optimizer = adam(model)
     before = whole_state(model, optimizer)
     with journal() as lines:
@@ -530,9 +530,9 @@ class Mixed(nn.Module):
         return whole + sum(term * poison.get(name, 0.0) for name, term in terms.items())
 
 
-def look(poisoned: str, value: float, on_veto: str) -> str:
+def look(poisoned: str, value: float, on_bad_step: str) -> str:
     wire = choose_communicator()
-    model = wrap(on_veto, Mixed())
+    model = wrap(on_bad_step, Mixed())
     for _ in range(3):
         model().backward()
         model.zero_grad()
@@ -542,17 +542,17 @@ def look(poisoned: str, value: float, on_veto: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf], ids=str)
 @pytest.mark.parametrize("poisoned", ["wide", "narrow", "complex", "table"])
-def test_every_kind_of_gradient_is_looked_at(poisoned: str, value: float, on_veto: str) -> None:
+def test_every_kind_of_gradient_is_looked_at(poisoned: str, value: float, on_bad_step: str) -> None:
     name = "table.weight" if poisoned == "table" else poisoned
-    assert f"parameter '{name}' on rank 1 is not finite" in ThreadRanks(2).run(look, poisoned, value, on_veto)[0]
+    assert f"parameter '{name}' on rank 1 is not finite" in ThreadRanks(2).run(look, poisoned, value, on_bad_step)[0]
 
 
 def overflow() -> tuple[list[str], list[float]]:
     """Numbers that are finite, and whose sum is not."""
-    model = wrap("skip-window", nn.Linear(64, 64, bias=False).half())
+    model = wrap("skip", nn.Linear(64, 64, bias=False).half())
     with journal() as lines:
         (model(torch.ones(1, 64, dtype=torch.float16)).sum() * 30000).backward()
     return list(lines), model.module.weight.grad.unique().tolist()
@@ -567,7 +567,7 @@ def first_of_two() -> str:
     model = wrap("raise", nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
     try:
         model(torch.full((1, 4), math.nan if wire.rank else 1.0)).sum().backward()
-    except VetoError as error:
+    except BadStepError as error:
         return str(error)
     return ""
 
@@ -583,7 +583,7 @@ def test_the_first_parameter_of_the_model_is_named(process_ranks: RankPool) -> N
 
 def clip() -> list[Any]:
     wire = choose_communicator()
-    model = wrap("skip-window")
+    model = wrap("skip")
     optimizer = adam(model)
     seen: list[Any] = []
     for window in range(4):
@@ -608,7 +608,7 @@ def test_clipping_finds_zeros() -> None:
 
 def by_closure(kind: str) -> list[bool]:
     wire = choose_communicator()
-    model = wrap("skip-window", nn.Linear(3, 1).double())
+    model = wrap("skip", nn.Linear(3, 1).double())
     parameters = list(model.parameters())
     for parameter in parameters:
         torch.nn.init.constant_(parameter, 0.5)
@@ -639,9 +639,9 @@ def test_a_closure_is_skipped_too(kind: str) -> None:
     assert ThreadRanks(2).run(by_closure, kind) == [[False, False, True, False]] * 2
 
 
-def scaled(on_veto: str | None, fault: str, kind: str = "plain") -> list[Any]:
+def scaled(on_bad_step: str | None, fault: str, kind: str = "plain") -> list[Any]:
     wire = choose_communicator()
-    model = wrap(on_veto, Line(dtype=torch.float32))
+    model = wrap(on_bad_step, Line(dtype=torch.float32))
     optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     seen = []
@@ -660,22 +660,22 @@ def scaled(on_veto: str | None, fault: str, kind: str = "plain") -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
-@pytest.mark.parametrize("on_veto", ["skip-window", None])
-def test_a_scaler_lowers_its_scale_by_what_is_not_finite(on_veto: str | None, kind: str) -> None:
+@pytest.mark.parametrize("on_bad_step", ["skip", None])
+def test_a_scaler_lowers_its_scale_by_what_is_not_finite(on_bad_step: str | None, kind: str) -> None:
     """It leaves the step out itself, so that only zeroed gradients tell that another window has begun."""
     skipped = [(False, 8.0), (False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
-    assert ThreadRanks(2).run(scaled, on_veto, "inf", kind) == [skipped] * 2
+    assert ThreadRanks(2).run(scaled, on_bad_step, "inf", kind) == [skipped] * 2
 
 
-@pytest.mark.parametrize("on_veto", ["skip-window", None])
-def test_a_scaler_does_not_by_a_rank_that_abstains(on_veto: str | None) -> None:
+@pytest.mark.parametrize("on_bad_step", ["skip", None])
+def test_a_scaler_does_not_by_a_rank_that_abstains(on_bad_step: str | None) -> None:
     skipped = [(False, 8.0), (False, 8.0), (True, 16.0), (False, 16.0), (False, 16.0)]
-    assert ThreadRanks(2).run(scaled, on_veto, "abstain") == [skipped] * 2
+    assert ThreadRanks(2).run(scaled, on_bad_step, "abstain") == [skipped] * 2
 
 
-def sharded(on_veto: str, fault: str) -> list[Any]:
+def sharded(on_bad_step: str, fault: str) -> list[Any]:
     wire = choose_communicator()
-    model = wrap(on_veto, nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double())
+    model = wrap(on_bad_step, nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double())
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     seen: list[Any] = []
     for window in range(6):
@@ -699,7 +699,7 @@ def sharded(on_veto: str, fault: str) -> list[Any]:
 @in_threads_and_processes
 @pytest.mark.parametrize("fault", ["nan", "abstain", "backward"])
 def test_the_shares_of_a_sharded_optimizer_stay_as_they_are(ranks: Ranks, fault: str) -> None:
-    first, *others = ranks.run(sharded, "skip-window", fault)
+    first, *others = ranks.run(sharded, "skip", fault)
     assert same_bits(first[2], first[3])
     assert not same_bits(first[3], first[4])
     assert not any(bool(value.isnan().any()) for value in first[5][0])
@@ -707,12 +707,12 @@ def test_the_shares_of_a_sharded_optimizer_stay_as_they_are(ranks: Ranks, fault:
         assert all(map(same_bits, first, other))
 
 
-def alike(kind: str, on_veto: str, dtype: torch.dtype, set_to_none: bool) -> list[list[torch.Tensor]]:
+def alike(kind: str, on_bad_step: str, dtype: torch.dtype, set_to_none: bool) -> list[list[torch.Tensor]]:
     """Six windows: rank 1 abstains from the third, and has gradients that are not finite in the fourth."""
     wire = choose_communicator()
     torch.manual_seed(2)
     wide = torch.float32 if dtype is torch.bfloat16 else None
-    model = wrap(on_veto, nn.Linear(6, 5).to(dtype), accumulation_dtype=None if kind == "sharded" else wide)
+    model = wrap(on_bad_step, nn.Linear(6, 5).to(dtype), accumulation_dtype=None if kind == "sharded" else wide)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
     if kind == "sharded":
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
@@ -731,28 +731,28 @@ def alike(kind: str, on_veto: str, dtype: torch.dtype, set_to_none: bool) -> lis
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
-def test_a_sharded_optimizer_does_what_a_plain_one_does(on_veto: str, set_to_none: bool) -> None:
-    plain = ThreadRanks(3).run(alike, "plain", on_veto, torch.float64, set_to_none)[0]
-    for shared in ThreadRanks(3).run(alike, "sharded", on_veto, torch.float64, set_to_none):
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
+def test_a_sharded_optimizer_does_what_a_plain_one_does(on_bad_step: str, set_to_none: bool) -> None:
+    plain = ThreadRanks(3).run(alike, "plain", on_bad_step, torch.float64, set_to_none)[0]
+    for shared in ThreadRanks(3).run(alike, "sharded", on_bad_step, torch.float64, set_to_none):
         torch.testing.assert_close(shared, plain, rtol=1e-12, atol=1e-15)
     same = [all(map(torch.equal, *pair)) for pair in pairwise(plain)]
-    assert same == [False, *([on_veto == "skip-window"] * 2), False, False]
+    assert same == [False, *([on_bad_step == "skip"] * 2), False, False]
 
 
-@pytest.mark.parametrize("on_veto", ["skip-window", "drop-rank"])
-def test_narrow_gradients_are_vetoed_too(on_veto: str) -> None:
-    first, *others = ThreadRanks(3).run(alike, "plain", on_veto, torch.bfloat16, True)
+@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
+def test_narrow_gradients_are_vetoed_too(on_bad_step: str) -> None:
+    first, *others = ThreadRanks(3).run(alike, "plain", on_bad_step, torch.bfloat16, True)
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
     same = [all(map(torch.equal, *pair)) for pair in pairwise(first)]
-    assert same == [False, *([on_veto == "skip-window"] * 2), False, False]
+    assert same == [False, *([on_bad_step == "skip"] * 2), False, False]
 
 
 def zeroed(kind: str, set_to_none: bool) -> list[bool]:
     """The second window is vetoed, and zeroed on all ranks without a step."""
     wire = choose_communicator()
-    model = wrap("skip-window", nn.Linear(6, 5))
+    model = wrap("skip", nn.Linear(6, 5))
     optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     seen = []
     for window in range(4):
@@ -776,7 +776,7 @@ def test_zeroing_ends_a_vetoed_window_as_a_step_does(kind: str, set_to_none: boo
 
 def prepared() -> list[Any]:
     wire = choose_communicator()
-    policy = gradsync.SyncPolicy(on_veto="skip-window")
+    policy = gradsync.SyncPolicy(on_bad_step="skip")
     accelerator = gradsync.Accelerator(
         cpu=computes_on_cpu(),
         kwargs_handlers=[gradsync.accelerator.settings.DistributedDataParallelKwargs(policy=policy)],
@@ -805,7 +805,7 @@ def compressed(reduction: str, fault: str) -> list[list[float]]:
     """A window more in the middle, which is vetoed, changes nothing of what is held back for later."""
     wire = choose_communicator()
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(40, 40, bias=False), on_veto="skip-window", reduction=reduction)
+    model = DistributedDataParallel(nn.Linear(40, 40, bias=False), on_bad_step="skip", reduction=reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in range(7):
         if window == 4 and not fault:
@@ -834,7 +834,7 @@ def after_raise() -> tuple[str, list[Any]]:
     wire = choose_communicator()
     model = wrap("raise")
     optimizer = adam(model)
-    with pytest.raises(VetoError, match="on rank 1 is not finite"):
+    with pytest.raises(BadStepError, match="on rank 1 is not finite"):
         model(1.0, math.nan if wire.rank == 1 else 0.0).backward()
     with pytest.raises(MisuseError) as refused:
         optimizer.step()
@@ -867,7 +867,7 @@ def test_it_is_too_late_to_abstain_after_the_backward() -> None:
 def attached() -> bool:
     wire = choose_communicator()
     module = Line()
-    attachment = synchronize_gradients(module, on_veto="skip-window")
+    attachment = synchronize_gradients(module, on_bad_step="skip")
     optimizer = adam(module)
     if wire.rank:
         attachment.abstain("nothing to learn from")
@@ -890,6 +890,6 @@ def differ() -> str:
 
 
 def test_ranks_have_one_policy() -> None:
-    assert all("setting on_veto" in told for told in ThreadRanks(2).run(differ))
-    with pytest.raises(ConfigurationError, match="on_veto must be one of raise, skip-window, drop-rank"):
-        gradsync.SyncPolicy(on_veto="ignore")  # type: ignore[arg-type]
+    assert all("setting on_bad_step" in told for told in ThreadRanks(2).run(differ))
+    with pytest.raises(ConfigurationError, match="on_bad_step must be one of raise, skip, drop-rank"):
+        gradsync.SyncPolicy(on_bad_step="ignore")  # type: ignore[arg-type]

@@ -426,10 +426,10 @@ def test_waiting_is_counted_once_and_also_where_it_fails() -> None:
     assert sum(pace.own + pace.waited) == pytest.approx(meter.seconds, abs=1e-5)
 
 
-def windows_around_a_failure(on_veto: str | None) -> tuple[int, tuple[float, ...]]:
+def windows_around_a_failure(on_bad_step: str | None) -> tuple[int, tuple[float, ...]]:
     """Rank 1's backward fails in the third of five."""
     rank = choose_communicator().rank
-    model = gradsync.DistributedDataParallel(Lit(), on_veto=on_veto)
+    model = gradsync.DistributedDataParallel(Lit(), on_bad_step=on_bad_step)
     for window in range(5):
         with contextlib.suppress(Explosion, gradsync.PeerFailedError):
             model(window == 2 and rank == 1).backward()
@@ -447,10 +447,10 @@ class Lit(nn.Module):
         return Fuse.apply(2 * self.scale, lit)
 
 
-@pytest.mark.parametrize("on_veto", [None, "skip-window", "drop-rank"])
-def test_a_window_that_failed_has_a_number_too(on_veto: str | None) -> None:
+@pytest.mark.parametrize("on_bad_step", [None, "skip", "drop-rank"])
+def test_a_window_that_failed_has_a_number_too(on_bad_step: str | None) -> None:
     """On all ranks: from then on other windows would be compared, and of some that are marked on devices all others."""
-    (first, _), (second, own) = ThreadRanks(2).run(windows_around_a_failure, on_veto)
+    (first, _), (second, own) = ThreadRanks(2).run(windows_around_a_failure, on_bad_step)
     assert (first, second) == (5, 5)
     assert own[2] == 0.0, "that is no work to be compared"
 

@@ -172,7 +172,7 @@ def test_causes_are_told_before_consequences() -> None:
 
     exits = [
         exit_record(0, "has ended its script"),
-        exit_record(1, "raised WireLostError: rank 3 …"),
+        exit_record(1, "raised CommunicatorLostError: rank 3 …"),
         exit_record(2, "raised ValueError: no luck"),
         exit_record(3, "was killed", left=False),
     ]

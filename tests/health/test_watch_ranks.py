@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import gradsync
 from gradsync.communicator import SharedMemoryCommunicator
-from gradsync.errors import ConfigurationError, WireLostError
+from gradsync.errors import CommunicatorLostError, ConfigurationError
 from gradsync.health.watch import detector, dump, set_up
 from gradsync.lab import fork_ranks
 from gradsync.tools.cli.main import app
@@ -65,7 +65,7 @@ class Training:
     """A model whose gradients travel in several buckets, over a group of its own."""
 
     def __init__(self, wire: str, timeout: float = 60.0) -> None:
-        os.environ["GRADSYNC_WIRE"] = wire
+        os.environ["GRADSYNC_TRANSPORT"] = wire
         torch.manual_seed(0)
         self.group = dist.new_group(timeout=timedelta(seconds=timeout))
         layers = [nn.Linear(64, 64) for _ in range(4)]
@@ -120,7 +120,7 @@ def test_a_rank_that_ends_at_any_moment_is_named_by_all_others(
             assert answer.kind == "RankDied"
             continue
         said = f"after {seconds} s: {answer}"
-        assert answer.kind == WireLostError.__name__, said
+        assert answer.kind == CommunicatorLostError.__name__, said
         assert f"rank {victim} (process {pids[victim]} on " in answer.message, said
         assert "in window " in answer.message, said
         assert "Start all ranks again" in answer.message, said
@@ -171,7 +171,7 @@ def test_a_script_that_leaves_its_loop_is_named_with_the_reason(how: str, told: 
             rank.wait(60)
         files[0].seek(0)
         said = files[0].read().decode()
-    assert f"WireLostError: rank 1 (process {ranks[1].pid} on " in said
+    assert f"CommunicatorLostError: rank 1 (process {ranks[1].pid} on " in said
     assert told in said
     assert ", in window " in said
 
@@ -312,7 +312,7 @@ def test_who_ends_before_it_has_shared_its_memory_is_named(pools: dict[int, Rank
     answers = pools[3].run(share_memory, 1, exit_at_once, expect_errors=True)
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, RankError)
-        assert answer.kind == WireLostError.__name__
+        assert answer.kind == CommunicatorLostError.__name__
         assert f"rank 1 (process {pid} on " in answer.message
         assert "has ended without a word" in answer.message
         assert "Start all ranks again" in answer.message

@@ -24,14 +24,14 @@ from gradsync.observe.plan.profile import steady_straggler
 from gradsync.observe.plan.report import make_report
 from gradsync.observe.recording import Recording
 from gradsync.observe.recording.files import lines_of, write_lines
-from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Wire, simulate
+from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Transport, simulate
 from gradsync.tools.cli.main import app
 from tests.recordings import Loop, World
 
 SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
 
 
-def readings_of(wire: Wire) -> list[Reading]:
+def readings_of(wire: Transport) -> list[Reading]:
     """What would be measured on a wire that is known, each collective after a pause."""
     link = wire.topology.between
     readings = []
@@ -48,7 +48,7 @@ def readings_of(wire: Wire) -> list[Reading]:
 @given(st.floats(1e-5, 1e-3), st.floats(1e6, 1e8), st.sampled_from([0.0, 131_072.0, 262_144.0]))
 def test_a_wire_is_found_again_in_its_readings(latency: float, bandwidth: float, burst: float) -> None:
     link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
-    true = Wire(topology=Topology(ranks=2, between=link), start=latency)
+    true = Transport(topology=Topology(ranks=2, between=link), start=latency)
     found = fit_wire(readings_of(true))
     assert found.topology.between.bandwidth == pytest.approx(bandwidth, rel=0.02)
     assert found.topology.between.burst == pytest.approx(burst, rel=0.1, abs=0.011 * SIZES[-1])
@@ -58,7 +58,7 @@ def test_a_wire_is_found_again_in_its_readings(latency: float, bandwidth: float,
 
 
 def test_operations_that_go_another_way_have_latencies_of_their_own() -> None:
-    ring = Wire(topology=Topology(ranks=2, between=Link(latency=1e-4, bandwidth=1e8)), start=1e-4)
+    ring = Transport(topology=Topology(ranks=2, between=Link(latency=1e-4, bandwidth=1e8)), start=1e-4)
     exchange = [
         Reading(operation="reduce_scatter", way="exchange", nbytes=size, seconds=5e-3 + size / 2 / 1e8)
         for size in SIZES
@@ -156,7 +156,7 @@ def test_another_link_is_used_as_well_as_the_one_that_was_measured() -> None:
     link = Link(latency=1e-4, bandwidth=0.9e9)
     calibration = Calibration(
         profile=StepProfile(forward=0.1, backward=0.2),
-        wire=Wire(topology=Topology(ranks=2, between=link)),
+        wire=Transport(topology=Topology(ranks=2, between=link)),
         link=1e9,
     )
     assert calibration.over(2e9).wire.topology.between.bandwidth == pytest.approx(1.8e9)
@@ -181,7 +181,7 @@ def test_what_ranks_do_of_their_own_is_found_in_whole_steps(fixed: float, host: 
         BucketProfile(index=i, nbytes=1 << 20, ready=0.2 * (i + 1) / 20, need=0.1 * (19 - i) / 20) for i in range(20)
     )
     profile = StepProfile(forward=0.1, backward=0.2, buckets=pieces)
-    before = Calibration(profile=profile, wire=Wire(topology=Topology(ranks=2, between=link)))
+    before = Calibration(profile=profile, wire=Transport(topology=Topology(ranks=2, between=link)))
     true = replace(before, fixed=fixed, host=host)
     settings = [Setting(ranks=2, bucket_mb=size) for size in (1.0, 5.0)]
     found = settle(before, [(setting, predict(true, setting).step) for setting in settings])
@@ -195,12 +195,12 @@ def test_what_ranks_do_of_their_own_is_found_in_whole_steps(fixed: float, host: 
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     link = Link(latency=1e-4, bandwidth=1e9, burst=1e5)
-    other = Wire(topology=Topology(ranks=2, between=replace(link, latency=2e-4)), way="exchange")
+    other = Transport(topology=Topology(ranks=2, between=replace(link, latency=2e-4)), way="exchange")
     made = Calibration(
         profile=StepProfile(
             forward=0.1, backward=0.2, buckets=(BucketProfile(index=0, nbytes=5, ready=0.1, need=0.0),)
         ),
-        wire=Wire(topology=Topology(ranks=2, between=link), in_flight=2, others={"reduce_scatter": other}),
+        wire=Transport(topology=Topology(ranks=2, between=link), in_flight=2, others={"reduce_scatter": other}),
         jitter=Jitter(sigma=0.1),
         link=1.25e9,
         facts={"ranks": "2"},

@@ -19,7 +19,7 @@ from gradsync.plan import (
     Schedule,
     StepProfile,
     Topology,
-    Wire,
+    Transport,
     simulate,
 )
 
@@ -51,7 +51,7 @@ def profiles(draw: st.DrawFn) -> StepProfile:
 
 
 @st.composite
-def wires(draw: st.DrawFn) -> Wire:
+def wires(draw: st.DrawFn) -> Transport:
     between = Link(latency=draw(st.floats(0, 1e-2)), bandwidth=draw(st.floats(1e6, 1e11)))
     inside = draw(st.sampled_from([None, Link(latency=1e-6, bandwidth=1e11)]))
     topology = Topology(
@@ -62,18 +62,20 @@ def wires(draw: st.DrawFn) -> Wire:
         oversubscription=draw(st.sampled_from([1.0, 3.0])),
         hosts_per_switch=draw(st.sampled_from([None, 4])),
     )
-    return Wire(topology=topology, way=draw(ways), start=draw(st.floats(0, 1e-3)), in_flight=draw(st.integers(1, 3)))
+    return Transport(
+        topology=topology, way=draw(ways), start=draw(st.floats(0, 1e-3)), in_flight=draw(st.integers(1, 3))
+    )
 
 
 @given(profiles(), wires(), overlaps, reductions)
-def test_parts_add_up_to_the_step(profile: StepProfile, wire: Wire, overlap: str, name: str) -> None:
+def test_parts_add_up_to_the_step(profile: StepProfile, wire: Transport, overlap: str, name: str) -> None:
     step = simulate(profile, wire, Schedule(overlap=overlap, reduction=REDUCTIONS[name], host=1e-4))
     assert math.isclose(step.ranks[0].step, step.step, rel_tol=1e-9, abs_tol=1e-9)
 
 
 @given(profiles(), wires(), overlaps)
 def test_no_step_is_shorter_than_what_it_computes_or_than_its_bytes_take(
-    profile: StepProfile, wire: Wire, overlap: str
+    profile: StepProfile, wire: Transport, overlap: str
 ) -> None:
     step = simulate(profile, wire, Schedule(overlap=overlap)).step
     own = profile.optimizer / (wire.ranks if overlap == "next-forward" else 1)
@@ -85,7 +87,7 @@ def test_no_step_is_shorter_than_what_it_computes_or_than_its_bytes_take(
 
 
 @given(profiles(), wires(), overlaps, st.floats(1.0, 50.0))
-def test_more_bandwidth_is_never_slower(profile: StepProfile, wire: Wire, overlap: str, factor: float) -> None:
+def test_more_bandwidth_is_never_slower(profile: StepProfile, wire: Transport, overlap: str, factor: float) -> None:
     between = wire.topology.between
     faster = wire.over(replace(between, bandwidth=between.bandwidth * factor))
     before, after = (simulate(profile, each, Schedule(overlap=overlap)).step for each in (wire, faster))
@@ -94,7 +96,7 @@ def test_more_bandwidth_is_never_slower(profile: StepProfile, wire: Wire, overla
 
 @given(profiles(), st.integers(1, 100), overlaps)
 def test_a_wire_that_costs_nothing_leaves_what_is_computed(profile: StepProfile, ranks: int, overlap: str) -> None:
-    free = Wire(topology=Topology(ranks=ranks, between=Link(latency=0.0, bandwidth=math.inf)))
+    free = Transport(topology=Topology(ranks=ranks, between=Link(latency=0.0, bandwidth=math.inf)))
     step = simulate(profile, free, Schedule(overlap=overlap))
     own = profile.optimizer / (ranks if overlap == "next-forward" else 1)
     assert math.isclose(step.step, profile.compute - profile.optimizer + own, **CLOSE)
@@ -102,7 +104,7 @@ def test_a_wire_that_costs_nothing_leaves_what_is_computed(profile: StepProfile,
 
 
 @given(profiles(), wires(), overlaps, st.integers(2, 5))
-def test_equal_ranks_are_as_one(profile: StepProfile, wire: Wire, overlap: str, number: int) -> None:
+def test_equal_ranks_are_as_one(profile: StepProfile, wire: Transport, overlap: str, number: int) -> None:
     wire = wire.among(max(wire.ranks, number))
     several, one = (simulate(each, wire, Schedule(overlap=overlap)) for each in ([profile] * number, profile))
     assert several.step == one.step
@@ -111,7 +113,9 @@ def test_equal_ranks_are_as_one(profile: StepProfile, wire: Wire, overlap: str, 
 
 
 @given(profiles(), wires(), st.sampled_from(["backward", "none"]), st.floats(1.0, 5.0))
-def test_a_slower_rank_never_makes_a_step_faster(profile: StepProfile, wire: Wire, overlap: str, factor: float) -> None:
+def test_a_slower_rank_never_makes_a_step_faster(
+    profile: StepProfile, wire: Transport, overlap: str, factor: float
+) -> None:
     wire, schedule = wire.among(max(wire.ranks, 2)), Schedule(overlap=overlap)
     alike = simulate(profile, wire, schedule).step
     mixed = simulate([profile, profile.slowed(factor)], wire, schedule)
@@ -124,7 +128,7 @@ def test_a_slower_rank_never_makes_a_step_faster(profile: StepProfile, wire: Wir
 
 @given(profiles(), wires(), overlaps)
 def test_buckets_are_reduced_in_their_order_and_never_before_they_are_ready(
-    profile: StepProfile, wire: Wire, overlap: str
+    profile: StepProfile, wire: Transport, overlap: str
 ) -> None:
     buckets = simulate(profile, replace(wire, in_flight=1), Schedule(overlap=overlap)).buckets
     for bucket in buckets:
@@ -135,7 +139,7 @@ def test_buckets_are_reduced_in_their_order_and_never_before_they_are_ready(
 
 
 @given(profiles(), wires(), st.integers(1, 4))
-def test_accumulation_costs_micro_batches_and_no_more_wire(profile: StepProfile, wire: Wire, number: int) -> None:
+def test_accumulation_costs_micro_batches_and_no_more_wire(profile: StepProfile, wire: Transport, number: int) -> None:
     one, several = (simulate(profile.accumulating(each), wire).step for each in (1, number))
     more = (number - 1) * (profile.data + profile.forward + profile.backward)
     assert math.isclose(several - one, more, rel_tol=1e-6, abs_tol=1e-9)
@@ -143,7 +147,7 @@ def test_accumulation_costs_micro_batches_and_no_more_wire(profile: StepProfile,
 
 def test_what_overlap_hides_is_told_from_what_is_exposed() -> None:
     # Bytes of 0.1 s a bucket, ready at 0.1 and 0.3 of a backward of 0.3.
-    wire = Wire(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
+    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
     buckets = tuple(BucketProfile(index=i, nbytes=100_000, ready=t) for i, t in enumerate((0.1, 0.3)))
     profile = StepProfile(forward=0.2, backward=0.3, buckets=buckets)
     step = simulate(profile, wire)
@@ -153,7 +157,7 @@ def test_what_overlap_hides_is_told_from_what_is_exposed() -> None:
 
 
 def test_the_time_of_a_straggler_is_waiting_and_not_wire() -> None:
-    wire = Wire(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
+    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
     profile = StepProfile(
         forward=0.1, backward=0.2, buckets=(BucketProfile(index=0, nbytes=50_000, ready=0.2, need=0.0),)
     )
@@ -166,7 +170,7 @@ def test_the_time_of_a_straggler_is_waiting_and_not_wire() -> None:
 
 def test_the_next_forward_hides_what_backward_cannot() -> None:
     # A wire as long as forward and backward together: a step takes backward and half of the wire, not forward and wire.
-    wire = Wire(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)), in_flight=2)
+    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)), in_flight=2)
     number = 60
     buckets = tuple(
         BucketProfile(
@@ -183,33 +187,33 @@ def test_a_wire_on_the_cores_that_compute_hides_nothing() -> None:
     topology = Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6))
     buckets = tuple(BucketProfile(index=i, nbytes=100_000, ready=0.1) for i in range(2))
     profile = StepProfile(forward=0.1, backward=0.5, buckets=buckets)
-    assert simulate(profile, Wire(topology=topology)).step == pytest.approx(0.7)
-    assert simulate(profile, Wire(topology=topology, hidden=0.5)).step == pytest.approx(0.75)
+    assert simulate(profile, Transport(topology=topology)).step == pytest.approx(0.7)
+    assert simulate(profile, Transport(topology=topology, hidden=0.5)).step == pytest.approx(0.75)
 
 
 def test_saved_bytes_of_a_burst_pass_at_once() -> None:
     link = Link(latency=0.0, bandwidth=1e6, burst=40_000)
     profile = StepProfile(forward=0.1, backward=0.1, buckets=(BucketProfile(index=0, nbytes=100_000, ready=0.1),))
-    assert simulate(profile, Wire(topology=Topology(ranks=2, between=link))).step == pytest.approx(0.26)
+    assert simulate(profile, Transport(topology=Topology(ranks=2, between=link))).step == pytest.approx(0.26)
 
 
 def test_what_a_collective_costs_by_the_book() -> None:
     link = Link(latency=1e-3, bandwidth=1e6)
     topology = Topology(ranks=4, between=link)
-    costs = {way: Wire(topology=topology, way=way).cost("all_reduce", 1e6).seconds for way in ("ring", "exchange")}
+    costs = {way: Transport(topology=topology, way=way).cost("all_reduce", 1e6).seconds for way in ("ring", "exchange")}
     assert costs == pytest.approx({"ring": 6e-3 + 1.5, "exchange": 2e-3 + 1.5})
-    assert Wire(topology=topology).cost("all_gather", 1e6).seconds == pytest.approx(3e-3 + 0.75)
+    assert Transport(topology=topology).cost("all_gather", 1e6).seconds == pytest.approx(3e-3 + 0.75)
     # Two hosts of two ranks: a host must send all gradients once, and a flat ring one and a half times.
     hosts = replace(topology, ranks_per_host=2, inside=Link(latency=0.0, bandwidth=1e12))
-    assert Wire(topology=hosts, way="hierarchical").cost("all_reduce", 1e6).nbytes == pytest.approx(1e6)
-    assert Wire(topology=hosts).cost("all_reduce", 1e6).nbytes == pytest.approx(1.5e6)
+    assert Transport(topology=hosts, way="hierarchical").cost("all_reduce", 1e6).nbytes == pytest.approx(1e6)
+    assert Transport(topology=hosts).cost("all_reduce", 1e6).nbytes == pytest.approx(1.5e6)
 
 
 def test_an_oversubscribed_network_slows_exchanges_and_no_ring() -> None:
     link = Link(latency=0.0, bandwidth=1e6)
     topology = Topology(ranks=64, between=link, oversubscription=4.0, hosts_per_switch=16)
-    assert Wire(topology=topology).cost("all_reduce", 1e6).bandwidth == 1e6
-    assert Wire(topology=topology, way="exchange").cost("all_reduce", 1e6).bandwidth < 4e5
+    assert Transport(topology=topology).cost("all_reduce", 1e6).bandwidth == 1e6
+    assert Transport(topology=topology, way="exchange").cost("all_reduce", 1e6).bandwidth < 4e5
 
 
 @given(st.floats(0.0, 0.5), st.integers(1, 10_000), st.integers(1, 10_000))
@@ -248,7 +252,7 @@ def test_other_buckets_hold_the_same_bytes(profile: StepProfile, cap: int) -> No
 
 
 def test_what_cannot_be_is_refused_with_what_came() -> None:
-    wire = Wire(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1.0)))
+    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1.0)))
     profile = StepProfile(forward=0.1, backward=0.1, buckets=(BucketProfile(index=0, nbytes=1, ready=0.0),))
     for make, word in [
         (lambda: simulate([profile] * 3, wire), "up to 2"),
@@ -256,8 +260,8 @@ def test_what_cannot_be_is_refused_with_what_came() -> None:
         (lambda: StepProfile(forward=-1.0, backward=0.0), "forward=-1.0"),
         (lambda: Link(latency=0.0, bandwidth=0.0), "bandwidth=0.0"),
         (lambda: Topology(ranks=0, between=wire.topology.between), "ranks=0"),
-        (lambda: Wire(topology=wire.topology, way="shared"), "2 hosts"),
-        (lambda: Wire(topology=wire.topology, hidden=0.0), "hidden=0.0"),
+        (lambda: Transport(topology=wire.topology, way="shared"), "2 hosts"),
+        (lambda: Transport(topology=wire.topology, hidden=0.0), "hidden=0.0"),
         (lambda: replace(EXACT, share=0.0), "share=0.0"),
         (lambda: Jitter(sigma=-1.0), "sigma=-1.0"),
     ]:

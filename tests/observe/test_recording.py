@@ -256,7 +256,7 @@ def test_vetoed_windows_are_recorded_like_others() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    for steps in record(loop, on_veto="skip-window"):
+    for steps in record(loop, on_bad_step="skip"):
         assert len(steps) == 4
 
 

@@ -52,7 +52,7 @@ FAULT = event("fault", 10.0, 1, step=10)
 RESTARTED = [
     *steps(0, 9.0, range(1, 11)),
     FAULT,
-    event("raised", 10.4, 0, text="WireLostError: rank 1 (process 101 on a) has ended"),
+    event("raised", 10.4, 0, text="CommunicatorLostError: rank 1 (process 101 on a) has ended"),
     *(event("began", 18.0, rank, 1, step=5) for rank in range(RANKS)),
     *steps(1, 18.5, range(6, 25)),
     *ends(1, 21.0),

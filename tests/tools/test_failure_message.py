@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.errors import WireLostError
+from gradsync.errors import CommunicatorLostError
 from gradsync.tools.cli.failure_message import (
     FailureReport,
     LastWords,
@@ -36,20 +36,20 @@ def words(at: float, message: str = "no luck", *, kind: str = "ValueError", cons
 
 
 def test_the_first_to_raise_an_error_of_its_own_is_the_cause() -> None:
-    lost = words(1.0, "rank 1 is gone", kind="WireLostError", consequence=True)
+    lost = words(1.0, "rank 1 is gone", kind="CommunicatorLostError", consequence=True)
     failures = [failure(0, at=1.5), failure(1, at=2.5), failure(2, at=2.0)]
     failure_report = FailureReport(early=failures[:1], failures=failures, words={0: lost, 1: words(2.0), 2: words(2.3)})
     assert failure_report.first.place.rank == 1
     assert failure_report.lines(PLACES) == [
         "rank 1 failed first:\na\nb",
-        "rank 0 then raised WireLostError: rank 1 is gone",
+        "rank 0 then raised CommunicatorLostError: rank 1 is gone",
         "rank 2 failed in the same way, 0.3 s later",
     ]
 
 
 def test_an_error_is_shown_once_however_many_ranks_repeat_it() -> None:
     long = "ranks started different collectives: rank 0: all_gather of 4, rank 1: reduce_scatter of 4. Call step()"
-    lost = words(2.0, f"rank 0 (process 3) raised MismatchError: {long} [at 12:00]", kind="WireLostError")
+    lost = words(2.0, f"rank 0 (process 3) raised MismatchError: {long} [at 12:00]", kind="CommunicatorLostError")
     failures = [failure(rank, at=1.5 + rank) for rank in range(2)]
     own = words(1.0, long, kind="MismatchError")
     failure_report = FailureReport(
@@ -57,17 +57,17 @@ def test_an_error_is_shown_once_however_many_ranks_repeat_it() -> None:
     )
     assert failure_report.lines(PLACES[:2]) == [
         "rank 0 failed first:\na\nb",
-        "rank 1 then raised WireLostError: rank 0 (process 3) raised MismatchError, as above",
+        "rank 1 then raised CommunicatorLostError: rank 0 (process 3) raised MismatchError, as above",
     ]
 
 
 def test_a_rank_that_was_killed_is_the_cause_of_what_others_say_of_it() -> None:
-    lost = words(2.0, "rank 1 is gone", kind="WireLostError", consequence=True)
+    lost = words(2.0, "rank 1 is gone", kind="CommunicatorLostError", consequence=True)
     failures = [failure(0, at=2.1), failure(1, -9, at=1.0), failure(2, -9, at=7.0)]
     failure_report = FailureReport(early=failures[:2], failures=failures, words={0: lost})
     assert failure_report.first.place.rank == 1
     assert failure_report.lines(PLACES) == [
-        "rank 0 then raised WireLostError: rank 1 is gone",
+        "rank 0 then raised CommunicatorLostError: rank 1 is gone",
         "rank 2 was ended with the others",
     ]
 
@@ -93,7 +93,7 @@ def exits(code: int, at: float, *, consequence: bool = False) -> LastWords:
 
 
 def test_a_rank_that_is_ended_on_its_way_out_keeps_its_code() -> None:
-    lost = words(1.1, "rank 1 called sys.exit(3)", kind="WireLostError", consequence=True)
+    lost = words(1.1, "rank 1 called sys.exit(3)", kind="CommunicatorLostError", consequence=True)
     failures = [failure(0, at=1.5), failure(1, -15, at=2.0), failure(2, -15, at=2.0)]
     failure_report = FailureReport(
         early=failures[:1], failures=failures, words={0: lost, 1: exits(3, 1.0)}, told_at=1.8
@@ -101,7 +101,7 @@ def test_a_rank_that_is_ended_on_its_way_out_keeps_its_code() -> None:
     assert (failure_report.first.place.rank, failure_report.first.exit_code) == (1, 3)
     assert failure_report.lines(PLACES) == [
         "rank 1 failed first: it called sys.exit(3) in line 7 of train.py",
-        "rank 0 then raised WireLostError: rank 1 called sys.exit(3)",
+        "rank 0 then raised CommunicatorLostError: rank 1 called sys.exit(3)",
         "rank 2 was ended with the others",
     ]
 
@@ -128,7 +128,7 @@ def test_who_finds_another_one_gone_has_not_failed_before_it() -> None:
 
 
 def test_what_is_said_after_the_launcher_has_asked_ranks_to_end_is_no_cause() -> None:
-    lost = words(1.0, "rank 2 has ended", kind="WireLostError", consequence=True)
+    lost = words(1.0, "rank 2 has ended", kind="CommunicatorLostError", consequence=True)
     failures = [failure(0, at=1.2), failure(1, 7, at=2.1)]
     told = {0: lost, 1: exits(7, 2.0)}
     assert FailureReport(early=failures[:1], failures=failures, words=told, told_at=1.9).first.place.rank == 0
@@ -160,7 +160,7 @@ def test_an_error_in_whose_handling_another_is_raised_is_its_cause() -> None:
         except BaseException as error:
             return last_words_of(error, at=0.0)
 
-    assert raised_in(WireLostError("rank 1 is gone"), SystemExit(5)).is_consequence
+    assert raised_in(CommunicatorLostError("rank 1 is gone"), SystemExit(5)).is_consequence
     assert raised_in(RuntimeError("[gloo] Connection closed by peer [::1]:80"), KeyError("x")).is_consequence
     assert not raised_in(KeyError("x"), ValueError("y")).is_consequence
     assert last_words_of(None, at=0.0).code == 0
@@ -215,7 +215,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 RAISE = """
     import os, pathlib, sys, time
     from gradsync.tools.cli.failure_message import leave_last_words
-    from gradsync.errors import WireLostError
+    from gradsync.errors import CommunicatorLostError
 
     rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
 
@@ -232,7 +232,7 @@ RAISE = """
             wait_for("began", 0, 2)
             raise ValueError("no luck on this one")
         wait_for("failed", 1)
-        raise WireLostError(f"rank 1 is gone, says rank {rank}")
+        raise CommunicatorLostError(f"rank 1 is gone, says rank {rank}")
     except Exception as error:
         at = time.time()
         if rank == 1:
@@ -252,8 +252,8 @@ def test_one_traceback_and_one_line_for_each_other_rank(
     assert said[:2] == ["gradsync: rank 1 failed first:", "Traceback (most recent call last):"]
     assert said[-3:] == [
         "ValueError: no luck on this one",
-        "gradsync: rank 0 then raised WireLostError: rank 1 is gone, says rank 0",
-        "gradsync: rank 2 then raised WireLostError: rank 1 is gone, says rank 2",
+        "gradsync: rank 0 then raised CommunicatorLostError: rank 1 is gone, says rank 0",
+        "gradsync: rank 2 then raised CommunicatorLostError: rank 1 is gone, says rank 2",
     ]
     assert sum("Traceback" in line for line in said) == 1
 

@@ -378,7 +378,9 @@ def test_other_ranks_know_why_a_rank_has_failed_and_nothing_is_explained(tmp_pat
     told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path)
     assert told.returncode == 1
     assert told.stderr.count("Traceback") == 1, told.stderr
-    assert re.search(r"rank 0 then raised WireLostError: rank 1 .* raised ValueError: its own words", told.stderr)
+    assert re.search(
+        r"rank 0 then raised CommunicatorLostError: rank 1 .* raised ValueError: its own words", told.stderr
+    )
     assert "a step takes" not in told.stderr
     hooked = gradsync_run("--nproc", "2", "script.py", "hook", folder=tmp_path)
     assert hooked.stdout.count("hooked: ") == 2, hooked.stderr

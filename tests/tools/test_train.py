@@ -111,7 +111,7 @@ def test_two_ranks_with_four_micro_batches_are_one_with_eight(
     [
         {"overlap": "next-forward"},
         {"overlap": "auto", "shard_optimizer": True},
-        {"on_veto": "skip-window", "fingerprints": 2},
+        {"on_bad_step": "skip", "replica_check": 2},
     ],
     ids=["overlapped", "sharded auto", "vetoes and fingerprints"],
 )
@@ -369,8 +369,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path) -> No
         (("--reduction", "int3"), "got 'int3'"),
         (("--overlap", "always"), "--overlap must be one of backward, next-forward, auto, got 'always'"),
         (("--overlap", "auto", "--reduction", "local:4"), "--overlap auto exclude each other"),
-        (("--on-veto", "shrug"), "--on-veto must be one of raise"),
-        (("--fingerprints", 0), "--fingerprints must be"),
+        (("--on-bad-step", "shrug"), "--on-bad-step must be one of raise"),
+        (("--replica-check", 0), "--replica-check must be"),
         (("--nproc", 2, "--max-restarts", -1), "--max-restarts"),
         (("--nproc", 0), "--nproc"),
         (("--resume",), "--run-folder"),

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.prepared_state import Prepared, heal
 from gradsync.accelerator.world import ProcessControl, agree_on_backend, settle_at_exit
-from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError, PeerFailedError, VetoError
+from gradsync.base.errors import BadStepError, ConfigurationError, GradsyncError, MisuseError, PeerFailedError
 from gradsync.communicator.logs import listed
 from gradsync.health.elastic import Elastic, ElasticMember, Generation, MeetingPlace, Membership, MemberStatus, meet
 
@@ -143,7 +143,7 @@ class Elasticity:
         try:
             yield self.step
         except PeerFailedError as error:
-            if isinstance(error, VetoError):
+            if isinstance(error, BadStepError):
                 raise
             self._lose(error, buffers)
         except Exception:

@@ -10,8 +10,8 @@
     ├── MisuseError                       a call at a time when its result would be wrong
     │   └── LateGradientError             a gradient arrived after its bucket had started
     └── PeerFailedError                   another rank failed; the message names it
-        ├── VetoError                     a rank rejected the window; raised on that rank, too
-        └── WireLostError                 the communicator is lost with it and cannot be used again
+        ├── BadStepError                     a rank rejected the window; raised on that rank, too
+        └── CommunicatorLostError                 the communicator is lost with it and cannot be used again
 
 Every message says what was expected, what was found (rank, parameter) and what to do. The classes also derive from the
 built-in class that ``torch.nn.parallel.DistributedDataParallel`` raises in the same situation, so code that catches
@@ -19,6 +19,8 @@ the built-in class keeps working.
 """
 
 __all__ = [
+    "BadStepError",
+    "CommunicatorLostError",
     "ConfigurationError",
     "GradsyncError",
     "LateGradientError",
@@ -27,8 +29,6 @@ __all__ = [
     "NoProcessGroupError",
     "NotCallableError",
     "PeerFailedError",
-    "VetoError",
-    "WireLostError",
 ]
 
 
@@ -64,14 +64,14 @@ class PeerFailedError(GradsyncError):
     """Another rank failed, so this synchronization has no result. The message names the rank."""
 
 
-class VetoError(PeerFailedError):
-    """A rank has vetoed the window, and ``on_veto="raise"`` was asked for: raised on all ranks, also on that one.
+class BadStepError(PeerFailedError):
+    """A rank has vetoed the window, and ``on_bad_step="raise"`` was asked for: raised on all ranks, also on that one.
 
     The message names the rank, and the parameter whose gradient is not finite. Training goes on after ``zero_grad()``.
     """
 
 
-class WireLostError(PeerFailedError):
+class CommunicatorLostError(PeerFailedError):
     """A rank has exited, hung or given up, so the communicator is permanently out of step: every later use raises this.
 
     After a plain :class:`PeerFailedError`, ``zero_grad()`` is enough to continue. After this one, start over: either

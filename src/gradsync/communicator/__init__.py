@@ -1,6 +1,7 @@
 """Communicators: one small class per transport, all behind the interface :class:`Communicator`."""
 
 from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares
 from gradsync.communicator.choose import (
     Choice,
     ambient_communicator,
@@ -17,10 +18,10 @@ from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.communicator.shared_memory import SharedMemoryCommunicator
-from gradsync.communicator.topology import Topology, find_topology
-from gradsync.communicator.wire import Shares, Wire
+from gradsync.communicator.topology import HostLayout, find_topology
 
 __all__ = [
+    "BaseCommunicator",
     "Choice",
     "Collective",
     "Communicator",
@@ -28,6 +29,7 @@ __all__ = [
     "Finishing",
     "Handle",
     "HierarchicalCommunicator",
+    "HostLayout",
     "InProcessCommunicator",
     "InProcessWorld",
     "MPICommunicator",
@@ -39,8 +41,6 @@ __all__ = [
     "Shares",
     "Stage",
     "Together",
-    "Topology",
-    "Wire",
     "ambient_communicator",
     "choose_communicator",
     "find_topology",

@@ -1,9 +1,9 @@
 """The communicator interface that the engine uses: start a collective, get a handle, wait for it.
 
 Every communicator must follow the rules below. The simplest way to write one is to derive from
-:class:`~gradsync.communicator.wire.Wire`, which checks arguments, numbers collectives, keeps the first failure, logs,
-and runs stages; that leaves five methods that move bytes. ``in_process.py`` is the shortest example, and
-``tests/communicator/test_communicators.py`` holds every communicator to the contract.
+:class:`~gradsync.communicator.base_communicator.BaseCommunicator`, which checks arguments, numbers collectives, keeps
+the first failure, logs, and runs stages; that leaves five methods that move bytes. ``in_process.py`` is the shortest
+example, and ``tests/communicator/test_communicators.py`` holds every communicator to the contract.
 
 **Order.** Every rank starts the same collectives in the same order on a communicator, with the same sizes and dtypes.
 That is the caller's duty, not the communicator's. A collective may be started while earlier ones are in flight, and
@@ -161,7 +161,7 @@ class Communicator(Protocol):
         """
 
     def abort(self, reason: str) -> None:
-        """Give the communicator up: what runs or is started here later raises WireLostError with ``reason``.
+        """Give the communicator up: what runs or is started here later raises CommunicatorLostError with ``reason``.
 
         If the transport can notify the other ranks, they raise an error that names this one; otherwise they run into
         their timeout. Never blocks; may be called from any thread, any number of times.

@@ -10,7 +10,7 @@ anything else (GPUs, MPI, a single rank)               the group itself
 =====================================================  ============================================================
 
 All ranks make the same choice: they exchange what they know about themselves, and a measurement counts as the slowest
-rank's. To override ``auto``, set the environment variable ``GRADSYNC_WIRE`` to ``group``, ``shared-memory``,
+rank's. To override ``auto``, set the environment variable ``GRADSYNC_TRANSPORT`` to ``group``, ``shared-memory``,
 ``peer-exchange`` or ``hierarchical``.
 """
 
@@ -33,7 +33,7 @@ from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.shared_memory import SharedMemoryCommunicator
-from gradsync.communicator.topology import CommunicatorFactory, Topology, find_topology
+from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology
 
 __all__ = ["WIRES", "Choice", "ambient_communicator", "choose_communicator", "fit_communicator", "scattering_over"]
 
@@ -62,7 +62,7 @@ def choose_communicator(group: Any = None) -> Communicator:
             return communicator
         raise ConfigurationError(
             f"{type(group).__name__} is no communicator, it has no {', '.join(missing)}. Derive it from "
-            "gradsync.communicator.Wire, which has most of what a communicator needs"
+            "gradsync.communicator.BaseCommunicator, which has most of what a communicator needs"
         )
     if group is None:
         ambient = _ambient.get()
@@ -84,7 +84,7 @@ def choose_communicator(group: Any = None) -> Communicator:
 
 LOGGER = logging.getLogger("gradsync")
 
-VARIABLE = "GRADSYNC_WIRE"
+VARIABLE = "GRADSYNC_TRANSPORT"
 WIRES = ("auto", "group", "shared-memory", "peer-exchange", "hierarchical")
 MEASURED_BYTES = 4 * 1024 * 1024
 WARM_UP = 1
@@ -202,7 +202,7 @@ def _within_a_host(communicator: ProcessGroupCommunicator) -> Choice:
     return Choice(communicator=shared, reason=f"all {communicator.world_size} ranks are on one host")
 
 
-def _between_hosts(communicator: ProcessGroupCommunicator, topology: Topology) -> Choice:
+def _between_hosts(communicator: ProcessGroupCommunicator, topology: HostLayout) -> Choice:
     reason = f"{communicator.world_size} ranks are on {len(topology.hosts)} hosts"
 
     def attempt(inside: CommunicatorFactory) -> Communicator:

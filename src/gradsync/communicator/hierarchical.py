@@ -23,14 +23,14 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.collective import DONE, Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
 from gradsync.communicator.root_cause import Circle, find_root_cause
-from gradsync.communicator.topology import CommunicatorFactory, Topology, find_topology, make_subgroups
-from gradsync.communicator.wire import Shares, Sizes, Wire
+from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology, make_subgroups
 
 __all__ = ["HierarchicalCommunicator", "Way"]
 
@@ -43,7 +43,7 @@ ONE_LEADER_BYTES = 16 << 10
 SLICE_BYTES = 8 << 20
 
 
-class HierarchicalCommunicator(Wire):
+class HierarchicalCommunicator(BaseCommunicator):
     """Collectives in three steps: inside the hosts, between them, inside again.
 
     ``inside`` spans the ranks of this host, numbered as in ``topology``. ``between`` spans one leader of every host,
@@ -57,7 +57,7 @@ class HierarchicalCommunicator(Wire):
         self,
         inside: Communicator,
         between: Communicator | None,
-        topology: Topology,
+        topology: HostLayout,
         *,
         rank: int,
         leaders: int | None = None,
@@ -75,7 +75,7 @@ class HierarchicalCommunicator(Wire):
         group: dist.ProcessGroup,
         inside: CommunicatorFactory = PeerExchangeCommunicator,
         between: CommunicatorFactory = PeerExchangeCommunicator,
-        topology: Topology | None = None,
+        topology: HostLayout | None = None,
         *,
         leaders: int | None = None,
     ) -> Self:
@@ -378,7 +378,7 @@ class _Slice:
     mine: torch.Tensor | None
 
 
-def _leaders(topology: Topology, leaders: int | None) -> int:
+def _leaders(topology: HostLayout, leaders: int | None) -> int:
     if leaders is None:
         return topology.fewest if topology.is_even else 1
     if not 1 <= leaders <= topology.fewest:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError, WireLostError
+from gradsync.base.errors import CommunicatorLostError, ConfigurationError, GradsyncError, MismatchError
 from gradsync.communicator.background import call_back
 from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order
-from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["InProcessCommunicator", "InProcessWorld"]
 
@@ -93,7 +93,7 @@ class InProcessWorld:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
-        self.failure: WireLostError | None = None
+        self.failure: CommunicatorLostError | None = None
         self._rounds: dict[int | str, _Round] = {}
         self._changed = threading.Condition()
         self._turns = _Turns()
@@ -111,9 +111,9 @@ class InProcessWorld:
 
     def fail(self, rank: int, cause: BaseException) -> None:
         """Make everyone who waits, now or later, learn that ``rank`` is gone."""
-        self.tell(WireLostError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
+        self.tell(CommunicatorLostError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
 
-    def tell(self, failure: WireLostError) -> None:
+    def tell(self, failure: CommunicatorLostError) -> None:
         """Have everybody who waits, now or later, raise ``failure``. The first one counts."""
         with self._changed:
             if self.failure is None:
@@ -149,7 +149,7 @@ class InProcessWorld:
                     raise error
                 return
             missing = sorted(set(range(self.world_size)) - set(current.inputs))
-        raise WireLostError(
+        raise CommunicatorLostError(
             f"rank {rank} waited {self.timeout:g} s in {collective.describe()} for ranks {missing}. Every rank must "
             "run the same collectives in the same order"
         )
@@ -208,7 +208,7 @@ class _Joined:
         self._world.when_over(self._round, callback)
 
 
-class InProcessCommunicator(Wire):
+class InProcessCommunicator(BaseCommunicator):
     """One thread's end of an :class:`InProcessWorld`."""
 
     survives_mismatch = True
@@ -251,7 +251,7 @@ class InProcessCommunicator(Wire):
         return self._issue(collective, lambda: self.world.join(collective, self.rank, output, brought, combine))
 
     def _tell_others(self, reason: str) -> None:
-        self.world.tell(WireLostError(f"rank {self.rank} has given its communicator up: {reason}"))
+        self.world.tell(CommunicatorLostError(f"rank {self.rank} has given its communicator up: {reason}"))
 
 
 def _combined(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:

@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-from gradsync.base.errors import ConfigurationError, MisuseError, WireLostError
+from gradsync.base.errors import CommunicatorLostError, ConfigurationError, MisuseError
 from gradsync.communicator.background import AtWait, Background
 from gradsync.communicator.base import Handle, ReduceOp, Stage
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order, offsets_of
-from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["PAUSE_SECONDS", "Farewells", "MPICommunicator", "enter_mpi"]
 
@@ -147,7 +147,7 @@ EAGER_TESTS = 100
 DEFAULT_TIMEOUT = 1800.0
 
 
-class MPICommunicator(Wire):
+class MPICommunicator(BaseCommunicator):
     """The collectives of an MPI communicator, by default the one of all ranks, on CPU tensors.
 
     It works on duplicates of ``comm``, so its messages never mix with the user's. Creating one is collective. A
@@ -277,9 +277,9 @@ class MPICommunicator(Wire):
 
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         if isinstance(error, _NoAnswerError):
-            return WireLostError(f"rank {self.rank} waited in {collective.describe()}, but {error}")
+            return CommunicatorLostError(f"rank {self.rank} waited in {collective.describe()}, but {error}")
         if isinstance(error, self._mpi.Exception):
-            return WireLostError(
+            return CommunicatorLostError(
                 f"MPI failed on rank {self.rank} in {collective.describe()}: {error}. Every rank must start the same "
                 "collectives with the same sizes, in the same order"
             )

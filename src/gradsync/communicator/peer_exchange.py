@@ -33,13 +33,13 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.logs import rank_name
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
 from gradsync.communicator.reducing import offsets_of
 from gradsync.communicator.root_cause import find_root_cause
-from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["PeerExchangeCommunicator"]
 
@@ -89,7 +89,7 @@ def _cut_evenly(numel: int, ranks: int, most: int) -> _Cut:
     return _cut_shares(tuple(end - start for start, end in itertools.pairwise(ends)), most)
 
 
-class PeerExchangeCommunicator(Wire):
+class PeerExchangeCommunicator(BaseCommunicator):
     """Reduce-scatter, all-gather and collectives composed of them, over the point-to-point messages of a Gloo group.
 
     ``part_bytes`` is the size of a message; ``in_flight`` is how many are received into their own memory at a time. By

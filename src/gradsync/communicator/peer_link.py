@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from gradsync.base.errors import ConfigurationError, WireLostError
+from gradsync.base.errors import CommunicatorLostError, ConfigurationError
 from gradsync.communicator.background import GivenUpError, Numbering
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.logs import listed, rank_name
@@ -233,7 +233,7 @@ class Exchange:
         # What torch refuses is our own fault, and not said by Gloo.
         if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        raise WireLostError(find_root_cause(self.link.group, self._story(peer, error))) from error
+        raise CommunicatorLostError(find_root_cause(self.link.group, self._story(peer, error))) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
         if tensor.numel() == 0:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.base.errors import ConfigurationError, WireLostError
+from gradsync.base.errors import CommunicatorLostError, ConfigurationError
 from gradsync.communicator.background import LOOK_SECONDS, GivenUpError, call_back
 from gradsync.communicator.base import Handle, ReduceOp
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Fate, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
@@ -23,7 +24,6 @@ from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.root_cause import begin_anew, find_root_cause
 from gradsync.communicator.shutdown import UnderWay, await_at_end, keep_for_good, never_let_go
-from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of", "is_timeout"]
 
@@ -86,7 +86,7 @@ class _GlooWork(_TorchWork):
 
     __slots__ = ("_wire",)
 
-    def __init__(self, wire: Wire, work: Any, *tensors: torch.Tensor) -> None:
+    def __init__(self, wire: BaseCommunicator, work: Any, *tensors: torch.Tensor) -> None:
         super().__init__(work, *tensors)
         self._wire = wire
 
@@ -109,7 +109,7 @@ class _GlooWork(_TorchWork):
         return True
 
 
-class ProcessGroupCommunicator(Wire):
+class ProcessGroupCommunicator(BaseCommunicator):
     """The collectives of one process group.
 
     They are called on the group itself and not through ``torch.distributed``'s functions, whose checks cost tens of
@@ -308,7 +308,7 @@ class ProcessGroupCommunicator(Wire):
             f"({self.backend}): {said}. Of {others} one has ended, hangs or runs other collectives; see what they "
             "wrote, and start all ranks again"
         )
-        return WireLostError(find_root_cause(self.group, story))
+        return CommunicatorLostError(find_root_cause(self.group, story))
 
     def _tell_others(self, reason: str) -> None:
         find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")

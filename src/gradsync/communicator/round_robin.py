@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.root_cause import Circle
 from gradsync.communicator.topology import CommunicatorFactory, make_subgroups
-from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["RoundRobinCommunicator"]
 
 
-class RoundRobinCommunicator(Wire):
+class RoundRobinCommunicator(BaseCommunicator):
     """Gives each collective to the next of ``communicators``, which all span the same ranks.
 
     Every rank starts the same collectives in the same order, so all ranks pick the same communicator. A collective may

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from gradsync.base.errors import WireLostError
+from gradsync.base.errors import CommunicatorLostError
 from gradsync.communicator.agreement import gather_bytes, make_together
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.logs import rank_name
@@ -156,13 +156,13 @@ class HostPeers:
     def name(self, rank: int) -> str:
         return rank_name(self._group, rank)
 
-    def failed(self, peer: int, where: str, reason: str = "") -> WireLostError:
+    def failed(self, peer: int, where: str, reason: str = "") -> CommunicatorLostError:
         """``reason`` is what the peer has left, if it had the time."""
         who = f"{self.name(peer)} (process {self.process_ids[peer]})"
         noticed = f"{self.name(self.rank)} noticed {where}"
         if reason:
-            return WireLostError(f"{who} has given up; {noticed}. It said: {reason}")
-        return WireLostError(
+            return CommunicatorLostError(f"{who} has given up; {noticed}. It said: {reason}")
+        return CommunicatorLostError(
             f"{who} has ended or no longer takes part; {noticed}. See the output of that rank for the cause, and start "
             "all ranks again"
         )

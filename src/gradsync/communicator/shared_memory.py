@@ -23,6 +23,7 @@ from gradsync.base.errors import GradsyncError, MismatchError
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
+from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.logs import LOGGER
@@ -47,7 +48,6 @@ from gradsync.communicator.shared_signals import (
     differ,
     places_in,
 )
-from gradsync.communicator.wire import Shares, Sizes, Wire
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -61,7 +61,7 @@ MOST_KNOWN = 64
 TIMEOUT_SECONDS = 1800.0
 
 
-class SharedMemoryCommunicator(Wire):
+class SharedMemoryCommunicator(BaseCommunicator):
     """The collectives of ranks that are all on one host. ``over`` connects them until their memory is shared.
 
     Tensors on devices other than the CPU go over ``over``.

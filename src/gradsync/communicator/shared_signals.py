@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.base.errors import WireLostError
+from gradsync.base.errors import CommunicatorLostError
 from gradsync.communicator.background import flush_lazy
 from gradsync.communicator.base import ReduceOp
+from gradsync.communicator.base_communicator import Shares
 from gradsync.communicator.shared_heap import HostPeers
-from gradsync.communicator.wire import Shares
 
 __all__ = ["Call", "Signals", "all_somewhere", "describe_header", "detail_of", "differ", "places_in"]
 
@@ -190,7 +190,7 @@ class Signals:
         for peer in self._others:
             self._note_end(peer)
 
-    def _ended_because(self, peer: int, describe: Callable[[], str]) -> WireLostError:
+    def _ended_because(self, peer: int, describe: Callable[[], str]) -> CommunicatorLostError:
         reason = self._reasons[peer].value.decode(errors="ignore")
         return self._peers.failed(peer, f"in {describe()}", reason)
 
@@ -233,7 +233,7 @@ class Signals:
                 if not self._ended:
                     return
             elif left <= 0.0:
-                raise WireLostError(
+                raise CommunicatorLostError(
                     f"{self._peers.name(self._peers.rank)} waited {self._timeout:g} s in {describe()} for "
                     f"{self._peers.name(peer)} (process {self._peers.process_ids[peer]}), which is alive but has not "
                     "come. Every rank must run the same collectives in the same order; if that rank is only slow, "

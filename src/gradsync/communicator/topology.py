@@ -25,14 +25,14 @@ from gradsync.communicator.base import Communicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.root_cause import Circle
 
-__all__ = ["HOST_VARIABLE", "CommunicatorFactory", "Topology", "find_topology", "host_identity", "make_subgroups"]
+__all__ = ["HOST_VARIABLE", "CommunicatorFactory", "HostLayout", "find_topology", "host_identity", "make_subgroups"]
 
 HOST_VARIABLE = "GRADSYNC_HOST"
 IDENTITY_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class HostLayout:
     """The ranks of every host, in order. Hosts are numbered by their lowest rank."""
 
     hosts: tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ class Topology:
         return self.places[rank][1]
 
 
-def find_topology(communicator: Communicator) -> Topology:
+def find_topology(communicator: Communicator) -> HostLayout:
     """Ask every rank for its host. A collective: all ranks call it."""
     mine = torch.frombuffer(bytearray(host_identity()), dtype=torch.uint8).to(communicator.device)
     gathered = mine.new_zeros(communicator.world_size * IDENTITY_BYTES)
@@ -81,7 +81,7 @@ def find_topology(communicator: Communicator) -> Topology:
     hosts: dict[bytes, list[int]] = {}
     for rank, row in enumerate(gathered.cpu().view(communicator.world_size, IDENTITY_BYTES).tolist()):
         hosts.setdefault(bytes(row), []).append(rank)
-    return Topology(hosts=tuple(tuple(ranks) for ranks in hosts.values()))
+    return HostLayout(hosts=tuple(tuple(ranks) for ranks in hosts.values()))
 
 
 def host_identity() -> bytes:

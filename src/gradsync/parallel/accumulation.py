@@ -221,7 +221,7 @@ class Accumulation:
     def abstain(self, reason: str = "") -> None:
         """Take the place of a backward: this rank contributes nothing to the window and discards what it accumulated.
 
-        The other ranks learn of it from the control flags, and all do what ``on_veto`` says; if it is not set, they
+        The other ranks learn of it from the control flags, and all do what ``on_bad_step`` says; if it is not set, they
         skip the window. After an error in backward they already know. Under ``no_sync``, call it once for each backward
         that is left out.
         """

@@ -54,7 +54,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         how ranks communicate; by default through the process group's own collectives.
     policy
         how gradients are averaged; see :class:`~gradsync.SyncPolicy`. Its fields are also keyword arguments:
-        ``reduction``, ``schedule``, ``observer``, ``accumulation_dtype``, ``on_veto``, ``fingerprints``.
+        ``reduction``, ``schedule``, ``observer``, ``accumulation_dtype``, ``on_bad_step``, ``replica_check``.
 
     ``bucket_cap_mb`` defaults to ``"auto"``: a size computed from the measured latency and bandwidth of the group.
     """

@@ -132,7 +132,7 @@ def raise_for_unheard(requests: Requests, since: str = "") -> None:
     if requests.vetoed:
         raise PeerFailedError(
             "a rank abstains from a window. On an accelerator the others do not hear of it in time, so gradients are "
-            f"not the mean over all ranks.{since} Wrap the model with on_veto='skip-window', which has all "
+            f"not the mean over all ranks.{since} Wrap the model with on_bad_step='skip', which has all "
             "ranks wait for the ballot, and call zero_grad() before the next backward"
         )
     what = "train a parameter that was frozen before" if requests.trained else "count the micro-batches of a window"

@@ -14,14 +14,14 @@ from gradsync.core.engine.policy import (
     SyncPolicy,
 )
 from gradsync.core.engine.synchronizer import Synchronizer, synchronizer_of
-from gradsync.core.window.fingerprints import Fingerprints
+from gradsync.core.window.replica_check import ReplicaCheck
 
 __all__ = [
     "BucketSize",
-    "Fingerprints",
     "Observer",
     "ParameterKeeper",
     "PolicySettings",
+    "ReplicaCheck",
     "Schedule",
     "SyncPolicy",
     "Synchronizer",

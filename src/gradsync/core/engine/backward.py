@@ -65,7 +65,7 @@ class BackwardEngine:
         self.parameters = list(parameters)
         self.communicator = options.communicator
         self.switches, self.phases, self.record = Switches(), Phases(), WindowRecord()
-        self.veto = Veto(options.policy.on_veto, options.communicator)
+        self.veto = Veto(options.policy.on_bad_step, options.communicator)
         self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
         self.arrangement = Arrangement(
             self.parameters,

@@ -31,7 +31,7 @@ from gradsync.core.engine.pipeline import Division
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.state import Phase, Phases, WindowRecord
 from gradsync.core.window import WindowState
-from gradsync.core.window.fingerprints import Comparison
+from gradsync.core.window.replica_check import Comparison
 from gradsync.core.window.veto import WindowVerdict, invalidate
 from gradsync.health.watch import make_meter
 
@@ -65,10 +65,10 @@ class GradientExchange:
         self.pace = make_meter(store.arrangement.specs[0].device)
         # The replica check, if one was requested.
         self._comparison: Comparison | None = None
-        if options.policy.fingerprints is not None:
+        if options.policy.replica_check is not None:
             value_of = None if options.keeper is None else options.keeper.value_of
             specs = store.arrangement.specs
-            self._comparison = Comparison(options.policy.fingerprints, specs, options.communicator, value_of)
+            self._comparison = Comparison(options.policy.replica_check, specs, options.communicator, value_of)
         # From the previous window, where it is only heard of in this one.
         self._late_failure: PeerFailedError | None = None
         self._group, self._reference = id(options.communicator.group or options.communicator), weakref.ref(self)

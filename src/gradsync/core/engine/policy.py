@@ -16,8 +16,8 @@ from gradsync.core.bucket.precise import checked_dtype
 from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.observer import Observer, Observers
 from gradsync.core.reduction import Mean, Reduction, reduction_by_name
-from gradsync.core.window.fingerprints import Fingerprints
-from gradsync.core.window.veto import ON_VETO, OnVeto
+from gradsync.core.window.replica_check import ReplicaCheck
+from gradsync.core.window.veto import ON_BAD_STEP, OnBadStep
 
 __all__ = ["BucketSize", "ParameterKeeper", "PolicySettings", "Schedule", "SyncPolicy", "SynchronizerOptions"]
 
@@ -51,8 +51,8 @@ class PolicySettings(TypedDict, total=False):
     schedule: Schedule
     observer: Observer | None
     accumulation_dtype: torch.dtype | None
-    on_veto: OnVeto | None
-    fingerprints: Fingerprints | None
+    on_bad_step: OnBadStep | None
+    replica_check: ReplicaCheck | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,12 @@ class SyncPolicy:
     accumulation_dtype
         the dtype in which gradients of bfloat16 and float16 parameters are added up and averaged: ``torch.float32``
         loses nothing.
-    on_veto
+    on_bad_step
         what all ranks do when the gradients of one are not finite, its backward fails, or it abstains: ``"raise"``,
-        ``"skip-window"`` or ``"drop-rank"``; see docs/failures.md. By default gradients are not checked, a failed
+        ``"skip"`` or ``"drop-rank"``; see docs/failures.md. By default gradients are not checked, a failed
         backward raises on all ranks, and a window is skipped if a rank abstains from it.
-    fingerprints
-        whether and how often replicas compare their parameters: ``Fingerprints(every=100)``.
+    replica_check
+        whether and how often replicas compare their parameters: ``ReplicaCheck(every=100)``.
     """
 
     reduction: Reduction = field(default_factory=Mean)
@@ -84,17 +84,19 @@ class SyncPolicy:
     bucket_cap_mb: BucketSize = "auto"
     observer: Observer | None = None
     accumulation_dtype: torch.dtype | None = None
-    on_veto: OnVeto | None = None
-    fingerprints: Fingerprints | None = None
+    on_bad_step: OnBadStep | None = None
+    replica_check: ReplicaCheck | None = None
 
     def __post_init__(self) -> None:
         checked_dtype(self.accumulation_dtype)
         if self.schedule not in _SCHEDULES:
             raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
-        if self.on_veto not in (None, *ON_VETO):
-            raise ConfigurationError(f"on_veto must be one of {', '.join(ON_VETO)}, or None, got {self.on_veto!r}")
-        if not isinstance(self.fingerprints, Fingerprints | None):
-            raise ConfigurationError(f"fingerprints must be Fingerprints(every=…) or None, got {self.fingerprints!r}")
+        if self.on_bad_step not in (None, *ON_BAD_STEP):
+            raise ConfigurationError(
+                f"on_bad_step must be one of {', '.join(ON_BAD_STEP)}, or None, got {self.on_bad_step!r}"
+            )
+        if not isinstance(self.replica_check, ReplicaCheck | None):
+            raise ConfigurationError(f"replica_check must be ReplicaCheck(every=…) or None, got {self.replica_check!r}")
         if isinstance(self.reduction, str):
             object.__setattr__(self, "reduction", reduction_by_name(self.reduction))
         if not isinstance(self.reduction, Reduction):
@@ -160,8 +162,8 @@ class SyncPolicy:
             ("setting schedule", self.schedule),
             ("setting reduction", repr(self.reduction)),
             ("setting accumulation_dtype", str(self.accumulation_dtype)),
-            ("setting on_veto", str(self.on_veto)),
-            ("setting fingerprints", str(self.fingerprints)),
+            ("setting on_bad_step", str(self.on_bad_step)),
+            ("setting replica_check", str(self.replica_check)),
         ]
 
 

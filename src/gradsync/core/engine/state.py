@@ -23,7 +23,7 @@ too: a step, gradients that were zeroed, a forward, or a block of ``accumulate()
 two collectives the engine knows what it has started: the interrupt is handled like a failed backward, and all ranks can
 go on. While a collective is being started, or several follow each other, nothing can tell which of them the other ranks
 will wait for. Going on could pair a collective of this rank with a different one of theirs, and average two windows
-into one. So the communicator is aborted in that case: every rank raises WireLostError at once.
+into one. So the communicator is aborted in that case: every rank raises CommunicatorLostError at once.
 """
 
 import enum

@@ -89,7 +89,7 @@ WORTH_KEEPING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class ReductionPrediction:
     """A candidate, the predicted time of its step, and how much of that would be waiting for communication."""
 
     name: str
@@ -101,7 +101,7 @@ class Prediction:
         return self.exposed <= HIDDEN * self.step
 
 
-def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) -> Prediction:
+def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) -> ReductionPrediction:
     """A step that computes for ``compute`` seconds and waits for ``wait`` with the ``exact`` mean, at another speed.
 
     Whatever is saved shortens the wait. Communication that is still hidden behind compute takes processor time away
@@ -110,7 +110,7 @@ def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) 
     exposed = min(max(wait - (exact.seconds - speed.seconds), 0.0), speed.seconds)
     hidden = (speed.seconds - exposed) / speed.seconds if speed.seconds else 0.0
     busy = max(speed.busy - exact.busy, 0.0) * hidden
-    return Prediction(name=name, step=compute + exposed + busy, exposed=exposed)
+    return ReductionPrediction(name=name, step=compute + exposed + busy, exposed=exposed)
 
 
 class Auto(Changing):
@@ -132,7 +132,7 @@ class Auto(Changing):
         self.report = ""
         self._watch = StepWatch(clock=clock)
         self._first: int | None = None
-        self._tried: tuple[Prediction, Reduction] | None = None
+        self._tried: tuple[ReductionPrediction, Reduction] | None = None
         self._times: dict[bool, list[float]] = {True: [], False: []}
         # Loaded state is applied when all ranks get there, where buckets can be laid out for it.
         self._loaded: dict[str, Any] | None = None

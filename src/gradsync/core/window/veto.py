@@ -6,10 +6,10 @@
     the ballot      says that there is a veto; all ranks read the same            core/bucket/ballot.py
     afterwards      all exchange which rank it was, and why                       Veto.hear
 
-Then all ranks do the same, as ``on_veto`` says:
+Then all ranks do the same, as ``on_bad_step`` says:
 
-raise        :class:`~gradsync.VetoError` on all ranks, including the one that has vetoed.
-skip-window  backward ends as usual, and the next optimizer step changes nothing.
+raise        :class:`~gradsync.BadStepError` on all ranks, including the one that has vetoed.
+skip  backward ends as usual, and the next optimizer step changes nothing.
 drop-rank    the mean is over the other ranks. If all have vetoed, the window is skipped.
 
 [Note: a failed backward is never dropped] Its error reaches the user's code on that rank alone, which zeroes gradients
@@ -38,14 +38,14 @@ from typing import Literal
 
 import torch
 
-from gradsync.base.errors import VetoError
+from gradsync.base.errors import BadStepError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.ballot import Requests, reads_at_once
 
-__all__ = ["ON_VETO", "FiniteCheck", "OnVeto", "Veto", "WindowVerdict", "invalidate"]
+__all__ = ["ON_BAD_STEP", "FiniteCheck", "OnBadStep", "Veto", "WindowVerdict", "invalidate"]
 
 
 class FiniteCheck:
@@ -112,8 +112,8 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 LOGGER = logging.getLogger("gradsync")
 
-OnVeto = Literal["raise", "skip-window", "drop-rank"]
-ON_VETO = ("raise", "skip-window", "drop-rank")
+OnBadStep = Literal["raise", "skip", "drop-rank"]
+ON_BAD_STEP = ("raise", "skip", "drop-rank")
 
 # The prefix of a rank's reason when it is sent.
 ABSTAINS, NOT_FINITE, STILL = b"a", b"n", b"s"
@@ -135,28 +135,28 @@ class WindowVerdict:
 class Veto:
     """This rank's vetoes, and what it has learned of the others'."""
 
-    def __init__(self, on_veto: OnVeto | None, communicator: Communicator) -> None:
-        self._on_veto = on_veto
+    def __init__(self, on_bad_step: OnBadStep | None, communicator: Communicator) -> None:
+        self._on_bad_step = on_bad_step
         self._communicator = communicator
         self._abstention: str | None = None
         self._stands = False
         # Only those who request the check pay for it.
-        self.check = None if on_veto is None else FiniteCheck()
+        self.check = None if on_bad_step is None else FiniteCheck()
 
     @property
     def holds_back(self) -> bool:
         """Whether no bucket may start before all were checked: a dropped rank must not have sent any."""
-        return self._on_veto == "drop-rank"
+        return self._on_bad_step == "drop-rank"
 
     @property
     def reads_at_once(self) -> bool:
         """Whether all ranks wait for the ballot, even on an accelerator, to learn of a veto before the step."""
-        return self._on_veto is not None
+        return self._on_bad_step is not None
 
     @property
     def tolerates(self) -> bool:
         """Whether a failed backward on another rank is not an error here: the window is skipped."""
-        return self._on_veto in ("skip-window", "drop-rank")
+        return self._on_bad_step in ("skip", "drop-rank")
 
     @property
     def is_noted(self) -> bool:
@@ -202,17 +202,17 @@ class Veto:
     def hear(self) -> WindowVerdict:
         """The ballot says that there is a veto: learn whose it is, why, and what follows. Collective.
 
-        Raises :class:`VetoError` on all ranks where that is what follows.
+        Raises :class:`BadStepError` on all ranks where that is what follows.
         """
         reasons = gather_bytes(self._communicator, self.reason)
         vetoes = {rank: reason for rank, reason in enumerate(reasons) if reason}
         told = listed([self._told(rank, reason) for rank, reason in vetoes.items() if reason != STILL] or [""])
-        if self._on_veto == "raise":
-            raise VetoError(
+        if self._on_bad_step == "raise":
+            raise BadStepError(
                 f"{told}, so these gradients are not the mean over all ranks. Call zero_grad() before the next backward"
             )
         finite = not any(reason.startswith(NOT_FINITE) for reason in reasons)
-        drops = self._on_veto == "drop-rank" and len(vetoes) < len(reasons) and STILL not in vetoes.values()
+        drops = self._on_bad_step == "drop-rank" and len(vetoes) < len(reasons) and STILL not in vetoes.values()
         if drops:
             self._warn(f"{told}: the mean of this window is over the other ranks")
             return WindowVerdict(dropped=len(vetoes))

@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradsync.base.files import from_json_or
-from gradsync.communicator import Wire
+from gradsync.communicator import BaseCommunicator
 from gradsync.communicator.root_cause import BEFORE
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.guards import Guards
@@ -134,7 +134,7 @@ class Agent:
         """Guard ``wire``: nobody shall wait on it for a rank that has exited. All ranks guard the same communicators in
         the same order, because they are identified by number.
         """
-        if not isinstance(wire, Wire):
+        if not isinstance(wire, BaseCommunicator):
             return
         if wire.device.type != "cpu":
             # Those that it has its collectives from know what the device has finished.

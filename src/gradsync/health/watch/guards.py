@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gradsync.communicator import ProcessGroupCommunicator, Wire
+from gradsync.communicator import BaseCommunicator, ProcessGroupCommunicator
 from gradsync.communicator.collective import Fate
 from gradsync.health.watch.detector import ExitRecord
 from gradsync.health.watch.status import Wait
@@ -52,11 +52,11 @@ class Guards:
         self.fates: list[Fate] = []
         self._device_timeout = device_timeout
         self._group = weakref.ref(group)
-        self._wires: list[tuple[int, weakref.ref[Wire]]] = []
+        self._wires: list[tuple[int, weakref.ref[BaseCommunicator]]] = []
         # Those on which the host never waits: their collectives are ordered on a device.
         self._ahead: set[int] = set()
 
-    def add(self, wire: Wire, witness: Callable[[str], str]) -> None:
+    def add(self, wire: BaseCommunicator, witness: Callable[[str], str]) -> None:
         if all(fate is not wire.fate for fate in self.fates) and len(self.fates) < MOST_WIRES:
             # Another list: the thread of the watch may be looking at this one.
             self.fates = [*self.fates, wire.fate]
@@ -132,7 +132,7 @@ class Guards:
         for wire in self._wires_of(number):
             wire.lose(story)
 
-    def _wires_of(self, number: int) -> list[Wire]:
+    def _wires_of(self, number: int) -> list[BaseCommunicator]:
         wires = [wire for each, reference in self._wires if each == number and (wire := reference()) is not None]
         group = self._group()
         if number == 0 and group is not None:

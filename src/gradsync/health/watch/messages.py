@@ -32,7 +32,7 @@ __all__ = [
 MOST_NAMED = 4
 RAISED = "raised"
 # Consequences of another rank's end, not causes.
-CONSEQUENCES = ("WireLostError", "PeerFailedError")
+CONSEQUENCES = ("CommunicatorLostError", "PeerFailedError")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from gradsync.health.watch.pace import Pace
 
-__all__ = ["BLOCK", "KEPT", "Round", "Rounds", "Series", "against_the_others", "median"]
+__all__ = ["BLOCK", "KEPT", "PaceSeries", "Round", "Rounds", "against_the_others", "median"]
 
 KEPT = 240
 HISTORY = 120
@@ -41,7 +41,7 @@ def median(values: Sequence[float]) -> float:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-class Series:
+class PaceSeries:
     """The most recent values, one number per window."""
 
     def __init__(self, values: Sequence[float] = ()) -> None:

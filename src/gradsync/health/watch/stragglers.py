@@ -18,7 +18,7 @@ for another.
 from collections import deque
 from dataclasses import dataclass
 
-from gradsync.health.watch.rounds import BLOCK, Round, Series, against_the_others, median
+from gradsync.health.watch.rounds import BLOCK, PaceSeries, Round, against_the_others, median
 
 __all__ = [
     "FIRST_PAUSE_SECONDS",
@@ -91,7 +91,7 @@ class Stragglers:
         # Those of whom something is new. Who stands by for long, or is gone, may be in none of the last windows.
         self._present: tuple[int, ...] = ()
         # By what share each was slower than the others, window by window, and the last windows as they were told of.
-        self._slower: dict[int, Series] = {}
+        self._slower: dict[int, PaceSeries] = {}
         self._rounds: deque[Round] = deque(maxlen=LENGTHS[-1])
         self._named: dict[int, Naming] = {}
         self._shortest, self._excused = LENGTHS[0], LEAST_SECONDS
@@ -107,7 +107,7 @@ class Stragglers:
         self._present = tuple(told.own)
         for member, others in against_the_others(told.own).items():
             if member not in self._slower:
-                self._slower[member] = Series()
+                self._slower[member] = PaceSeries()
             self._slower[member].add(told.own[member] / others - 1)
 
     def look(self, now: float, *, excused: float = 0.0) -> list[Verdict]:
@@ -126,7 +126,7 @@ class Stragglers:
         self._present = ()
         return verdicts
 
-    def _detector(self, member: int, slower: Series, now: float) -> Verdict | None:
+    def _detector(self, member: int, slower: PaceSeries, now: float) -> Verdict | None:
         if not slower.is_high(SLOWER / 2):
             return None
         for count in LENGTHS:
@@ -155,7 +155,7 @@ class Stragglers:
             wire=median([told.waited[member] for told in rounds]),
         )
 
-    def _again(self, naming: Naming, slower: Series, now: float) -> Verdict | None:
+    def _again(self, naming: Naming, slower: PaceSeries, now: float) -> Verdict | None:
         named = naming.named
         is_over = median(slower.last(self._shortest)) < min(OVER, named.slower / 2)
         if not is_over and now < naming.next:
@@ -204,7 +204,7 @@ class SlowWire:
         self._restart()
 
     def _restart(self) -> None:
-        self._wire, self._wall = Series(), Series()
+        self._wire, self._wall = PaceSeries(), PaceSeries()
         self._past: list[float] = []
         # What it takes as a rule, as of some windows ago.
         self._usual, self._until_known = 0.0, LEAST_HISTORY + WIRE_LENGTHS[0]
@@ -276,7 +276,7 @@ class SlowWire:
             was_a_moment = self._window - self._since < MOMENT * self._shortest
             self._shortest = min(WIRE_LENGTHS[-1], 2 * self._shortest) if was_a_moment else WIRE_LENGTHS[0]
             # The slow windows are no past to compare with.
-            self._wire = Series([*self._past, *self._wire.last(WIRE_LENGTHS[0])])
+            self._wire = PaceSeries([*self._past, *self._wire.last(WIRE_LENGTHS[0])])
             return self._verdict(WIRE_LENGTHS[0], named.before, is_over=True)
         if now < self._next or current.window <= named.window:
             return None

@@ -18,7 +18,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
 from gradsync.observe.explain.merging import merge
 from gradsync.observe.explain.split import find_stragglers, split
-from gradsync.observe.plan.network import REDUCTIONS, Link, Operation, ReductionCost, Schedule, Topology, Way, Wire
+from gradsync.observe.plan.network import REDUCTIONS, Link, Operation, ReductionCost, Schedule, Topology, Transport, Way
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
 from gradsync.observe.recording import Header, Recording, Step, read_recordings
 
@@ -63,7 +63,7 @@ class Reading:
         return self.rounds * (self.ranks - 1 if self.way == "ring" else 1)
 
 
-def fit_wire(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float = 1.0) -> Wire:
+def fit_wire(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float = 1.0) -> Transport:
     """A wire whose collectives take as long as the ``readings``, which are of one number of ranks."""
     if not readings:
         raise ConfigurationError("a wire is fitted to readings of at least one collective, got none")
@@ -74,13 +74,13 @@ def fit_wire(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float =
         for key in dict.fromkeys((each.operation, each.way) for each in readings)
     }
     ranks = readings[0].ranks
-    wires: dict[tuple[Operation, Way], Wire] = {}
+    wires: dict[tuple[Operation, Way], Transport] = {}
     for way in dict.fromkeys(each.way for each in readings):
         steps = {key: next(r for r in readings if (r.operation, r.way) == key).steps for key in fits if key[1] == way}
         start, latency = _split([(count, fits[key]) for key, count in steps.items()])
         link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
         topology = Topology(ranks=ranks, between=link, ranks_per_host=ranks if way == "shared" else 1)
-        made = Wire(topology=topology, way=way, start=start, in_flight=in_flight, hidden=hidden)
+        made = Transport(topology=topology, way=way, start=start, in_flight=in_flight, hidden=hidden)
         wires |= dict.fromkeys(steps, made)
     main = wires.get(("all_reduce", "ring")) or wires[next(iter(wires))]
     others = {operation: wire for (operation, way), wire in wires.items() if way != main.way}
@@ -160,7 +160,7 @@ class Calibration:
     """
 
     profile: StepProfile
-    wire: Wire
+    wire: Transport
     jitter: Jitter = field(default_factory=Jitter)
     reductions: Mapping[str, ReductionCost] = field(default_factory=lambda: dict(REDUCTIONS))
     host: float = 0.0
@@ -244,7 +244,7 @@ def recorded(folder: Path) -> Calibration:
     )
 
 
-def _warnings(ranks: Sequence[Recording], wire: Wire) -> Iterator[str]:
+def _warnings(ranks: Sequence[Recording], wire: Transport) -> Iterator[str]:
     """Follows the verdict of ``gradsync explain``: a rank that others wait for there is a straggler here."""
     timeline = merge(ranks)
     for straggler in find_stragglers(timeline, split(timeline)):
@@ -320,7 +320,7 @@ def _compute_seconds(ranks: Sequence[Recording]) -> list[list[float]]:
     return [[row[number] for number in common] for row in rows]
 
 
-def _wire(header: Header) -> Wire:
+def _wire(header: Header) -> Transport:
     """As an all-reduce was measured when the model was wrapped."""
     ranks = header.world_size
     if header.link is None or ranks == 1:
@@ -339,4 +339,4 @@ def _wire(header: Header) -> Wire:
         ranks_per_host=ranks if way == "shared" else 1,
         between=Link(latency=each, bandwidth=traffic / per_byte),
     )
-    return Wire(topology=topology, way=way, start=each)
+    return Transport(topology=topology, way=way, start=each)

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.plan.calibration import Calibration
-from gradsync.observe.plan.network import Link, Topology, Wire
+from gradsync.observe.plan.network import Link, Topology, Transport
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
 
 __all__ = ["known_machines", "known_models", "published"]
@@ -68,7 +68,7 @@ def published(machine: str, model: str, *, batch: int | None = None) -> Calibrat
         profile=StepProfile(
             forward=profile.forward, backward=profile.backward, optimizer=optimizer, buckets=profile.buckets
         ),
-        wire=Wire(topology=topology, way=host["way"], start=float(host["start"])),
+        wire=Transport(topology=topology, way=host["way"], start=float(host["start"])),
         jitter=Jitter(sigma=float(host["jitter"])),
         host=HOST_SECONDS,
         link=float(host["between"]["bandwidth"]),

@@ -33,8 +33,8 @@ __all__ = [
     "ReductionCost",
     "Schedule",
     "Topology",
+    "Transport",
     "Way",
-    "Wire",
 ]
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -129,7 +129,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class Transport:
     """One transport between the ranks of a topology.
 
     ``in_flight`` collectives may be in flight at a time: the latency of one hides behind the bytes of another. Compute
@@ -145,7 +145,7 @@ class Wire:
     per_byte: float = 0.0
     in_flight: int = 1
     hidden: float = 1.0
-    others: Mapping[Operation, "Wire"] = field(default_factory=dict)
+    others: Mapping[Operation, "Transport"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.in_flight < 1 or not 0 < self.hidden <= 1 or min(self.start, self.message, self.per_byte) < 0:
@@ -163,17 +163,17 @@ class Wire:
     def ranks(self) -> int:
         return self.topology.ranks
 
-    def among(self, ranks: int) -> "Wire":
+    def among(self, ranks: int) -> "Transport":
         """The same wire among so many ranks."""
         # What shares memory is on one host, however many there are.
         local = max(ranks, self.topology.ranks_per_host) if self.way == "shared" else self.topology.ranks_per_host
         return self._on(replace(self.topology, ranks=ranks, ranks_per_host=local))
 
-    def over(self, between: Link) -> "Wire":
+    def over(self, between: Link) -> "Transport":
         """The same wire over other links between hosts."""
         return self._on(replace(self.topology, between=between))
 
-    def _on(self, topology: Topology) -> "Wire":
+    def _on(self, topology: Topology) -> "Transport":
         # Each way has a latency of its own.
         others = {
             operation: other._on(

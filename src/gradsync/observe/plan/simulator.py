@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.plan.event_loop import Core, EventLoop, SharedLink, Traffic, Transfer, TransferPhase
-from gradsync.observe.plan.network import Operation, Schedule, Wire
+from gradsync.observe.plan.network import Operation, Schedule, Transport
 from gradsync.observe.plan.profile import StepProfile
 
 __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
@@ -84,7 +84,7 @@ class SimulatedStep:
 
 
 def simulate(
-    profiles: StepProfile | Sequence[StepProfile], wire: Wire, schedule: Schedule | None = None
+    profiles: StepProfile | Sequence[StepProfile], wire: Transport, schedule: Schedule | None = None
 ) -> SimulatedStep:
     """A step of the ranks of ``wire``: all alike, or with a profile for each of those that differ.
 
@@ -149,7 +149,7 @@ class _Rank:
 class _Run:
     """One simulation."""
 
-    def __init__(self, profiles: Sequence[StepProfile], wire: Wire, schedule: Schedule) -> None:
+    def __init__(self, profiles: Sequence[StepProfile], wire: Transport, schedule: Schedule) -> None:
         self._wire, self._schedule = wire, schedule
         # Asked for the same sizes in every step.
         self._cost = functools.cache(wire.cost)

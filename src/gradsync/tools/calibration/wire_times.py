@@ -17,7 +17,7 @@ from gradsync.communicator import (
 from gradsync.core.reduction.codings import Blocks, Coding, Rounded, Signs
 from gradsync.core.reduction.quantize import exchange
 from gradsync.observe.plan.calibration import Reading
-from gradsync.observe.plan.network import Operation, ReductionCost, Way, Wire
+from gradsync.observe.plan.network import Operation, ReductionCost, Transport, Way
 
 __all__ = ["CODINGS", "PAUSE", "SIZES", "coding_costs", "way_of", "wire_readings"]
 
@@ -79,7 +79,7 @@ def wire_readings(
 
 
 def coding_costs(
-    communicator: Communicator, device: torch.device, wire: Wire, pause: float = PAUSE
+    communicator: Communicator, device: torch.device, wire: Transport, pause: float = PAUSE
 ) -> list[ReductionCost]:
     """The time left of an exchange of coded gradients when the time of its bytes is subtracted. Collective."""
     costs = []

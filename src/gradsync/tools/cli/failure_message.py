@@ -176,7 +176,7 @@ def write_last_words(words: LastWords) -> bool:
 
 
 def _causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those in whose handling it was raised: ``except WireLostError: sys.exit(1)``."""
+    """The error, and those in whose handling it was raised: ``except CommunicatorLostError: sys.exit(1)``."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from gradsync.base.environment import read_environment
-from gradsync.base.errors import ConfigurationError, GradsyncError, PeerFailedError, WireLostError
+from gradsync.base.errors import CommunicatorLostError, ConfigurationError, GradsyncError, PeerFailedError
 from gradsync.health.elastic import require_torchft
 from gradsync.health.watch import say_goodbye
 from gradsync.tools.cli.failure_message import is_heard, leave_last_words
@@ -68,11 +68,11 @@ def train(
     overlap: Annotated[
         str | None, WIRE(help="Hide the wire behind: backward, next-forward, or auto, the faster of both.")
     ] = None,
-    on_veto: Annotated[
+    on_bad_step: Annotated[
         str | None,
-        WIRE(help="Where gradients of a rank are not finite: raise, skip-window or drop-rank."),
+        WIRE(help="Where gradients of a rank are not finite: raise, skip or drop-rank."),
     ] = None,
-    fingerprints: Annotated[
+    replica_check: Annotated[
         int | None, WIRE(help="Steps after which ranks compare their parameters; one that differs is named.")
     ] = None,
     run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
@@ -179,7 +179,7 @@ def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
         raise GradsyncError(str(error)) from error
     except (ConfigurationError, PeerFailedError) as error:
         # Bad input is the same everywhere, and rank 0 says it once; what failed on another rank alone that rank says.
-        if rank > 0 and not is_heard() and type(error) in (ConfigurationError, PeerFailedError, WireLostError):
+        if rank > 0 and not is_heard() and type(error) in (ConfigurationError, PeerFailedError, CommunicatorLostError):
             time.sleep(SECONDS_FOR_RANK_0)
             return 1
         raise

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from gradsync.accelerator.optimizer import Overlap, Overlapping
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.reduction import reduction_by_name
-from gradsync.core.window.veto import ON_VETO, OnVeto
+from gradsync.core.window.veto import ON_BAD_STEP, OnBadStep
 
 __all__ = ["Precision", "TrainSettings", "option_of"]
 
@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 AT_LEAST_1 = (
     *("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every", "steps"),
-    *("fingerprints", "min_ranks"),
+    *("replica_check", "min_ranks"),
 )
 # What is expected, and of which settings; None is always allowed.
 RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
@@ -31,7 +31,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a whole number of at most 62 bits": (lambda value: abs(value) < 1 << 62, ("seed",)),
     f"one of {', '.join(get_args(Precision))}": (get_args(Precision).__contains__, ("precision",)),
     f"one of {', '.join(get_args(Overlap))}": (get_args(Overlap).__contains__, ("overlap",)),
-    f"one of {', '.join(ON_VETO)}": (ON_VETO.__contains__, ("on_veto",)),
+    f"one of {', '.join(ON_BAD_STEP)}": (ON_BAD_STEP.__contains__, ("on_bad_step",)),
 }
 
 
@@ -68,8 +68,8 @@ class TrainSettings:
     reduction: str = "mean"
     shard_optimizer: bool = False
     overlap: Overlap | None = None
-    on_veto: OnVeto | None = None
-    fingerprints: int | None = None
+    on_bad_step: OnBadStep | None = None
+    replica_check: int | None = None
     elastic: bool = False
     min_ranks: int = 1
     run_folder: Path = Path("runs/train")

@@ -21,7 +21,7 @@ from gradsync.accelerator.prepared_state import restore_prepared, save_prepared
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.communicator import Communicator
-from gradsync.core.engine import Fingerprints, SyncPolicy
+from gradsync.core.engine import ReplicaCheck, SyncPolicy
 from gradsync.core.engine.observer import Observers
 from gradsync.core.reduction import reduction_by_name
 from gradsync.health.elastic import Elastic
@@ -276,8 +276,8 @@ def make_accelerator(
         bucket_cap_mb=settings.bucket_mb,
         reduction=reduction_by_name(settings.reduction if settings.local_steps is None else "mean"),
         observer=timeline if recorder is None else Observers(timeline, recorder),
-        on_veto=settings.on_veto,
-        fingerprints=None if settings.fingerprints is None else Fingerprints(every=settings.fingerprints),
+        on_bad_step=settings.on_bad_step,
+        replica_check=None if settings.replica_check is None else ReplicaCheck(every=settings.replica_check),
     )
     accelerator = Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradsync.base.files import whole_file
-from gradsync.core.engine import Fingerprints, SyncPolicy
+from gradsync.core.engine import ReplicaCheck, SyncPolicy
 from gradsync.parallel.data_parallel import DistributedDataParallel
 from gradsync.tools.bench.faults.judging import AFTERWARDS, CUT_LINK, RANKS, ElasticJudge, Fault, Judge, inject
 from gradsync.tools.bench.peers import DDP, OURS, TUNED, Accelerate, MakeOptimizer, Peer, WrappedModel
@@ -81,8 +81,8 @@ FIRST_HEARTBEATS = 0.5
 # -- the setups -------------------------------------------------------------------------------------------------------
 
 
-def _fingerprints() -> Fingerprints:
-    return Fingerprints(every=FINGERPRINTS_EVERY, on_difference="heal-from-majority")
+def _fingerprints() -> ReplicaCheck:
+    return ReplicaCheck(every=FINGERPRINTS_EVERY, on_mismatch="repair")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class _Guarded(Peer):
     name: str = OURS
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        wrapper = DistributedDataParallel(model, on_veto="skip-window", fingerprints=_fingerprints())
+        wrapper = DistributedDataParallel(model, on_bad_step="skip", replica_check=_fingerprints())
         return WrappedModel(
             model=wrapper,
             optimizer=optimizer(wrapper.parameters()),
@@ -342,7 +342,7 @@ def _train_elastic(settings: TrialSettings, model: nn.Module, events: Events, in
     from gradsync.accelerator.settings import DistributedDataParallelKwargs
     from gradsync.health.elastic import Elastic
 
-    policy = SyncPolicy(on_veto="skip-window", fingerprints=_fingerprints())
+    policy = SyncPolicy(on_bad_step="skip", replica_check=_fingerprints())
     accelerator = Accelerator(
         cpu=True,
         elastic=Elastic(timeout=settings.timeout),

@@ -176,7 +176,7 @@ def _note() -> str:
     return (
         f"{RANKS} ranks; medians over seeds, which draw the rank, the step and the moment in it. Groups of all have "
         f"{LIMITS.timeout:g} s for a collective. gradsync runs under the launcher of gradsync train, with "
-        f"on_veto='skip-window' and fingerprints every {FINGERPRINTS_EVERY} steps; the others under torchrun, "
+        f"on_bad_step='skip' and fingerprints every {FINGERPRINTS_EVERY} steps; the others under torchrun, "
         f"{TUNED} with {_listed(AGAINST_FAULTS)}, a monitored barrier of {MONITORED.seconds} s before every backward, "
         f"and an error for gradients that are not finite; {ELASTIC} under the launcher of gradsync train --elastic, "
         f"{TORCHFT} with its own wrapper, the same lighthouse, and a torchrun for each rank. These two go on "

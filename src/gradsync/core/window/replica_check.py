@@ -32,11 +32,11 @@ from gradsync.communicator import Communicator
 from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import ParameterSpec
 
-__all__ = ["Comparison", "Fingerprints", "fingerprint"]
+__all__ = ["Comparison", "ReplicaCheck", "fingerprint"]
 
 LOGGER = logging.getLogger("gradsync")
 
-_REMEDIES = ("raise", "heal-from-majority")
+_REMEDIES = ("raise", "repair")
 
 # Words per block. Two megabytes of products stay in the cache of a core; an accelerator wants few operations.
 BLOCK = 1 << 18
@@ -44,11 +44,11 @@ ACCELERATOR_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fingerprints:
+class ReplicaCheck:
     """Compares the parameters of all replicas in the first window and then in one of every ``every``.
 
-    on_difference
-        ``"raise"``: MismatchError on all ranks, which names the rank and the parameter; or ``"heal-from-majority"``:
+    on_mismatch
+        ``"raise"``: MismatchError on all ranks, which names the rank and the parameter; or ``"repair"``:
         the parameter is copied from the ranks that agree, if they are more than half of all ranks.
 
     With a :class:`~gradsync.ShardedOptimizer` use ``every=1``: each step gives the value of an element's owner to all
@@ -56,13 +56,13 @@ class Fingerprints:
     """
 
     every: int
-    on_difference: Literal["raise", "heal-from-majority"] = "raise"
+    on_mismatch: Literal["raise", "repair"] = "raise"
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or self.every < 1:
             raise ConfigurationError(f"every must be a number of windows, 1 or more, got {self.every!r}")
-        if self.on_difference not in _REMEDIES:
-            raise ConfigurationError(f"on_difference must be one of {', '.join(_REMEDIES)}, got {self.on_difference!r}")
+        if self.on_mismatch not in _REMEDIES:
+            raise ConfigurationError(f"on_mismatch must be one of {', '.join(_REMEDIES)}, got {self.on_mismatch!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Comparison:
 
     def __init__(
         self,
-        settings: Fingerprints,
+        settings: ReplicaCheck,
         specs: Sequence[ParameterSpec],
         communicator: Communicator,
         value_of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
@@ -110,7 +110,7 @@ class Comparison:
         differences = [
             _Difference(index=index, prints=column) for index, column in enumerate(columns) if len(set(column)) > 1
         ]
-        if self._settings.on_difference == "raise" or any(each.majority is None for each in differences):
+        if self._settings.on_mismatch == "raise" or any(each.majority is None for each in differences):
             self._refuse(differences)
         for difference in differences:
             self._heal(difference, values[difference.index])
@@ -146,7 +146,7 @@ class Comparison:
         return f"{which} was found to differ on {names}, no majority of which agrees"
 
     def _refuse(self, differences: Sequence[_Difference]) -> None:
-        healing = "" if self._settings.on_difference == "raise" else " Nothing was healed."
+        healing = "" if self._settings.on_mismatch == "raise" else " Nothing was healed."
         raise MismatchError(
             f"{self._told(differences)}: a bit has flipped, or code that only some ranks run has changed it.{healing} "
             "Load the last checkpoint on all ranks, and call zero_grad() before the next backward"

@@ -14,14 +14,14 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from gradsync import (
     ConfigurationError,
     DistributedDataParallel,
-    Fingerprints,
     MismatchError,
     OverlappedOptimizer,
+    ReplicaCheck,
     ShardedOptimizer,
     SyncPolicy,
 )
 from gradsync.communicator import choose_communicator
-from gradsync.core.window.fingerprints import BLOCK, fingerprint
+from gradsync.core.window.replica_check import BLOCK, fingerprint
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -94,11 +94,11 @@ def test_it_is_one_of_bits_in_their_logical_order(dtype: torch.dtype) -> None:
 WINDOWS, FLIPPED_AT, EVERY = 9, 2, 3
 
 
-def train(settings: Fingerprints, culprit: int, parameter: int, bit: int) -> tuple[list[str], list[str], list[Any]]:
+def train(settings: ReplicaCheck, culprit: int, parameter: int, bit: int) -> tuple[list[str], list[str], list[Any]]:
     """Nine windows, compared in every third; after the third ``culprit`` has another bit. What was raised, what was
     warned of, and the parameters at the end."""
     wire = choose_communicator()
-    model = DistributedDataParallel(Network(), fingerprints=settings, bucket_cap_mb=1e-4)
+    model = DistributedDataParallel(Network(), replica_check=settings, bucket_cap_mb=1e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     raised, lines = [], Lines()
     logging.getLogger("gradsync").addHandler(lines)
@@ -135,7 +135,7 @@ CASES = [(0, 7), (3, 40), (4, 31 + 32 * 20)]
 @pytest.mark.parametrize(("parameter", "bit"), CASES)
 def test_a_flipped_bit_is_found_and_named(ranks: Ranks, parameter: int, bit: int) -> None:
     culprit = ranks.world_size - 1
-    for raised, lines, _ in ranks.run(train, Fingerprints(every=EVERY), culprit, parameter, bit):
+    for raised, lines, _ in ranks.run(train, ReplicaCheck(every=EVERY), culprit, parameter, bit):
         assert not lines
         found = [window for window, error in enumerate(raised) if error]
         # It is raised again, until somebody has loaded a checkpoint.
@@ -153,7 +153,7 @@ def test_a_flipped_bit_is_found_and_named(ranks: Ranks, parameter: int, bit: int
 def test_a_majority_heals(kind: str, parameter: int, bit: int) -> None:
     """Training goes on with the same bits on all ranks."""
     ranks: Ranks = ThreadRanks(4) if kind == "threads" else pool_of(4)
-    settings = Fingerprints(every=EVERY, on_difference="heal-from-majority")
+    settings = ReplicaCheck(every=EVERY, on_mismatch="repair")
     results = ranks.run(train, settings, 0, parameter, bit)
     for rank, (raised, lines, parameters) in enumerate(results):
         assert not any(raised)
@@ -165,14 +165,14 @@ def test_a_majority_heals(kind: str, parameter: int, bit: int) -> None:
 
 
 def test_two_ranks_cannot_heal() -> None:
-    settings = Fingerprints(every=EVERY, on_difference="heal-from-majority")
+    settings = ReplicaCheck(every=EVERY, on_mismatch="repair")
     for raised, _, _ in ThreadRanks(2).run(train, settings, 1, 0, 5):
         assert "no majority of which agrees" in raised[3]
         assert "Nothing was healed" in raised[3]
 
 
 def test_nobody_compares_unasked_and_nothing_is_found_where_nothing_is() -> None:
-    for raised, lines, _ in ThreadRanks(3).run(train, Fingerprints(every=1), -1, 0, 0):
+    for raised, lines, _ in ThreadRanks(3).run(train, ReplicaCheck(every=1), -1, 0, 0):
         assert not any(raised)
         assert not lines
 
@@ -183,7 +183,7 @@ def test_nobody_compares_unasked_and_nothing_is_found_where_nothing_is() -> None
 def sharded(every: int) -> list[Any]:
     """Parameters that are still on their way when the backward begins are waited for."""
     wire = choose_communicator()
-    model = DistributedDataParallel(Network(), fingerprints=Fingerprints(every=every), bucket_cap_mb=1e-4)
+    model = DistributedDataParallel(Network(), replica_check=ReplicaCheck(every=every), bucket_cap_mb=1e-4)
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     for window in range(5):
         model(float(wire.rank + window)).backward()
@@ -201,7 +201,7 @@ def test_parameters_of_a_sharded_optimizer_are_compared(process_ranks: RankPool)
 def flip_on(culprit: int, kind: str, every: int) -> tuple[list[bool], list[torch.Tensor]]:
     """In which of five windows a bit is found that flips on ``culprit`` after the second one, and the parameters."""
     wire = choose_communicator()
-    model = DistributedDataParallel(Network(), fingerprints=Fingerprints(every=every), bucket_cap_mb=1e-4)
+    model = DistributedDataParallel(Network(), replica_check=ReplicaCheck(every=every), bucket_cap_mb=1e-4)
     # Parameters stay what they are, but for the flipped bit.
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer: Any = plain
@@ -243,7 +243,7 @@ def narrow() -> str:
     """The values that the optimizer has are compared, not those that a forward computes with."""
     wire = choose_communicator()
     config = _MixedPrecision(param_dtype=torch.bfloat16)
-    model = DistributedDataParallel(nn.Linear(4, 4), mixed_precision=config, fingerprints=Fingerprints(every=2))
+    model = DistributedDataParallel(nn.Linear(4, 4), mixed_precision=config, replica_check=ReplicaCheck(every=2))
     with torch.no_grad():
         # Less than a bfloat16 can tell.
         model.module.weight[2, 2] += math.ulp(1.0) * 2**28 if wire.rank == 1 else 0.0
@@ -258,8 +258,8 @@ def test_low_precision_hides_nothing() -> None:
 
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigurationError, match="1 or more, got 0"):
-        Fingerprints(every=0)
-    with pytest.raises(ConfigurationError, match="raise, heal-from-majority, got 'heal'"):
-        Fingerprints(every=1, on_difference="heal")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"fingerprints must be Fingerprints\(every=…\)"):
-        SyncPolicy(fingerprints=100)  # type: ignore[arg-type]
+        ReplicaCheck(every=0)
+    with pytest.raises(ConfigurationError, match="raise, repair, got 'heal'"):
+        ReplicaCheck(every=1, on_mismatch="heal")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"replica_check must be ReplicaCheck\(every=…\)"):
+        SyncPolicy(replica_check=100)  # type: ignore[arg-type]

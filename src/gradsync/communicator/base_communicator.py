@@ -1,12 +1,12 @@
 """The base class of all communicators: everything they have in common, so that each of them only moves bytes.
 
-A communicator derives from :class:`Wire` and implements ``_all_reduce``, ``_broadcast``, ``_all_gather``,
+A communicator derives from :class:`BaseCommunicator` and implements ``_all_reduce``, ``_broadcast``, ``_all_gather``,
 ``_reduce_scatter`` and ``_all_to_all``. Each receives a :class:`Collective` and checked arguments, and returns the
 collective through one of two methods:
 
-- :meth:`Wire._queue_up` for work that runs in Python from beginning to end: on the communicator's queue, in order;
-- :meth:`Wire._issue` for work that proceeds by itself once started: at once or, if stages that come before it have not
-  run yet, after them.
+- ``_queue_up`` for work that runs in Python from beginning to end: on the communicator's queue, in order;
+- ``_issue`` for work that proceeds by itself once started: at once or, if stages that come before it have not run yet,
+  after them.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError, MisuseError, WireLostError
+from gradsync.base.errors import CommunicatorLostError, ConfigurationError, GradsyncError, MismatchError, MisuseError
 from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Communicator, Counts, Handle, ReduceOp, Stage
 from gradsync.communicator.checks import (
@@ -33,7 +33,7 @@ from gradsync.communicator.collective import Allocation, Collective, Fate, Later
 from gradsync.communicator.logs import LOGGER, log_errors, rank_name
 from gradsync.communicator.shutdown import keep_track
 
-__all__ = ["Shares", "Sizes", "Wire"]
+__all__ = ["BaseCommunicator", "Shares", "Sizes"]
 
 Sizes = tuple[int, ...]
 """Elements per rank."""
@@ -45,7 +45,7 @@ E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
 
-class Wire:
+class BaseCommunicator:
     """Base class that provides argument checks, numbering, failure handling, stages and logging."""
 
     # Whether ranks that raise MismatchError, all of them, are still in step.
@@ -138,17 +138,17 @@ class Wire:
         if self._is_forked:
             return
         name = rank_name(self.group, self.rank)
-        self._fail(WireLostError(f"{name} has given its communicator up: {reason}"))
+        self._fail(CommunicatorLostError(f"{name} has given its communicator up: {reason}"))
         self._tell_once(reason)
 
     def lose(self, story: str) -> None:
-        """Other ranks are known to be gone from an outside source: raise WireLostError with ``story`` here.
+        """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``story`` here.
 
         Like :meth:`abort`, it never blocks, and may be called from any thread.
         """
         if self._is_forked:
             return
-        self._fail(WireLostError(story))
+        self._fail(CommunicatorLostError(story))
         self._tell_once(story)
 
     # -- what a communicator writes -----------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Wire:
         lost = explained
         if not isinstance(lost, GradsyncError):
             story = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
-            lost = WireLostError(story.rstrip(": "))
+            lost = CommunicatorLostError(story.rstrip(": "))
         self._fail(lost)
         if self.tells_failures:
             self._tell_once(str(lost))
@@ -338,7 +338,7 @@ class Wire:
     def _attested(self, error: E) -> E:
         """With what is known of the other ranks beside this wire, if this is the first that is heard of it."""
         witness = self.fate.witness
-        if witness is None or self.fate.failure is not None or not isinstance(error, WireLostError):
+        if witness is None or self.fate.failure is not None or not isinstance(error, CommunicatorLostError):
             return error
         attested = type(error)(witness(str(error)))
         attested.__cause__ = error.__cause__
