@@ -151,9 +151,9 @@ def agree_on_position(
     states = decoded(wanted.generator)
     if states.numel():
         if shares_states and communicator.world_size > 1:
-            wire = states.to(communicator.device)
-            communicator.broadcast(wire, 0).wait()
-            states = wire.cpu()
+            sent = states.to(communicator.device)
+            communicator.broadcast(sent, 0).wait()
+            states = sent.cpu()
         generators.set_states(states)
     ended = all(row[2] for row in rows)
     return replace(wanted, base=rows[0][0], seed=rows[0][1], generator=generators.states(), ended=ended)

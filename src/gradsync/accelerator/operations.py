@@ -330,8 +330,8 @@ def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: str
     total.copy_(tensor.detach())
     if reduction != "none" and total.numel():
         # NCCL knows no complex numbers.
-        wire = torch.view_as_real(total) if total.is_complex() else total
-        communicator.all_reduce(wire, "max" if reduction == "max" else "sum").wait()
+        flat = torch.view_as_real(total) if total.is_complex() else total
+        communicator.all_reduce(flat, "max" if reduction == "max" else "sum").wait()
     result = total / communicator.world_size if reduction == "mean" else total
     if scale != 1:
         result = result * scale

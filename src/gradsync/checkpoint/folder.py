@@ -111,24 +111,26 @@ class CheckpointFolder:
         ``shared`` and ``facts``, which is JSON, are taken from rank 0; ``own`` from every rank. If this raises, it
         raises on all ranks, and all checkpoints are as before.
         """
-        wire, what = self._communicator, f"save the checkpoint of step {step}"
-        encoded, steps = together(wire, what, lambda: self._prepare(step, shared, own, facts))
+        communicator, what = self._communicator, f"save the checkpoint of step {step}"
+        encoded, steps = together(communicator, what, lambda: self._prepare(step, shared, own, facts))
         if len(set(steps)) > 1:
             raise MismatchError(f"all ranks must save the same step, but ranks 0, 1, … save {steps}")
-        _, names = together(wire, what, lambda: (None, create_hidden(self.root, step).name if wire.rank == 0 else ""))
+        _, names = together(
+            communicator, what, lambda: (None, create_hidden(self.root, step).name if communicator.rank == 0 else "")
+        )
         folder = self.root / names[0]
 
         def undo() -> None:
-            if wire.rank == 0:
+            if communicator.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
 
-        _, written = together(wire, what, lambda: (None, self._write(folder, encoded)), undo)
+        _, written = together(communicator, what, lambda: (None, self._write(folder, encoded)), undo)
         blind = [rank for rank, records in enumerate(written) if records is None]
         if blind:
-            refuse(wire, _not_shared(self.root, _unseen_by(blind)), undo)
+            refuse(communicator, _not_shared(self.root, _unseen_by(blind)), undo)
         files: dict[str, FileRecord] = {name: each for records in written for name, each in records.items()}
-        manifest = Manifest(step=step, world_size=wire.world_size, facts=facts, files=files)
-        final, _ = together(wire, what, lambda: (self._finish(folder, manifest), None), undo)
+        manifest = Manifest(step=step, world_size=communicator.world_size, facts=facts, files=files)
+        final, _ = together(communicator, what, lambda: (self._finish(folder, manifest), None), undo)
         return final
 
     def _prepare(self, step: int, shared: Any, own: Any, facts: dict[str, Any]) -> tuple[Encoded, Any]:

@@ -173,7 +173,7 @@ class BaseCommunicator:
         raise self._unwritten("all_to_all")
 
     def _unwritten(self, kind: str) -> ConfigurationError:
-        """A wire that serves one purpose need not have all five; nothing was sent or counted by then."""
+        """A communicator that serves one purpose need not have all five; nothing was sent or counted by then."""
         return ConfigurationError(
             f"{type(self).__name__} has no {kind}. Write _{kind} in it, or use another communicator"
         )
@@ -264,12 +264,14 @@ class BaseCommunicator:
 
         return run
 
-    def _allocate_below(self, wire: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory of a ``wire`` that this one is made of, and whose waits others see on this one. It counts here also
-        where that one needs nobody, as on a host with one rank: places are the same on all ranks."""
+    def _allocate_below(
+        self, communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory of a ``communicator`` that this one is made of, and whose waits others see on this one. It counts here
+        also where that one needs nobody, as on a host with one rank: places are the same on all ranks."""
         if device.type != "cpu" or self._is_forked:
-            return wire.allocate(numel, dtype, device)
-        return self._allocate_together(numel, dtype, lambda: wire.allocate(numel, dtype, device))
+            return communicator.allocate(numel, dtype, device)
+        return self._allocate_together(numel, dtype, lambda: communicator.allocate(numel, dtype, device))
 
     def _allocate_together(self, numel: int, dtype: torch.dtype, run: Callable[[], T]) -> T:
         """Have ``run`` do on this thread what all ranks do together to share memory. It has a place among the
@@ -281,7 +283,7 @@ class BaseCommunicator:
         return work.result
 
     def start_stage(self, first: Handle, stage: Stage) -> Handle:
-        """:meth:`Handle.then` of this wire's handles."""
+        """:meth:`Handle.then` of this communicator's handles."""
         # One within another is run on the spot, and counts where that one does.
         is_inner = self._place() is not self._order
         handle = StageHandle(self, first)
@@ -310,7 +312,7 @@ class BaseCommunicator:
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def explain(self, collective: Collective, error: BaseException) -> BaseException:
-        """What to raise for ``error``, which ``collective`` came to. The wire is broken, unless all are in step."""
+        """What to raise for ``error`` of ``collective``. The communicator is broken, unless all are in step."""
         if isinstance(error, MismatchError) and self.survives_mismatch:
             return error
         if self.world_size == 1 and not isinstance(error, Exception):
@@ -318,7 +320,7 @@ class BaseCommunicator:
             return error
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
-            # It may be that of a wire below this one, which sticks to this one, too.
+            # It may be that of a communicator below this one, which sticks to this one, too.
             attested = self._attested(failure)
             self._fail(attested)
             return again(self.fate.failure or attested)
@@ -336,7 +338,7 @@ class BaseCommunicator:
         return explained
 
     def _attested(self, error: E) -> E:
-        """With what is known of the other ranks beside this wire, if this is the first that is heard of it."""
+        """With what is known of the other ranks beside this communicator, if this is the first that is heard of it."""
         witness = self.fate.witness
         if witness is None or self.fate.failure is not None or not isinstance(error, CommunicatorLostError):
             return error
@@ -345,7 +347,7 @@ class BaseCommunicator:
         return attested
 
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
-        """``error`` as a GradsyncError, where this wire knows what it means."""
+        """``error`` as a GradsyncError, where this communicator knows what it means."""
         return error
 
     def _fail(self, failure: GradsyncError) -> None:

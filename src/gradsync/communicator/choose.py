@@ -154,7 +154,7 @@ def scattering_over(communicator: Communicator, device: torch.device) -> Communi
 
 
 def _agreed_name(communicator: ProcessGroupCommunicator, device: torch.device) -> str:
-    """The wire that the environment asks for, on all ranks alike: each way of choosing has collectives of its own.
+    """The transport that the environment asks for. All ranks must agree: each way of choosing runs its own collectives.
 
     Every time, also where a choice is known: the environment may have changed since, on some ranks.
     """
@@ -163,7 +163,7 @@ def _agreed_name(communicator: ProcessGroupCommunicator, device: torch.device) -
         require_same_library(communicator)
         settings = [(VARIABLE, name), ("the device of the gradients", device.type)]
         remedy = f"Set {VARIABLE} to the same value on all ranks, or on none, and put the model on the same device"
-        require_agreement(communicator, "what their wire is chosen by", settings, remedy=remedy)
+        require_agreement(communicator, "what their transport is chosen by", settings, remedy=remedy)
     if name not in WIRES:
         raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {name!r}")
     return name
@@ -220,8 +220,12 @@ def _between_hosts(communicator: ProcessGroupCommunicator, topology: HostLayout)
 
 
 def _share_memory(group: dist.ProcessGroup) -> Communicator:
-    wire = ProcessGroupCommunicator(group)
-    return wire if wire.world_size == 1 else SharedMemoryCommunicator(wire, timeout=wire.timeout)
+    communicator = ProcessGroupCommunicator(group)
+    return (
+        communicator
+        if communicator.world_size == 1
+        else SharedMemoryCommunicator(communicator, timeout=communicator.timeout)
+    )
 
 
 def _attempt(communicator: Communicator, make: Callable[[], Communicator]) -> Communicator:
@@ -232,13 +236,13 @@ def _attempt(communicator: Communicator, make: Callable[[], Communicator]) -> Co
 def _faster(communicator: ProcessGroupCommunicator) -> Choice:
     """The group; or a peer exchange over it, if that reduces a bucket's worth of bytes in less time again and again.
 
-    A single reading proves nothing on a busy machine, and the same program must not get another wire in every run.
+    A single reading proves nothing on a busy machine, and the same program must not get another transport in every run.
     """
     exchange = PeerExchangeCommunicator(communicator.group)
     buffer = torch.zeros(MEASURED_BYTES // 4)
     ratios = []
     for number in range(WARM_UP + TRIES):
-        by_group, by_exchange = _slowest(communicator, [_time(wire, buffer) for wire in (communicator, exchange)])
+        by_group, by_exchange = _slowest(communicator, [_time(each, buffer) for each in (communicator, exchange)])
         if number < WARM_UP:
             continue
         if by_exchange > WORTH_EXCHANGING * by_group:
@@ -249,9 +253,9 @@ def _faster(communicator: ProcessGroupCommunicator) -> Choice:
     return Choice(communicator=exchange, reason=f"{_MEASURED} {words}")
 
 
-def _time(wire: Communicator, buffer: torch.Tensor) -> float:
+def _time(communicator: Communicator, buffer: torch.Tensor) -> float:
     started = time.perf_counter()
-    wire.all_reduce(buffer).wait()
+    communicator.all_reduce(buffer).wait()
     return time.perf_counter() - started
 
 

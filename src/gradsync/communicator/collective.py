@@ -200,15 +200,15 @@ class Later:
 
 
 class Collective:
-    """A collective on the communicator ``wire``. ``detail`` is its operation, or the rank it comes from."""
+    """A collective on ``communicator``. ``detail`` is its operation, or the rank it comes from."""
 
-    __slots__ = ("_error", "detail", "dtype", "kind", "number", "numel", "place", "wire", "work")
+    __slots__ = ("_error", "communicator", "detail", "dtype", "kind", "number", "numel", "place", "work")
 
-    def __init__(self, wire: Owner, kind: str, detail: str, numel: int, dtype: torch.dtype) -> None:
-        self.wire = wire
+    def __init__(self, communicator: Owner, kind: str, detail: str, numel: int, dtype: torch.dtype) -> None:
+        self.communicator = communicator
         self.kind, self.detail, self.numel, self.dtype = kind, detail, numel, dtype
         # All are given when it is started: what is refused before takes no number. Its place is that among all
-        # collectives of the wire, whichever communicator starts them.
+        # collectives of the communicator, whichever communicator starts them.
         self.number: int | str = 0
         self.place = 0
         self.work: Work = DONE
@@ -218,13 +218,13 @@ class Collective:
         return f"<{self.describe()}>"
 
     def wait(self) -> None:
-        # In this order: a stage that breaks the wire notes its own error first.
-        failure = self.wire.fate.failure
+        # In this order: a stage that breaks the communicator notes its own error first.
+        failure = self.communicator.fate.failure
         if self._error is None and failure is not None and not self.work.done():
             self._error = again(failure)
         if self._error is not None:
             raise self._error
-        waits, since, here = self.wire.fate.waits, time.monotonic(), _waits_here
+        waits, since, here = self.communicator.fate.waits, time.monotonic(), _waits_here
         # A collective may be made of others: what is waited for inside is waited for here.
         is_outermost = not here.is_waiting
         try:
@@ -232,7 +232,7 @@ class Collective:
             waits[self], here.is_waiting = since, True
             self.work.wait()
         except BaseException as error:
-            explained = self.wire.explain(self, error)
+            explained = self.communicator.explain(self, error)
             # An interruption is raised once: the next wait raises what it has broken.
             self._error = explained if isinstance(explained, Exception) else None
             if explained is error:
@@ -248,14 +248,14 @@ class Collective:
     def done(self) -> bool:
         # Whatever cannot be asked raises when it is waited for.
         with contextlib.suppress(Exception):
-            return self._error is not None or self.work.done() or self.wire.fate.failure is not None
+            return self._error is not None or self.work.done() or self.communicator.fate.failure is not None
         return True
 
     def when_done(self, callback: Callable[[], None]) -> None:
         self.work.when_done(callback)
 
     def then(self, stage: Stage) -> Handle:
-        return self.wire.start_stage(self, stage)
+        return self.communicator.start_stage(self, stage)
 
     def describe(self) -> str:
         return f"{self.name()} ({self.what()})"
@@ -297,21 +297,21 @@ class Allocation(Collective):
 
     __slots__ = ()
 
-    def __init__(self, wire: Owner, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(wire, "shared", "memory", numel, dtype)
+    def __init__(self, communicator: Owner, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(communicator, "shared", "memory", numel, dtype)
 
     def name(self) -> str:
         return "an allocation"
 
 
 class StageHandle(Collective):
-    """A stage on the communicator ``wire``, which runs after ``first``. It raises the stage's own exception."""
+    """A stage on ``communicator``, which runs after ``first``. It raises the stage's own exception."""
 
     __slots__ = ("_after",)
 
-    def __init__(self, wire: Owner, first: Handle) -> None:
-        super().__init__(wire, "stage", "", 0, torch.uint8)
-        self.number = wire.take_number()
+    def __init__(self, communicator: Owner, first: Handle) -> None:
+        super().__init__(communicator, "stage", "", 0, torch.uint8)
+        self.number = communicator.take_number()
         self._after = first.describe()
 
     def call(self, first: Handle, stage: Stage) -> Work | None:
@@ -324,7 +324,7 @@ class StageHandle(Collective):
                 # A thread that waits meanwhile gets this error, not its effect on the communicator.
                 self._error = error
             # The others may be in what the stage would have started.
-            self.wire.abort(f"{self.describe()} raised {type(error).__name__}: {error}")
+            self.communicator.abort(f"{self.describe()} raised {type(error).__name__}: {error}")
             raise
 
     def begin(self, run: Callable[[], Work | None]) -> None:
@@ -332,7 +332,7 @@ class StageHandle(Collective):
         try:
             self.work = run() or DONE
         except Exception as error:
-            self._error = self.wire.explain(self, error)
+            self._error = self.communicator.explain(self, error)
 
     def describe(self) -> str:
         return f"{self.name()} after {self._after}"

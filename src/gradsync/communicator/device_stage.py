@@ -187,8 +187,8 @@ class DeviceCollective(Collective):
 
     __slots__ = ("_device",)
 
-    def __init__(self, wire: Owner, collective: Collective, device: torch.device) -> None:
-        super().__init__(wire, collective.kind, collective.detail, collective.numel, collective.dtype)
+    def __init__(self, communicator: Owner, collective: Collective, device: torch.device) -> None:
+        super().__init__(communicator, collective.kind, collective.detail, collective.numel, collective.dtype)
         self._device = device
 
     def then(self, stage: Stage) -> Handle:
@@ -200,8 +200,8 @@ class _DeviceStage(StageHandle):
 
     __slots__ = ("_device",)
 
-    def __init__(self, wire: Owner, first: Handle, device: torch.device) -> None:
-        super().__init__(wire, first)
+    def __init__(self, communicator: Owner, first: Handle, device: torch.device) -> None:
+        super().__init__(communicator, first)
         self._device = device
 
     def then(self, stage: Stage) -> Handle:
@@ -209,7 +209,7 @@ class _DeviceStage(StageHandle):
 
 
 def _call_stage(first: Collective, stage: Stage, device: torch.device) -> Handle:
-    handle = _DeviceStage(first.wire, first, device)
+    handle = _DeviceStage(first.communicator, first, device)
 
     def run() -> Work | None:
         if device.type != "cuda":

@@ -86,9 +86,9 @@ class _GlooWork(_TorchWork):
 
     __slots__ = ("_wire",)
 
-    def __init__(self, wire: BaseCommunicator, work: Any, *tensors: torch.Tensor) -> None:
+    def __init__(self, communicator: BaseCommunicator, work: Any, *tensors: torch.Tensor) -> None:
         super().__init__(work, *tensors)
-        self._wire = wire
+        self._wire = communicator
 
     def wait(self) -> None:
         while not self._waited_for(LOOK):
@@ -236,8 +236,8 @@ class ProcessGroupCommunicator(BaseCommunicator):
         return handle
 
     def _refuse_in_vain(self) -> None:
-        """Lose the wire before a collective is started on a device that cannot end. torch would take it, and the host
-        might wait for a lock: torch's watchdog holds it for a minute once it has seen an error."""
+        """Fail before starting a collective on a device that could never end. torch would accept it, and the host could
+        block on a lock that torch's watchdog holds for a minute after an error."""
         fate = self.fate
         if fate.failure is not None:
             return
@@ -280,7 +280,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
         return bool(self.group._get_backend(CPU).name() == "gloo")
 
     def _refused(self, collective: Collective, error: BaseException) -> BaseException:
-        # Whether the wire has failed, or torch has only refused an argument.
+        # Whether the communicator has failed, or torch has only refused an argument.
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
             return self.explain(collective, error)
         return error

@@ -78,23 +78,27 @@ class RoundRobinCommunicator(BaseCommunicator):
         return self._allocate_below(self.communicators[0], numel, dtype, device)
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        return self._give(collective, tensor, lambda wire: wire.all_reduce(tensor, op))
+        return self._give(collective, tensor, lambda communicator: communicator.all_reduce(tensor, op))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        return self._give(collective, tensor, lambda wire: wire.broadcast(tensor, source))
+        return self._give(collective, tensor, lambda communicator: communicator.broadcast(tensor, source))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        return self._give(collective, tensor, lambda wire: wire.all_gather(output, tensor, shares))
+        return self._give(collective, tensor, lambda communicator: communicator.all_gather(output, tensor, shares))
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        return self._give(collective, tensor, lambda wire: wire.reduce_scatter(output, tensor, op, shares))
+        return self._give(
+            collective, tensor, lambda communicator: communicator.reduce_scatter(output, tensor, op, shares)
+        )
 
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        return self._give(collective, tensor, lambda wire: wire.all_to_all(output, tensor, arriving, leaving))
+        return self._give(
+            collective, tensor, lambda communicator: communicator.all_to_all(output, tensor, arriving, leaving)
+        )
 
     def _give(self, collective: Collective, tensor: torch.Tensor, start: Callable[[Communicator], Handle]) -> Handle:
         """To the communicator whose turn it is when the collective is issued, after the stages before it."""

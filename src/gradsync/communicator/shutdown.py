@@ -55,9 +55,9 @@ class Leaver(Protocol):
 _wires: "weakref.WeakKeyDictionary[Leaver, None]" = weakref.WeakKeyDictionary()
 
 
-def keep_track(wire: Leaver) -> None:
-    """Notify ``wire`` when this process forks, and when it exits."""
-    _wires[wire] = None
+def keep_track(communicator: Leaver) -> None:
+    """Notify ``communicator`` when this process forks, and when it exits."""
+    _wires[communicator] = None
 
 
 class UnderWay:
@@ -116,10 +116,10 @@ def leave_all() -> None:
     """Shuts down all communicators. See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     # A communicator over others was created after them. It leaves first: while its thread runs, it restarts theirs.
-    for wire in reversed(list(_wires)):
+    for communicator in reversed(list(_wires)):
         # One that cannot must not keep the others from it.
         with log_errors("a communicator could not be closed"):
-            wire.leave(max(0.0, deadline - time.monotonic()))
+            communicator.leave(max(0.0, deadline - time.monotonic()))
     deadline = time.monotonic() + ABORT_SECONDS
     for thread in _awaited:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -150,8 +150,8 @@ def _gloo_states() -> Iterator[str]:
 
 
 def _after_fork() -> None:
-    for wire in list(_wires):
-        wire.after_fork()
+    for communicator in list(_wires):
+        communicator.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

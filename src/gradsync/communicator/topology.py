@@ -163,9 +163,9 @@ def _level_group_counts(group: dist.ProcessGroup) -> None:
     torch names a group that only its members make by the number of groups they have. Where that differs, so do the
     names, and the members would wait for each other until the timeout.
     """
-    wire = ProcessGroupCommunicator(group)
+    communicator = ProcessGroupCommunicator(group)
     count = len(dist.distributed_c10d._world.pg_names)
-    most = torch.tensor([count], device=wire.device)
-    wire.all_reduce(most, "max").wait()
+    most = torch.tensor([count], device=communicator.device)
+    communicator.all_reduce(most, "max").wait()
     for _ in range(int(most) - count):
-        _new_group(group, [wire.rank], only_members_call=True)
+        _new_group(group, [communicator.rank], only_members_call=True)

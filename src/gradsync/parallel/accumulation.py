@@ -159,7 +159,7 @@ class Accumulation:
     synchronizer: Synchronizer
     replica: Replica
     # The transport of the gradients, and why it was chosen.
-    wire: Choice
+    transport: Choice
 
     @overload
     def accumulate(self, batches: Iterable[Batch]) -> Iterator[Batch]: ...

@@ -42,10 +42,10 @@ class _ForwardHooks:
 class GradientSynchronization(Accumulation):
     """Handle to the engine attached to a model, as :func:`synchronize_gradients` returns it."""
 
-    def __init__(self, replica: Replica, wire: Choice, policy: SyncPolicy, *, init_sync: bool = True) -> None:
+    def __init__(self, replica: Replica, transport: Choice, policy: SyncPolicy, *, init_sync: bool = True) -> None:
         self.replica = replica
-        self.wire = wire
-        self.synchronizer = replica.connect(wire.communicator, policy, init_sync=init_sync)
+        self.transport = transport
+        self.synchronizer = replica.connect(transport.communicator, policy, init_sync=init_sync)
         model = replica.module
         hooks = _ForwardHooks(self)
         self._registered = [
@@ -54,8 +54,8 @@ class GradientSynchronization(Accumulation):
         ]
 
     def __repr__(self) -> str:
-        communicator, synchronizer = self.wire.communicator, self.synchronizer
-        where = f"rank {communicator.rank} of {communicator.world_size} over {self.wire}"
+        communicator, synchronizer = self.transport.communicator, self.synchronizer
+        where = f"rank {communicator.rank} of {communicator.world_size} over {self.transport}"
         state = synchronizer.engine.phase.name.lower() if self._registered else "detached"
         return (
             f"GradientSynchronization({type(self.replica.module).__name__}: "
@@ -95,5 +95,5 @@ def synchronize_gradients(
     replica = Replica(model)
     # Ranks that must not communicate yet, or that were given a transport, have nothing to choose.
     free = init_sync and communicator is None
-    wire = fit_communicator(chosen, replica.device) if free else Choice.given(chosen)
-    return GradientSynchronization(replica, wire, policy, init_sync=init_sync)
+    transport = fit_communicator(chosen, replica.device) if free else Choice.given(chosen)
+    return GradientSynchronization(replica, transport, policy, init_sync=init_sync)

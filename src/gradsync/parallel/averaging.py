@@ -81,8 +81,8 @@ def _average_dense(parameters: list[torch.nn.Parameter], communicator: Communica
     for group in alike.values():
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        wire = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        communicator.all_reduce(wire.div_(communicator.world_size)).wait()
+        reals = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        communicator.all_reduce(reals.div_(communicator.world_size)).wait()
         for parameter, gradient, mean in zip(group, gradients, flat.split([p.numel() for p in group]), strict=True):
             gradient.copy_(mean.view(gradient.shape))
             parameter.grad = gradient

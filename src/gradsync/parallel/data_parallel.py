@@ -36,7 +36,7 @@ __all__ = ["DistributedDataParallel", "TrainingAlone"]
 
 # Attributes that a copy creates for itself.
 _TRANSIENT = (
-    *("wire", "communicator", "process_group", "device_mesh", "replica", "synchronizer"),
+    *("transport", "communicator", "process_group", "device_mesh", "replica", "synchronizer"),
     *("_low_precision", "_in_backward", "_lazy_init_ran", "_buffer_futures"),
 )
 
@@ -115,7 +115,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         self.replica = Replica(module, ignored=self.parameters_to_ignore, delayed=self._delayed)
         # Ranks that must not communicate yet, or that were given a transport, have nothing to choose.
         free = init_sync and communicator is None
-        wire = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
+        transport = fit_communicator(chosen, self.replica.device) if free else Choice.given(chosen)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.module = module
@@ -140,7 +140,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
             LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision is not None else None
         )
         sync_buffers = forward_sync_buffers is not None or self.forward_sync_buffers
-        self._connect_to(wire, chosen.group, init_sync=init_sync, sync_buffers=sync_buffers)
+        self._connect_to(transport, chosen.group, init_sync=init_sync, sync_buffers=sync_buffers)
         self.replica.watch(self)
 
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
@@ -286,12 +286,12 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         """Train without the other ranks, until :meth:`TrainingAlone.end`."""
         return TrainingAlone(self)
 
-    def reconnect(self, wire: Choice, policy: SyncPolicy) -> None:
+    def reconnect(self, transport: Choice, policy: SyncPolicy) -> None:
         """Switch to a different transport. As with a new process group, nothing is compared or broadcast; but ranks
         that share memory allocate it together, so all of them call this, between two windows."""
         enabled, self._policy = self.synchronizer.enabled, policy
         self.synchronizer.detach()
-        self._connect_to(wire, wire.communicator.group)
+        self._connect_to(transport, transport.communicator.group)
         self.synchronizer.enabled = enabled
 
     def regroup(self, communicator: Communicator, policy: SyncPolicy) -> None:
@@ -299,8 +299,8 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         their models and take rank 0's values. Collective among them."""
         self._policy = policy
         self.synchronizer.detach()
-        wire = fit_communicator(communicator, self.replica.device)
-        self._connect_to(wire, communicator.group, init_sync=True, sync_buffers=self.forward_sync_buffers)
+        transport = fit_communicator(communicator, self.replica.device)
+        self._connect_to(transport, communicator.group, init_sync=True, sync_buffers=self.forward_sync_buffers)
         self.require_forward_param_sync = True
 
     def current_policy(self) -> SyncPolicy:
@@ -310,9 +310,9 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         reduction = self.synchronizer.reduction if client is None else client.whole
         return dataclasses.replace(self._policy, reduction=reduction)
 
-    def _connect_to(self, wire: Choice, group: Any, *, init_sync: bool = False, sync_buffers: bool = True) -> None:
-        """Attach the engine over ``wire``. Nothing is communicated unless ``init_sync``."""
-        self.wire, self.communicator, self.process_group = wire, wire.communicator, group
+    def _connect_to(self, transport: Choice, group: Any, *, init_sync: bool = False, sync_buffers: bool = True) -> None:
+        """Attach the engine over ``transport``. Nothing is communicated unless ``init_sync``."""
+        self.transport, self.communicator, self.process_group = transport, transport.communicator, group
         self.synchronizer = self.replica.connect(
             self.communicator,
             self._policy,
@@ -339,7 +339,7 @@ class TrainingAlone:
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = wrapper
-        self._wire, self._group, self._policy = wrapper.wire, wrapper.process_group, wrapper.current_policy()
+        self._wire, self._group, self._policy = wrapper.transport, wrapper.process_group, wrapper.current_policy()
         alone = Choice(communicator=InProcessWorld(1).communicator(0), reason="this rank trains by itself")
         # Communication hooks use their own group whatever the communicator is, and others may count windows.
         wrapper.reconnect(alone, dataclasses.replace(self._policy, reduction=Mean()))

@@ -23,7 +23,7 @@ ACCELERATOR_CHUNK_BYTES = 32 * 1024 * 1024
 class Bucket:
     """The gradients of the parameters in one :class:`BucketPlan`.
 
-    ``wire`` is the flat tensor that is sent: the whole buffer, or what is left of it without absent slots.
+    ``flat`` is the tensor that is sent: the whole buffer, or what is left of it without absent slots.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Bucket:
         self.payload = self.buffer[: plan.payload]
         # The same memory with a version counter of its own: writes by the communicator and the engine must not look
         # like a late gradient, or like a user who changed a mean.
-        self.wire = self._whole = self.buffer.data
+        self.flat = self._whole = self.buffer.data
         self.tail = self._whole[plan.payload :]
         self.flags = self.tail[: len(plan.slots)]
         self.ballot = self.tail[len(plan.slots) :]
@@ -110,7 +110,7 @@ class Bucket:
             chunk.reopen()
         self.flags.fill_(1)
         self.absent = frozenset()
-        self.wire = self._whole
+        self.flat = self._whole
 
     def gather(self) -> None:
         """Gather all gradients that there are, without scaling them."""
@@ -142,7 +142,7 @@ class Bucket:
     @torch.no_grad()
     def compact(self) -> None:
         """Remove absent slots from what is sent."""
-        self.wire = torch.cat([self._whole[start:end] for start, end in self._segments()])
+        self.flat = torch.cat([self._whole[start:end] for start, end in self._segments()])
 
     def _segments(self) -> list[tuple[int, int]]:
         """Runs of the buffer that are sent, including the tail."""
@@ -162,12 +162,12 @@ class Bucket:
     @torch.no_grad()
     def finish(self) -> None:
         """After the reduction: parameters that got no gradient here get the mean, if any rank had one."""
-        if self.wire is not self._whole:
+        if self.flat is not self._whole:
             offset = 0
             for start, end in self._segments():
-                self.buffer[start:end].copy_(self.wire[offset : offset + end - start])
+                self.buffer[start:end].copy_(self.flat[offset : offset + end - start])
                 offset += end - start
-            self.wire = self._whole
+            self.flat = self._whole
         empty = self.empty
         self.unused = frozenset(empty)
         if empty and self.has_wire:

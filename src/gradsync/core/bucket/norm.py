@@ -67,7 +67,7 @@ def is_whole(bucket: Bucket, gradients: Iterable[torch.Tensor | None]) -> bool:
 def own_parts(bucket: Bucket, meant: Collection[int], rank: int) -> list[torch.Tensor]:
     """The parts in ``rank``'s share of the gradients of those parameters whose ids are in ``meant``."""
     first, end = rank * bucket.plan.share, (rank + 1) * bucket.plan.share
-    payload = bucket.wire[: bucket.plan.payload]
+    payload = bucket.flat[: bucket.plan.payload]
     present = [
         id(parameter) in meant and parameter.grad is view
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True)

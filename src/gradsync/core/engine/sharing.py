@@ -122,7 +122,7 @@ class Sharing:
     def _make_addend(self, bucket: Bucket) -> None:
         """Convert shares of a mean into a term whose mean over ranks equals it: more gradients may be added to it."""
         rank, share = self._communicator.rank, bucket.plan.share
-        payload = bucket.wire[: bucket.plan.payload]
+        payload = bucket.flat[: bucket.plan.payload]
         payload[: rank * share].zero_()
         payload[(rank + 1) * share :].zero_()
         payload[rank * share : (rank + 1) * share].mul_(self._communicator.world_size)

@@ -31,10 +31,10 @@ class Mean(Reduction):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
-        wire, piece = bucket.wire, bucket.plan.piece
-        if wire.numel() <= piece:
-            return communicator.all_reduce(wire, op)
-        return Together([communicator.all_reduce(part, op) for part in wire.split(piece)])
+        flat, piece = bucket.flat, bucket.plan.piece
+        if flat.numel() <= piece:
+            return communicator.all_reduce(flat, op)
+        return Together([communicator.all_reduce(part, op) for part in flat.split(piece)])
 
 
 def divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
@@ -46,15 +46,15 @@ def divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: flo
 class ScatteredMean(Reduction):
     """The sum over the ranks divided by the divisor, in this rank's share of the bucket.
 
-    Gradients are sent and summed in ``dtype``; by default in their own. They use the communicator ``wire``, over the
-    same ranks, if it is given.
+    Gradients are sent and summed in ``dtype``, by default their own, over ``communicator`` if one is given (it must
+    have the same ranks), else over the engine's.
     """
 
     carries_tail = False
     scatters = True
 
-    def __init__(self, dtype: torch.dtype | None = None, wire: Communicator | None = None) -> None:
-        self.dtype, self._wire = dtype, wire
+    def __init__(self, dtype: torch.dtype | None = None, communicator: Communicator | None = None) -> None:
+        self.dtype, self._communicator = dtype, communicator
 
     def __repr__(self) -> str:
         return "ScatteredMean()" if self.dtype is None else f"ScatteredMean({self.dtype})"
@@ -69,10 +69,10 @@ class ScatteredMean(Reduction):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
-        wire = communicator if self._wire is None else self._wire
-        payload = bucket.wire[: bucket.plan.payload]
+        chosen = communicator if self._communicator is None else self._communicator
+        payload = bucket.flat[: bucket.plan.payload]
         own = slice(communicator.rank * bucket.plan.share, (communicator.rank + 1) * bucket.plan.share)
         if self.dtype is None or self.dtype == payload.dtype:
-            return wire.reduce_scatter(payload[own], payload, op)
+            return chosen.reduce_scatter(payload[own], payload, op)
         cast = payload.to(self.dtype)
-        return Finishing(wire.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))
+        return Finishing(chosen.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))

@@ -71,11 +71,11 @@ def exchange(
     break the next window, and a norm of the whole would include it.
     """
 
-    def across(part: torch.Tensor, wire: Communicator) -> Handle:
+    def across(part: torch.Tensor, between: Communicator) -> Handle:
         begin = (part.data_ptr() - values.data_ptr()) // values.element_size()
         lost_here = None if lost is None else lost[begin : begin + part.numel()]
-        way = _gather if wire.world_size == 2 and not part.is_cpu else _exchange_shares
-        return way(coding, part, wire, lost_here)
+        way = _gather if between.world_size == 2 and not part.is_cpu else _exchange_shares
+        return way(coding, part, between, lost_here)
 
     if isinstance(communicator, HierarchicalCommunicator):
         if lost is not None:
@@ -230,17 +230,17 @@ class Cast(Compressing):
         return self._coding.multiple * ranks if self._coding.scales else 1
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        wire = bucket.wire if self.carries_tail else bucket.payload.data
+        flat = bucket.flat if self.carries_tail else bucket.payload.data
         if not self.carries_tail and sends_nothing(bucket, communicator):
             return super().start(bucket, communicator, divisor)
-        if wire.dtype == self.dtype or communicator.world_size == 1:
-            return communicator.all_reduce(wire)
-        if torch.promote_types(wire.dtype, self.dtype) == self.dtype or self._adds_alike(communicator):
-            cast = wire.to(self.dtype)
-            return Finishing(communicator.all_reduce(cast), lambda: wire.copy_(cast))
-        values = wire.float()
+        if flat.dtype == self.dtype or communicator.world_size == 1:
+            return communicator.all_reduce(flat)
+        if torch.promote_types(flat.dtype, self.dtype) == self.dtype or self._adds_alike(communicator):
+            cast = flat.to(self.dtype)
+            return Finishing(communicator.all_reduce(cast), lambda: flat.copy_(cast))
+        values = flat.float()
         gaps = [] if self.carries_tail else gaps_of(bucket)
-        return exchange(self._coding, values, communicator, gaps=gaps).then(lambda: _put(values, wire))
+        return exchange(self._coding, values, communicator, gaps=gaps).then(lambda: _put(values, flat))
 
     def _adds_alike(self, communicator: Communicator) -> bool:
         """Whether numbers can be summed in place equally well: with two, the sum is rounded once either way."""
@@ -252,8 +252,8 @@ class Cast(Compressing):
         return exchange(self._coding, values, communicator, lost, gaps=gaps_of(bucket))
 
 
-def _put(values: torch.Tensor, wire: torch.Tensor) -> None:
-    wire.copy_(values)
+def _put(values: torch.Tensor, flat: torch.Tensor) -> None:
+    flat.copy_(values)
 
 
 BLOCK = 256

@@ -86,7 +86,7 @@ class SharedGradients:
 
     def take_in(self, bucket: Bucket) -> None:
         """From now on the bucket's gradients are the mean of a share only."""
-        rank, share, payload = self.communicator.rank, bucket.plan.share, bucket.wire[: bucket.plan.payload]
+        rank, share, payload = self.communicator.rank, bucket.plan.share, bucket.flat[: bucket.plan.payload]
         for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
             view.__class__ = SharedGradient
             shared: Any = view

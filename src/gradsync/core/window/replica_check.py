@@ -123,9 +123,9 @@ class Comparison:
 
     def _gather(self, numbers: torch.Tensor) -> list[int]:
         """Gather the numbers of all ranks, in rank order."""
-        wire = self._communicator
-        gathered = torch.empty(numbers.numel() * wire.world_size, dtype=torch.int64, device=wire.device)
-        wire.all_gather(gathered, numbers.to(wire.device)).wait()
+        communicator = self._communicator
+        gathered = torch.empty(numbers.numel() * communicator.world_size, dtype=torch.int64, device=communicator.device)
+        communicator.all_gather(gathered, numbers.to(communicator.device)).wait()
         return gathered.tolist()
 
     @torch.no_grad()

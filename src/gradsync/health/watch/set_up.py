@@ -106,15 +106,15 @@ def straggling() -> list[str]:
     return list(_said)
 
 
-def _set_up(wire: ProcessGroupCommunicator) -> Agent | None:
+def _set_up(communicator: ProcessGroupCommunicator) -> Agent | None:
     mine = {
         "mode": os.environ.get(VARIABLE, "on"),
-        "rank": global_rank(wire.group, wire.rank),
+        "rank": global_rank(communicator.group, communicator.rank),
         "host": socket.gethostname(),
         "process": os.getpid(),
         "identity": host_identity().hex(),
     }
-    told = [json.loads(each) for each in gather_bytes(wire, json.dumps(mine).encode())]
+    told = [json.loads(each) for each in gather_bytes(communicator, json.dumps(mine).encode())]
     wrong = [each for each in told if each["mode"] not in MODES]
     if wrong:
         raise ConfigurationError(
@@ -124,15 +124,15 @@ def _set_up(wire: ProcessGroupCommunicator) -> Agent | None:
         return None
     plan = Plan(
         members=tuple(from_json(Member, each) for each in told),
-        me=wire.rank,
+        me=communicator.rank,
         here=tuple(each["identity"] == mine["identity"] for each in told),
-        timeout=_timeout(wire),
+        timeout=_timeout(communicator),
         shows_stacks=mine["mode"] == "stacks",
     )
     try:
-        agent = _open(plan, wire)
+        agent = _open(plan, communicator)
     except ConfigurationError as error:
-        if wire.rank == HUB:
+        if communicator.rank == HUB:
             LOGGER.warning("there is no watch over the ranks, and a lost one may go unnamed: %s", error)
         return None
     # What multiprocessing has forked ends by os._exit, and calls this before.
@@ -141,11 +141,11 @@ def _set_up(wire: ProcessGroupCommunicator) -> Agent | None:
     agent.on_dump = lambda: write_dump(agents())
     agent.on_words = _said.append
     # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
-    agent.guard(wire)
+    agent.guard(communicator)
     return agent
 
 
-def _open(plan: Plan, wire: ProcessGroupCommunicator) -> Agent:
+def _open(plan: Plan, communicator: ProcessGroupCommunicator) -> Agent:
     """Step by step: ranks agree on how each went before they begin the next, so that nobody waits for one that failed.
 
     ConfigurationError on all of them if one cannot.
@@ -153,23 +153,23 @@ def _open(plan: Plan, wire: ProcessGroupCommunicator) -> Agent:
     others = {number for number in range(len(plan.members)) if number != HUB} if plan.me == HUB else set[int]()
     with contextlib.ExitStack() as undo:
         rendezvous = make_together(
-            wire,
+            communicator,
             "listen for the other ranks",
             lambda: undo.enter_context(contextlib.closing(Rendezvous(others, others_elsewhere=not all(plan.here)))),
         )
-        invitation = Invitation.read(gather_bytes(wire, rendezvous.invitation.pack())[HUB])
-        lines = make_together(wire, "reach the watch of rank 0", lambda: _enter(plan, invitation, undo))
+        invitation = Invitation.read(gather_bytes(communicator, rendezvous.invitation.pack())[HUB])
+        lines = make_together(communicator, "reach the watch of rank 0", lambda: _enter(plan, invitation, undo))
 
         def start() -> Agent:
             joined = rendezvous.take()
             for each in joined.values():
                 undo.callback(each.close)
-            agent = Agent(plan, wire.group, lines | {number: Line(each) for number, each in joined.items()})
+            agent = Agent(plan, communicator.group, lines | {number: Line(each) for number, each in joined.items()})
             undo.callback(agent.leave, "has no watch")
             agent.start()
             return agent
 
-        agent = make_together(wire, "start its watch", start)
+        agent = make_together(communicator, "start its watch", start)
         # All have one, or not all of them have and nobody keeps it.
         undo.pop_all()
         return agent
@@ -183,10 +183,10 @@ def _enter(plan: Plan, invitation: Invitation, undo: contextlib.ExitStack) -> di
     return {HUB: Line(connection)}
 
 
-def _timeout(wire: ProcessGroupCommunicator) -> float:
+def _timeout(communicator: ProcessGroupCommunicator) -> float:
     # Backends that are not torch's own may not say.
     with contextlib.suppress(Exception):
-        return wire.timeout
+        return communicator.timeout
     return 1800.0
 
 

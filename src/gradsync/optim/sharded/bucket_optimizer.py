@@ -250,8 +250,8 @@ class BucketOptimizer(torch.optim.Optimizer):
             yield
         except BaseException as error:
             wires = {self._wire, self._synchronizer.communicator} if self._scatters else ()
-            for wire in wires:
-                wire.abort(f"its optimizer raised {type(error).__name__}: {error}")
+            for communicator in wires:
+                communicator.abort(f"its optimizer raised {type(error).__name__}: {error}")
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -208,7 +208,7 @@ class OverlappedOptimizer(BucketOptimizer):
 
     def _gradients_of(self, bucket: Bucket) -> dict[ShadowParameter, torch.Tensor]:
         """The gradients that will update the bucket's parameters: where the mean will lie, or their replacements."""
-        payload = bucket.wire[: bucket.plan.payload]
+        payload = bucket.flat[: bucket.plan.payload]
         found = {}
         for parameter, view in zip(bucket.parameters, bucket.views_of(payload), strict=True):
             if parameter.grad is None or id(parameter) not in self._shadows:
@@ -220,7 +220,7 @@ class OverlappedOptimizer(BucketOptimizer):
 
     def _gather(self, bucket: Bucket) -> Handle:
         communicator, plan = self._synchronizer.communicator, bucket.plan
-        payload = bucket.wire[: plan.payload]
+        payload = bucket.flat[: plan.payload]
         own = payload[communicator.rank * plan.share : (communicator.rank + 1) * plan.share]
         return self._start_gather(bucket, payload, own)
 

@@ -72,7 +72,7 @@ class Share:
         first = rank * plan.share
         self._own = slice(first, first + plan.share)
         self.plan, self.bucket = plan, bucket
-        self.gradient = bucket.wire[self._own]
+        self.gradient = bucket.flat[self._own]
         self.parts = list(_parts(bucket, first, first + plan.share))
         # New parameters are sent in their own dtype, where they have one in common.
         dtypes = {_wire_dtype(parameter.dtype) for parameter in bucket.parameters}
@@ -98,7 +98,7 @@ class Share:
 
     @property
     def _bucket_memory(self) -> torch.Tensor:
-        payload = self.bucket.wire[: self.plan.payload]
+        payload = self.bucket.flat[: self.plan.payload]
         return payload if self._dtype is None else payload.view(self._dtype)[: self.plan.payload]
 
     def _gather_into(self, memory: torch.Tensor, views: list[torch.Tensor] | None = None) -> None:

@@ -143,7 +143,7 @@ class ElasticTrainer(Trainer):
         """The ranks have met anew."""
         self._refuse_what_is_done(generation)
         self.step = generation.newest_step
-        self.wire = str(self.accelerator.models.attachment_of(self.model).wire)
+        self.wire = str(self.accelerator.models.attachment_of(self.model).transport)
         self.deal()
         self.saving.open()
         # What the wire still owed of the steps before is lost with it.

@@ -126,7 +126,7 @@ class Trainer:
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
         # What carries the gradients, and why that.
-        self.wire = str(accelerator.models.attachment_of(self.model).wire)
+        self.wire = str(accelerator.models.attachment_of(self.model).transport)
         self._local: LocalSteps | None = None
         if settings.local_steps is not None:
             self._local = LocalSteps(self.model, self.optimizer, every=settings.local_steps)

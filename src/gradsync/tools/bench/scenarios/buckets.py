@@ -128,7 +128,7 @@ class BucketSize(Scenario):
         repeated(automatic, TUNING_WINDOWS)()
         for name, chosen in (("auto before tuning", before), ("auto", wrapper.synchronizer.caps)):
             rounds.fact(name, {"caps": list(chosen.caps), "from the end": chosen.from_the_end})
-        rounds.fact("wire of gradsync", str(wrapper.wire))
+        rounds.fact("wire of gradsync", str(wrapper.transport))
         rounds.run(variants)
 
     def overview(self, records: Sequence[CellRecord]) -> list[Table]:
