@@ -1,4 +1,4 @@
-"""What it costs to be ready for failures: the watch, vetoes and fingerprints together, against none of them.
+"""What it costs to be ready for failures: the watch, skip votes and fingerprints together, against none of them.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/failures_cost.py
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/failures_cost.py --batch 12
@@ -112,7 +112,7 @@ def main() -> None:
     rounds = take_turns(lambda variant: training.run(variant, options.steps), shuffled, options)
     training.switch("on")
     if dist.get_rank() == 0:
-        print("watch and vetoes alone:", report(rounds), with_fingerprints(rounds, options.steps), sep="\n")
+        print("watch and skip votes alone:", report(rounds), with_fingerprints(rounds, options.steps), sep="\n")
     dist.destroy_process_group()
 
 

@@ -26,7 +26,7 @@ class TopK(Reduction):
     def __repr__(self) -> str:
         return f"TopK(share={self.share})"
 
-    def landing_scale(self, bucket: Any, communicator: Communicator, divisor: float) -> float:
+    def prescale(self, bucket: Any, communicator: Communicator, divisor: float) -> float:
         return 1 / divisor  # so residuals are parts of a mean, and the next window may have another divisor
 
     def start(self, bucket: Any, communicator: Communicator, divisor: float) -> Handle:

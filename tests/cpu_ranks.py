@@ -21,7 +21,7 @@ CPU_RANKS = {
     for reason, files in {
         _ABSTAINING: {
             "test_abstaining": ["test_without_a_policy_too", "test_a_forward_that_was_given_up_spoils_no_other"],
-            "test_vetoes": [
+            "test_skip_votes": [
                 "test_by_default_a_window_is_skipped_from_which_a_rank_abstains",
                 "test_a_scaler_does_not_by_a_rank_that_abstains",
                 "test_a_skipped_step_is_not_told_of_twice",
@@ -73,7 +73,7 @@ CPU_RANKS = {
                 "test_all_failed_ranks_are_named",
                 "test_without_zero_grad_a_failed_backward_stops_training",
             ],
-            "test_vetoes": ["test_by_default_a_failed_backward_raises_on_all_ranks"],
+            "test_skip_votes": ["test_by_default_a_failed_backward_raises_on_all_ranks"],
             "test_window": ["test_a_bad_weight_on_one_rank_is_heard_by_all"],
         },
         _HELD_BACK: {

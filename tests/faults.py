@@ -240,8 +240,8 @@ def check(fault: Fault, outcome: Outcome, times: Times, expected: str = "") -> l
             continue
         each = outcome.ranks.get(rank)
         assert each is not None, f"rank {rank} is stuck, or has ended without a word. {told}"
-        # Of a backward that raised the others hear in the ballot, and their wire is whole. On a device they hear of it
-        # a window later, when the rank may have ended.
+        # Of a backward that raised the others hear in the control flags, and their wire is whole. On a device they hear
+        # of it a window later, when the rank may have ended.
         errors = ["PeerFailedError"] if fault.place == "backward" else ["CommunicatorLostError"]
         errors += ["CommunicatorLostError"] * (fault.device != "cpu")
         assert each.get("error") in errors, f"rank {rank}: {told}"

@@ -83,10 +83,10 @@ def pretend_device() -> None:
     unasked."""
     # Imported late: the tests of the process ranks must not depend on the library under test.
     from gradsync.core.engine import pipeline
-    from gradsync.core.window import veto, weights
+    from gradsync.core.window import skip_vote, weights
     from gradsync.parallel import replica
 
-    for module in (pipeline, veto, weights):
+    for module in (pipeline, skip_vote, weights):
         vars(module)["reads_at_once"] = lambda device: False
     for module in (pipeline, weights):
         vars(module)["HostCopy"] = _Copy

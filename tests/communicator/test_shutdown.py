@@ -44,7 +44,7 @@ def test_threads_of_gloo_are_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> 
     looks = iter([["S", "R"], ["S", "S"], ["R", "S"], ["S", "S"], ["S", "S"], ["R", "R"]])
     monkeypatch.setattr(shutdown, "_gloo_states", lambda: iter(next(looks)))
     monkeypatch.setattr(shutdown, "SETTLE_SECONDS", 60.0)
-    shutdown._let_gloo_settle()
+    shutdown._await_idle_gloo()
     assert next(looks) == ["R", "R"]
 
 

@@ -162,7 +162,7 @@ def again_and_again(on_bad_step: Any, ends: str) -> list[Any]:
                 model(rank + window + 1.0).backward()
             seen.append([float(each.grad) for each in model.parameters()])  # type: ignore[arg-type]
         except BadStepError:
-            seen.append("veto")
+            seen.append("skip vote")
             model.zero_grad()
         if ends == "step":
             optimizer.step()
@@ -184,7 +184,7 @@ def test_a_rank_may_abstain_from_one_window_after_the_other(on_bad_step: str, en
 @pytest.mark.parametrize("ends", ["step", "discard"])
 def test_a_rank_may_abstain_after_the_error_of_its_last_abstention(ends: str) -> None:
     for seen in pool_of(2).run(again_and_again, "raise", ends):
-        assert seen == ["veto", "veto", "veto", mean([0, 1], 3)]
+        assert seen == ["skip vote", "skip vote", "skip vote", mean([0, 1], 3)]
 
 
 def all_of_them(steps: bool) -> list[str]:
@@ -211,7 +211,8 @@ def test_a_window_that_has_left_nothing_is_ended_by_a_step() -> None:
         assert "optimizer.step()" in second
 
 
-# -- after a backward that failed, or was vetoed by another rank ------------------------------------------------------
+# -- after a backward that failed, or was rejected by another rank
+# ------------------------------------------------------
 
 
 def after_a_failure(on_bad_step: Any) -> list[Any]:
@@ -253,7 +254,7 @@ def test_an_error_in_backward_is_a_word_too(on_bad_step: Any) -> None:
     assert first[3] == second[3] == [mean([0, 1], 3)]
 
 
-def vetoed_by_another() -> list[Any]:
+def rejected_by_another() -> list[Any]:
     """After a window from which rank 1 abstained, rank 0 would abstain from it as well."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), on_bad_step="skip")
@@ -274,8 +275,8 @@ def vetoed_by_another() -> list[Any]:
     return told
 
 
-def test_it_is_too_late_after_a_backward_that_another_rank_vetoed() -> None:
-    (words, *first), second = pool_of(2).run(vetoed_by_another)
+def test_it_is_too_late_after_a_backward_that_another_rank_rejected() -> None:
+    (words, *first), second = pool_of(2).run(rejected_by_another)
     assert "in the place of that backward" in words
     assert first == second == [True, False]
 
@@ -333,7 +334,7 @@ def test_in_a_block_it_is_one_word(how: str, on_bad_step: str) -> None:
 
 
 def too_late_in_a_block() -> list[Any]:
-    """Rank 0 abstains after the backward of a block that rank 1 has vetoed, with its gradients zeroed."""
+    """Rank 0 abstains after the backward of a block that rank 1 has voted to skip, with its gradients zeroed."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), on_bad_step="skip")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

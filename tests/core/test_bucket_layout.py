@@ -33,7 +33,7 @@ def spec(
     )
 
 
-# What goes into a plan (parameters, order, caps, size of the ballot), and the plan.
+# What goes into a plan (parameters, order, caps, number of control flags), and the plan.
 Planned = tuple[list[ParameterSpec], list[int], BucketCaps, int, BucketLayout]
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -70,8 +70,8 @@ def plans(draw: st.DrawFn) -> Planned:
     specs = draw(parameter_lists())
     order = draw(st.permutations(range(len(specs))))
     order = order[: draw(st.integers(1, len(specs)))]
-    caps, ballot = draw(caps_of_any_kind), draw(st.integers(1, 4))
-    return specs, order, caps, ballot, plan_layout(specs, order, caps, ballot=ballot)
+    caps, control = draw(caps_of_any_kind), draw(st.integers(1, 4))
+    return specs, order, caps, control, plan_layout(specs, order, caps, control=control)
 
 
 def members(plan: BucketPlan) -> list[int]:
@@ -102,14 +102,14 @@ def test_slots_are_disjoint_aligned_and_large_enough(planned: Planned) -> None:
             assert (slot.offset - end) * plan.dtype.itemsize < ALIGNMENT_BYTES
             end = slot.offset + slot.numel
         assert plan.payload >= end
-        assert plan.numel == plan.payload + len(plan.slots) + plan.ballot
+        assert plan.numel == plan.payload + len(plan.slots) + plan.control
 
 
 @given(plans(), st.integers(1, 5))
 def test_a_payload_can_be_shared_out(planned: Planned, shares: int) -> None:
     """Shares are equal and begin aligned; otherwise the layout is the same, and no larger than that needs."""
-    specs, order, caps, ballot, plain = planned
-    layout = plan_layout(specs, order, caps, ballot=ballot, shares=shares)
+    specs, order, caps, control, plain = planned
+    layout = plan_layout(specs, order, caps, control=control, shares=shares)
     for plan, unpadded in zip(layout.buckets, plain.buckets, strict=True):
         assert plan.slots == unpadded.slots
         assert plan.share * shares == plan.payload
@@ -121,7 +121,7 @@ def test_the_shares_of_a_bucket_are_its_payload() -> None:
     world = InProcessWorld(1).communicator(0)
     parameters = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(3, 7))]
     specs = [ParameterSpec.of(str(number), parameter) for number, parameter in enumerate(parameters)]
-    layout = plan_layout(specs, [1, 0], BucketCaps.uniform(10**6), ballot=1, shares=3)
+    layout = plan_layout(specs, [1, 0], BucketCaps.uniform(10**6), control=1, shares=3)
     bucket = Bucket(layout.buckets[0], parameters, specs, world.allocate)
     bucket.payload.copy_(torch.arange(bucket.payload.numel()))
     assert torch.equal(torch.cat([bucket.share(rank) for rank in range(3)]), bucket.payload)
@@ -159,7 +159,7 @@ def test_caps_count_from_the_first_bucket_or_from_the_last_and_buckets_are_no_sm
     sizes: list[int], caps: list[int], from_the_end: bool
 ) -> None:
     specs = [spec(size) for size in sizes]
-    layout = plan_layout(specs, range(len(specs)), BucketCaps(caps=tuple(caps), from_the_end=from_the_end), ballot=1)
+    layout = plan_layout(specs, range(len(specs)), BucketCaps(caps=tuple(caps), from_the_end=from_the_end), control=1)
     assert layout.parameters == tuple(range(len(specs)))
     buckets = layout.buckets[::-1] if from_the_end else layout.buckets
     for position, plan in enumerate(buckets):
@@ -180,9 +180,11 @@ def test_delayed_parameters_come_last_and_by_themselves(planned: Planned) -> Non
 
 
 @given(plans())
-def test_the_ballot_is_in_the_last_bucket_only(planned: Planned) -> None:
-    *_, ballot, layout = planned
-    assert [plan.ballot for plan in layout.buckets] == [0] * (len(layout.buckets) - 1) + [ballot] * bool(layout.buckets)
+def test_the_control_flags_is_in_the_last_bucket_only(planned: Planned) -> None:
+    *_, control, layout = planned
+    assert [plan.control for plan in layout.buckets] == [0] * (len(layout.buckets) - 1) + [control] * bool(
+        layout.buckets
+    )
 
 
 @given(plans())
@@ -202,7 +204,7 @@ def test_buckets_are_numbered_and_sorted_by_their_last_gradient(planned: Planned
 @given(plans())
 def test_equal_descriptions_give_equal_layouts(planned: Planned) -> None:
     """Ranks plan by themselves: nothing but the arguments may count, not even the identity of dtypes and devices."""
-    specs, order, caps, ballot, layout = planned
+    specs, order, caps, control, layout = planned
     copies = [
         spec(
             *each.shape,
@@ -214,7 +216,7 @@ def test_equal_descriptions_give_equal_layouts(planned: Planned) -> None:
         for each in specs
     ]
     assert (
-        plan_layout(copies, tuple(order), BucketCaps(caps=caps.caps, from_the_end=caps.from_the_end), ballot=ballot)
+        plan_layout(copies, tuple(order), BucketCaps(caps=caps.caps, from_the_end=caps.from_the_end), control=control)
         == layout
     )
 
@@ -222,12 +224,12 @@ def test_equal_descriptions_give_equal_layouts(planned: Planned) -> None:
 def test_one_parameter_each() -> None:
     specs = [spec(size) for size in (1, 2, 3, 100, 1)]
     order = random.Random(0).sample(range(5), 5)
-    layout = plan_layout(specs, order, BucketCaps.one_parameter_each(), ballot=2)
+    layout = plan_layout(specs, order, BucketCaps.one_parameter_each(), control=2)
     assert [members(plan) for plan in layout.buckets] == [[index] for index in order]
 
 
 def test_nothing_but_sparse_parameters() -> None:
-    layout = plan_layout([spec(3, sparse=True)], [0], BucketCaps.uniform(100), ballot=2)
+    layout = plan_layout([spec(3, sparse=True)], [0], BucketCaps.uniform(100), control=2)
     assert layout == BucketLayout(buckets=(), sparse=(0,))
 
 

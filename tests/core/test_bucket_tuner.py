@@ -210,7 +210,7 @@ def test_whoever_wants_pieces_gets_them_where_they_cost_nothing(tapers: bool, co
 
 def layout_of(numels: list[int], cap: int) -> list[list[int]]:
     specs = [ParameterSpec.of(f"p{n}", torch.empty(numel, device="meta")) for n, numel in enumerate(numels)]
-    layout = plan_layout(specs, range(len(specs)), BucketCaps.uniform(cap), ballot=2)
+    layout = plan_layout(specs, range(len(specs)), BucketCaps.uniform(cap), control=2)
     return [
         [len(part) * 4 for part in torch.empty(plan.numel, device="meta").split(plan.piece)] for plan in layout.buckets
     ]

@@ -174,7 +174,8 @@ class Fails(torch.autograd.Function):
 
 
 def fail_unseen() -> list[str]:
-    """Rank 0's backward fails in windows 1 and 5. The host of rank 1 does not read ballots at once, but all of them."""
+    """Rank 0's backward fails in windows 1 and 5. The host of rank 1 does not read control flags at once, but all of
+    them."""
     rank = dist.get_rank()
     wrapped = gradsync.DistributedDataParallel(make_model(), device_ids=[0], bucket_cap_mb=0.05)
     told = []
@@ -195,7 +196,7 @@ def fail_unseen() -> list[str]:
 
 
 @two_or_three
-def test_every_ballot_on_a_device_is_read(nccl_ranks: RankPool) -> None:
+def test_every_control_flags_on_a_device_is_read(nccl_ranks: RankPool) -> None:
     assert nccl_ranks.run(fail_unseen) == [["failed"] * 2] + [["told"] * 2] * (nccl_ranks.world_size - 1)
 
 

@@ -91,7 +91,8 @@ def buckets_in_backward() -> list[list[BucketState]]:
 
 
 def test_buckets_start_one_after_the_other() -> None:
-    """As seen before each of three gradients lands; the last bucket, which holds the ballot, waits for the end."""
+    """As seen before each of three gradients lands; the last bucket, which holds the control flags, waits for the
+    end."""
     filling, reducing = BucketState.FILLING, BucketState.REDUCING
     for states in run_ranks(buckets_in_backward, 2):
         assert states == [

@@ -245,7 +245,7 @@ def test_a_rank_without_a_backward_has_a_synchronization_all_the_same() -> None:
     assert sum(len(step.synchronizations) for step in other) == 4
 
 
-def test_vetoed_windows_are_recorded_like_others() -> None:
+def test_rejected_windows_are_recorded_like_others() -> None:
     def loop(model: DistributedDataParallel) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(4):

@@ -12,7 +12,7 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, Timeline
 from gradsync.communicator import InProcessWorld, choose_communicator
-from gradsync.core.bucket.ballot import Requests
+from gradsync.core.bucket.control_flags import Requests
 from gradsync.observe.recording import GatherTimes
 from gradsync.observe.timeline import BucketTimes, StepTimes, render
 from gradsync.optim.sharded import ShardedOptimizer
@@ -112,10 +112,10 @@ def test_times_are_in_the_order_of_the_walk(pair: RankPool, schedule: str) -> No
 
 
 def test_sizes_are_those_of_the_buckets(pair: RankPool) -> None:
-    layer, flags, ballot = 4 * (WIDTH * WIDTH + WIDTH), 4 * 2, 4 * (2 + Requests.PLACES)
+    layer, flags, control = 4 * (WIDTH * WIDTH + WIDTH), 4 * 2, 4 * (2 + Requests.PLACES)
     for steps, _ in pair.run(watch, "overlapped"):
         assert [times.nbytes for times in steps[-1].buckets] == [layer + flags] * (LAYERS - 1) + [
-            layer + flags + ballot
+            layer + flags + control
         ]
 
 

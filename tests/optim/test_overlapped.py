@@ -633,7 +633,7 @@ def test_a_sparse_momentum_is_saved() -> None:
     assert all(torch.equal(mine, momentum.to_dense()) for _, mine in ours)
 
 
-def veto_some(kind: str, on_bad_step: Any) -> list[torch.Tensor]:
+def skip_some(kind: str, on_bad_step: Any) -> list[torch.Tensor]:
     """A rank abstains from one window and has NaN in another."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
@@ -652,7 +652,7 @@ def veto_some(kind: str, on_bad_step: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
 @in_threads_and_processes
-def test_vetoed_windows_are_as_with_plain_optimizers(ranks: Ranks, on_bad_step: str) -> None:
-    theirs = ranks.run(veto_some, "plain", on_bad_step)[0]
+def test_rejected_windows_are_as_with_plain_optimizers(ranks: Ranks, on_bad_step: str) -> None:
+    theirs = ranks.run(skip_some, "plain", on_bad_step)[0]
     assert all(torch.isfinite(each).all() for each in theirs)
-    assert_same(ranks.run(veto_some, "overlapped", on_bad_step), theirs)
+    assert_same(ranks.run(skip_some, "overlapped", on_bad_step), theirs)

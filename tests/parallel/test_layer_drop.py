@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from gradsync import ConfigurationError, DistributedDataParallel, LayerDrop, MisuseError, synchronize_gradients
 from gradsync.communicator import InProcessWorld, choose_communicator
-from gradsync.core.bucket.ballot import Requests
+from gradsync.core.bucket.control_flags import Requests
 from tests.ranks import RankError, RankPool, Ranks, ThreadRanks, pool_of
 
 WIDTH, LAYERS = 8, 6

@@ -113,7 +113,7 @@ def test_two_ranks_with_four_micro_batches_are_one_with_eight(
         {"overlap": "auto", "shard_optimizer": True},
         {"on_bad_step": "skip", "replica_check": 2},
     ],
-    ids=["overlapped", "sharded auto", "vetoes and fingerprints"],
+    ids=["overlapped", "sharded auto", "skip votes and fingerprints"],
 )
 def test_ways_of_training_come_to_the_same_losses(tmp_path: Path, text: Path, ways: dict[str, Any]) -> None:
     plain, _, _ = pool_of(2).run(train, settings_for(tmp_path / "1", text, precision="fp64"))[0]

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.prepared_state import Prepared, heal
-from gradsync.accelerator.world import ProcessControl, agree_on_backend, settle_at_exit
+from gradsync.accelerator.world import ProcessControl, agree_on_backend, finalize_at_exit
 from gradsync.base.errors import BadStepError, ConfigurationError, GradsyncError, MisuseError, PeerFailedError
 from gradsync.communicator.logs import listed
 from gradsync.health.elastic import Elastic, ElasticMember, Generation, MeetingPlace, Membership, MemberStatus, meet
@@ -94,7 +94,7 @@ class Elasticity:
         self._hooked: set[int] = set()
         self._before: list[Callable[[], None]] = []
         self._listeners: list[Callable[[Generation], None]] = []
-        settle_at_exit()
+        finalize_at_exit()
 
     @property
     def has_met(self) -> bool:

@@ -77,7 +77,7 @@ class LossScaler:
         self._stepped.add(id(optimizer))
         return self.scaler.step(optimizer, **options)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """After a step: let the scale grow or shrink at once, if no gradients of the old scale are around."""
         waiting = (WindowState.UNSYNCHRONIZED, WindowState.SYNCHRONIZED)
         if self._stepped and not any(each.window.state in waiting for each in self.synchronizers()):

@@ -126,11 +126,11 @@ class PreparedOptimizer(Optimizer):
             if self.scaler is not None:
                 return self._scaled_step(self.scaler, closure)
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self.step_was_skipped = self._was_vetoed
+        self.step_was_skipped = self._was_rejected
         return result
 
     @property
-    def _was_vetoed(self) -> bool:
+    def _was_rejected(self) -> bool:
         """Whether the step that has just run changed nothing, because ranks have agreed on that."""
         return any(synchronizer.window.step_was_skipped for synchronizer in self.synchronizers)
 
@@ -143,11 +143,11 @@ class PreparedOptimizer(Optimizer):
             # Unscaling reads gradients before the step does: a rank without a backward must take part first.
             synchronizer.finish_last()
         result = scaler.step(self.optimizer, closure)
-        self.step_was_skipped = not self._stepped_inside or self._was_vetoed
+        self.step_was_skipped = not self._stepped_inside or self._was_rejected
         if not self._stepped_inside:
             for synchronizer in self.synchronizers:
                 synchronizer.window.close()
-        scaler.settle()
+        scaler.finalize()
         return result
 
     def _note_step(self, *_: Any) -> None:
@@ -174,7 +174,8 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler:
     """Forwards everything to the scheduler it was made from; ``step()`` follows the optimizers.
 
-    It does nothing before the window's last micro-batch, or when a scaler or a veto has skipped the optimizer's step.
+    It does nothing before the window's last micro-batch, or when a scaler or a skip vote has skipped the optimizer's
+    step.
 
     ``several`` is how far it moves then. Scripts write a schedule for one process, and with N processes it has to
     advance N times as fast. So Accelerate moves it ``num_processes`` times per window, and stops at the end of a

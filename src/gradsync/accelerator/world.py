@@ -45,8 +45,8 @@ __all__ = [
     "agree_on_backend",
     "barrier",
     "connect",
+    "finalize_at_exit",
     "run_id",
-    "settle_at_exit",
     "unmet",
 ]
 
@@ -368,7 +368,7 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
             "rank must reach that address; if something else listens there, set MASTER_PORT to a free port"
         )
         raise
-    settle_at_exit()
+    finalize_at_exit()
     return World(choose_communicator(), device, environment, owns_group=True)
 
 
@@ -416,7 +416,7 @@ def _offer(store: Any, world_size: int, limit: timedelta) -> str:
 
 
 @functools.cache
-def settle_at_exit() -> None:
+def finalize_at_exit() -> None:
     """Let Gloo's threads let go of tensors before the interpreter ends.
 
     They do so a little after a collective, later on busy cores, and need the interpreter for it: a thread that finds it

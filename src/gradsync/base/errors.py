@@ -65,7 +65,7 @@ class PeerFailedError(GradsyncError):
 
 
 class BadStepError(PeerFailedError):
-    """A rank has vetoed the window, and ``on_bad_step="raise"`` was asked for: raised on all ranks, also on that one.
+    """A rank has rejected the window, and ``on_bad_step="raise"`` was asked for: raised on all ranks, also on that one.
 
     The message names the rank, and the parameter whose gradient is not finite. Training goes on after ``zero_grad()``.
     """

@@ -125,10 +125,10 @@ def leave_all() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
     for tensor in (tensor for each in _under_way for tensor in each.left()):
         never_let_go(tensor)
-    _let_gloo_settle()
+    _await_idle_gloo()
 
 
-def _let_gloo_settle() -> None:
+def _await_idle_gloo() -> None:
     """Until no thread of Gloo's has run in two looks, one after the other."""
     deadline, quiet = time.monotonic() + SETTLE_SECONDS, 0
     while quiet < 2 and time.monotonic() < deadline:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from gradsync.core.bucket.ballot import Requests
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.chunk import Chunk
+from gradsync.core.bucket.control_flags import Requests
 from gradsync.core.bucket.layout import BucketCaps, BucketLayout, ParameterSpec, plan_layout
 from gradsync.core.bucket.sizes import BucketTuner
 
@@ -318,15 +318,15 @@ class Arrangement:
 
     def _plan(self, caps: BucketCaps) -> BucketLayout:
         trained = [index for index in self.order.order if self._trainable[index]]
-        ballot = self._world_size + Requests.PLACES
-        return plan_layout(self.specs, trained, caps, ballot=ballot, shares=self.shares, unit=self.unit)
+        control = self._world_size + Requests.PLACES
+        return plan_layout(self.specs, trained, caps, control=control, shares=self.shares, unit=self.unit)
 
-    def land_again(self, arrivals: Iterable[int]) -> None:
+    def mark_ready_again(self, arrivals: Iterable[int]) -> None:
         """After a rebuild in the middle of a backward: mark what had arrived before as arrived here, too."""
         for index in arrivals:
             place = self.places[index]
             if place is not None:
-                place[1].land(place[2])
+                place[1].mark_ready(place[2])
 
     def mark_absent(self, agreed: Iterable[int]) -> None:
         """No rank will have gradients of these parameters: they are not sent."""

@@ -44,7 +44,7 @@ class Bucket:
         self.flat = self._whole = self.buffer.data
         self.tail = self._whole[plan.payload :]
         self.flags = self.tail[: len(plan.slots)]
-        self.ballot = self.tail[len(plan.slots) :]
+        self.control = self.tail[len(plan.slots) :]
         self.views = [_view(self.buffer, slot, spec) for slot, spec in zip(plan.slots, self.specs, strict=True)]
         self._starts = [slot.offset for slot in plan.slots] + [plan.payload]
         self.chunks = [self._make_chunk(first, end) for first, end in self._cut()]
@@ -54,7 +54,7 @@ class Bucket:
         self.reopen()
 
     def __repr__(self) -> str:
-        full, settled = sum(chunk.full for chunk in self.chunks), sum(chunk.settled for chunk in self.chunks)
+        full, settled = sum(chunk.full for chunk in self.chunks), sum(chunk.scaled for chunk in self.chunks)
         return f"Bucket({self.describe()}; {full} of {len(self.chunks)} chunks full, {settled} settled)"
 
     def describe(self) -> str:
@@ -131,8 +131,8 @@ class Bucket:
 
     @property
     def has_wire(self) -> bool:
-        """False when there is nothing to send: every slot is absent and the ballot is in a different bucket."""
-        return len(self.absent) < len(self.views) or self.plan.ballot > 0
+        """False when there is nothing to send: every slot is absent and the control flags are in a different bucket."""
+        return len(self.absent) < len(self.views) or self.plan.control > 0
 
     @property
     def empty(self) -> list[int]:

@@ -5,7 +5,7 @@ moving a whole bucket at once would keep two copies of a large bucket alive. So 
 quarter of a megabyte on the CPU): many small gradients in one batched operation, large ones one by one.
 
 Gathered gradients are attached: ``parameter.grad`` becomes a view of the bucket, where later micro-batches accumulate
-in place. They are *settled* when they have also been multiplied by their share of the mean. This happens once per
+in place. They are *scaled* when they have also been multiplied by their share of the mean. This happens once per
 synchronization, in the same pass where that is possible.
 """
 
@@ -62,19 +62,19 @@ class Chunk:
         self._waiting[:] = self.arrivals_expected
         self._missing = len(self._waiting)
         self._sighted: list[torch.Tensor | None] = []
-        self._all_outside = False
+        self._all_unattached = False
         self.full = False
-        self.settled = False
+        self.scaled = False
         self.empty: list[int] = []
         self.absent: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
-        state = "settled" if self.settled else "full" if self.full else f"{self._missing} missing"
+        state = "scaled" if self.scaled else "full" if self.full else f"{self._missing} missing"
         return f"Chunk({self.names[0]!r} … {self.names[-1]!r}: {len(self.names)} gradients, {state})"
 
     # -- arrival -----------------------------------------------------------------------------------------------
 
-    def land(self, slot: int) -> bool:
+    def mark_ready(self, slot: int) -> bool:
         """Count a gradient of the chunk's ``slot``; True when this makes the chunk full. The hot path."""
         left = self._waiting[slot] - 1
         self._waiting[slot] = left
@@ -87,7 +87,7 @@ class Chunk:
             self._check_surplus(slot, left)
         return False
 
-    def land_by_sight(self) -> bool:
+    def check_all_ready(self) -> bool:
         """True when every slot has a gradient. Valid only if none had one when the backward began."""
         if self.full:
             return False
@@ -96,7 +96,7 @@ class Chunk:
         if not complete and any(g is None and slot not in self.absent for slot, g in enumerate(gradients)):
             return False
         self._sighted = gradients
-        self._all_outside = complete
+        self._all_unattached = complete
         self.full = True
         return True
 
@@ -110,10 +110,10 @@ class Chunk:
         self.full = self.full or not self._missing
 
     def _check_surplus(self, slot: int, left: int) -> None:
-        """A gradient that was not expected is fine as long as the chunk is not settled."""
+        """A gradient that was not expected is fine as long as the chunk is not scaled yet."""
         if slot in self.absent:
             self._refuse_absent(slot)
-        if self.settled:
+        if self.scaled:
             raise LateGradientError(
                 f"parameter {self.names[slot]!r} received {self.arrivals_expected[slot] - left} gradients in one "
                 f"backward, but was on its way to the other ranks after {self.arrivals_expected[slot]}, as many as in "
@@ -130,62 +130,62 @@ class Chunk:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy gradients that lie outside into their slots, and attach the views."""
-        loose, targets = self._take_loose()
-        if loose:
-            _copy(targets, loose)
+        """Copy gradients that are not attached yet into their slots, and attach the views."""
+        unattached, targets = self._take_unattached()
+        if unattached:
+            _copy(targets, unattached)
 
     @torch.no_grad()
-    def settle(self, scale: float) -> None:
+    def gather_scaled(self, scale: float) -> None:
         """Gather, multiply by ``scale`` and set the flags, unless this was done already."""
-        if self.settled:
+        if self.scaled:
             return
-        self.settled = True
-        loose, targets = self._take_loose()
+        self.scaled = True
+        unattached, targets = self._take_unattached()
         if self.empty:
             self.flags[self.empty] = 0
-        if scale != 1.0 and self._scaled_copies and len(loose) == len(self.views):
-            _copy_scaled(targets, loose, scale)
+        if scale != 1.0 and self._scaled_copies and len(unattached) == len(self.views):
+            _copy_scaled(targets, unattached, scale)
             return
-        if loose:
-            _copy(targets, loose)
+        if unattached:
+            _copy(targets, unattached)
         if scale != 1.0:
             self.memory.mul_(scale)
 
-    def _take_loose(self) -> tuple[list[Any], list[torch.Tensor]]:
-        """Gradients that lie outside, and the views that replace them. Slots without a gradient are zeroed."""
+    def _take_unattached(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """Gradients that are not attached yet, and the views that replace them. Slots without a gradient are zeroed."""
         if self.before_gather is not None:
             self.before_gather(self.parameters)
         gradients = self._sighted or list(map(_grad, self.parameters))
         views = self.views
         # The rule after zero_grad(). What the batched check found has come in this backward, so none of it is a view.
-        all_outside = self._all_outside or not (
+        all_unattached = self._all_unattached or not (
             any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None)))
         )
-        self._sighted, self.empty, self._all_outside = [], [], False
-        if all_outside:
+        self._sighted, self.empty, self._all_unattached = [], [], False
+        if all_unattached:
             for parameter, view in zip(self.parameters, views, strict=True):
                 parameter.grad = view
-            loose, targets = gradients, views
+            unattached, targets = gradients, views
         else:
-            loose, targets = self._take_some(gradients)
+            unattached, targets = self._take_some(gradients)
         for slot in self.absent.difference(self.empty):
             self._refuse_absent(slot)
-        return loose, targets
+        return unattached, targets
 
     def _take_some(self, gradients: list[torch.Tensor | None]) -> tuple[list[Any], list[torch.Tensor]]:
-        loose: list[torch.Tensor] = []
+        unattached: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         for slot, (parameter, gradient, view) in enumerate(zip(self.parameters, gradients, self.views, strict=True)):
             if gradient is None:
                 self.empty.append(slot)
             elif gradient is not view:
-                loose.append(gradient)
+                unattached.append(gradient)
                 targets.append(view)
                 parameter.grad = view
         if self.empty:
             torch._foreach_zero_([self.views[slot] for slot in self.empty])
-        return loose, targets
+        return unattached, targets
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:

@@ -5,14 +5,15 @@ which their gradients become ready and of the caps, so ranks that agree on these
 
 One bucket in memory, in elements of its dtype::
 
-    │ slot 0 │pad│ slot 1 │ slot 2 │pad│ flags: one per slot │ ballot: one per rank, requests │
+    │ slot 0 │pad│ slot 1 │ slot 2 │pad│ flags: one per slot │ control: one per rank, requests │
     └────────────── payload ───────────┘└──────────────────────── tail ───────────────────────┘
 
 The tail is sent with the gradients and summed like them, so agreement between ranks costs no collective of its own. A
-*flag* is 1 where this rank has a gradient for the slot, so a sum of zero means that no rank has one. The *ballot* holds
-the control flags and is in the last bucket only: a rank whose backward failed puts a 1 in its own place, and a rank
-that requests something puts one in the place of the request (:mod:`gradsync.core.bucket.ballot`). Where a layout is
-to be divided among ranks, the payload is padded at its end, so that all shares have one size and begin aligned.
+*flag* is 1 where this rank has a gradient for the slot, so a sum of zero means that no rank has one. The *control
+flags* are in the last bucket only: a rank whose backward failed puts a 1 in its own place,
+and a rank that requests something puts one in the place of the request (:mod:`gradsync.core.bucket.control_flags`).
+Where a layout is to be divided among ranks, the payload is padded at its end, so that all shares have one size and
+begin aligned.
 """
 
 import math
@@ -103,7 +104,7 @@ class BucketPlan:
     device: torch.device
     slots: tuple[Slot, ...]
     payload: int
-    ballot: int
+    control: int
     # The number of equal parts the payload divides into: one per rank where ranks own parts of it.
     shares: int
     # The number of elements per collective. Only a parameter that is larger than a bucket needs several.
@@ -111,7 +112,7 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        return self.payload + len(self.slots) + self.ballot
+        return self.payload + len(self.slots) + self.control
 
     @property
     def share(self) -> int:
@@ -165,7 +166,7 @@ def plan_layout(
     order: Sequence[int],
     caps: BucketCaps,
     *,
-    ballot: int,
+    control: int,
     shares: int = 1,
     unit: int = 1,
 ) -> BucketLayout:
@@ -181,7 +182,7 @@ def plan_layout(
     groups = _fill(specs, prompt, caps) + _fill(specs, delayed, caps)
     largest = max(caps.caps)
     plans = [
-        _place(specs, group, index, ballot=ballot if index == len(groups) - 1 else 0, fit=(shares, unit), cap=largest)
+        _place(specs, group, index, control=control if index == len(groups) - 1 else 0, fit=(shares, unit), cap=largest)
         for index, group in enumerate(groups)
     ]
     return BucketLayout(buckets=tuple(plans), sparse=sparse)
@@ -218,7 +219,7 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
 
 
 def _place(
-    specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, ballot: int, fit: tuple[int, int], cap: int
+    specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, control: int, fit: tuple[int, int], cap: int
 ) -> BucketPlan:
     first, shares = specs[group[0]], fit[0]
     unit = max(1, ALIGNMENT // first.wire_dtype.itemsize)
@@ -230,7 +231,7 @@ def _place(
         offset += -(-numel // unit) * unit
     multiple = math.lcm(unit * shares, fit[1])
     offset = -(-offset // multiple) * multiple
-    numel = offset + len(slots) + ballot
+    numel = offset + len(slots) + control
     # Equal pieces, none much larger than the cap, and none too small to be worth a collective.
     pieces = max(numel * first.wire_dtype.itemsize // max(cap, MIN_PIECE_BYTES), 1) if cap else 1
     return BucketPlan(
@@ -239,7 +240,7 @@ def _place(
         device=first.device,
         slots=tuple(slots),
         payload=offset,
-        ballot=ballot,
+        control=control,
         shares=shares,
         piece=max(-(-numel // pieces), 1),
     )

@@ -3,8 +3,8 @@
 The path of a gradient::
 
     ready_hooks          a parameter's gradient is ready             stage 1
-    chunk.land           it lands in its slot of a bucket            stage 2
-    pipeline             full buckets are settled and started        stages 3 and 4
+    chunk.mark_ready     its slot of a bucket is marked ready         stage 2
+    pipeline             full buckets are scaled and started         stages 3 and 4
     backward_ended       the rest is started, all are finished       stage 5
 
 The engine decides what kind of backward it is. :mod:`~gradsync.core.engine.exchange` does what all ranks do together,
@@ -15,9 +15,9 @@ and steps, is in :mod:`gradsync.core.engine.synchronizer`. This module knows par
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
 backward runs through several forwards and one of them synchronizes, the backward does.
 
-[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the ballot (the
+[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the control flags (the
 control flags of the last bucket), so that the other ranks raise too, before the error reaches the user. No rank goes
-on until the half-made gradients have been zeroed. The ballot travels in the last bucket, which therefore starts only
+on until the half-made gradients have been zeroed. They travel in the last bucket, which therefore starts only
 when backward has ended: otherwise a rank that fails at the very end could no longer tell the others.
 :mod:`gradsync.core.engine.backward_watch` detects the failure.
 """
@@ -47,7 +47,7 @@ from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
 from gradsync.core.engine.state import Offer, Phase, Phases, Switches, Told, WindowRecord
 from gradsync.core.window import WindowState, has_nonzero_gradients
-from gradsync.core.window.veto import Veto
+from gradsync.core.window.skip_vote import SkipVote
 
 __all__ = ["BackwardEngine"]
 
@@ -65,8 +65,8 @@ class BackwardEngine:
         self.parameters = list(parameters)
         self.communicator = options.communicator
         self.switches, self.phases, self.record = Switches(), Phases(), WindowRecord()
-        self.veto = Veto(options.policy.on_bad_step, options.communicator)
-        self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.veto)
+        self.skip_vote = SkipVote(options.policy.on_bad_step, options.communicator)
+        self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.skip_vote)
         self.arrangement = Arrangement(
             self.parameters,
             specs,
@@ -141,9 +141,9 @@ class BackwardEngine:
             self.sparse_ready(index)
             return
         bucket, chunk, slot = place
-        if not self._hooks.counting:
+        if not self._hooks.per_parameter:
             self.pipeline.chunk_overdue(bucket, chunk)
-        elif chunk.land(slot):
+        elif chunk.mark_ready(slot):
             self.pipeline.chunk_full(bucket, chunk)
 
     @contextmanager
@@ -181,7 +181,7 @@ class BackwardEngine:
 
     def sparse_ready(self, index: int) -> None:
         """A gradient that has no place in a bucket; it is reduced after the buckets."""
-        self._sparse.land(index)
+        self._sparse.mark_ready(index)
 
     # -- it ends -------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class BackwardEngine:
 
     def _has_arrived(self) -> bool:
         """Whether the backward that ends has left a gradient."""
-        if self._hooks.arrivals or (not self._hooks.counting and self.arrangement.has_gradients()):
+        if self._hooks.arrivals or (not self._hooks.per_parameter and self.arrangement.has_gradients()):
             return True
         before, now = self._unbucketed, self.arrangement.unbucketed()
         return len(now) != len(before) or any(
@@ -239,11 +239,11 @@ class BackwardEngine:
             self.arrangement.window_finished(self._hooks.arrivals)
         # Before the means are handed out: reopening a bucket must not look like a change to whatever watches it.
         self._clear_window()
-        abstained = self.veto.abstains
-        self.veto.forget()
-        (window.synchronized if has_means else window.vetoed)(store.buckets)
+        abstained = self.skip_vote.abstains
+        self.skip_vote.forget()
+        (window.synchronized if has_means else window.rejected)(store.buckets)
         store.hand_out()
-        if window.is_vetoed and window.is_stepped_by_closure:
+        if window.is_rejected and window.is_stepped_by_closure:
             self.arrangement.drop_gradients()
             window.close()
             window.step_was_skipped = True
@@ -328,17 +328,17 @@ class BackwardEngine:
             # An interrupt may come after this rank has exchanged everything and counted that.
             record.failed += not record.exchanged
             self.exchange.abandon()
-            abstained = self.veto.abstains
+            abstained = self.skip_vote.abstains
             # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
             # compared between ranks by number.
             self.exchange.pace.window_ended(worked=False)
-            self.veto.forget()
+            self.skip_vote.forget()
             # What was skipped was a different window; a step that follows has nothing to skip.
             window.step_was_skipped = False
         self.store.mend_hooks()
         self._hooks.arrivals.clear()
         window.discard()
-        window.is_vetoed = is_told and self.veto.tolerates
+        window.is_rejected = is_told and self.skip_vote.tolerates
         self._clear_window()
         self.phases.leave(Phase.BROKEN)
         if abstained:

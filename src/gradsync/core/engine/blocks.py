@@ -139,7 +139,7 @@ class PendingWork:
         """This rank is about to tell the others something other than that it failed."""
         self._owes_failure = False
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """This rank touches the model: do the work that was put off."""
         if self._owes_failure:
             self._owes_failure = False

@@ -4,8 +4,8 @@ All ranks run through this, even those whose backward has failed. Errors are rai
 :mod:`gradsync.core.engine.backward` makes sure that the others are not left waiting.
 
 Every collective here is started by all ranks. So whether one is due must follow from what all of them know: the number
-of the window, earlier agreements, or the ballot. What only one rank has seen is requested in the ballot
-(:mod:`gradsync.core.bucket.ballot`) and done after the buckets, by all.
+of the window, earlier agreements, or the control flags. What only one rank has seen is requested in the control flags
+(:mod:`gradsync.core.bucket.control_flags`) and done after the buckets, by all.
 
 [Note: the first window] Nothing is started before the first synchronized backward has ended: until then it is not
 known in which order gradients come, nor how often a parameter's hook fires (more than once where reentrant
@@ -25,14 +25,14 @@ from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import agree_on_absent
 from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket.arrangement import GradientOrder
-from gradsync.core.bucket.ballot import Requests
+from gradsync.core.bucket.control_flags import Requests
 from gradsync.core.engine.gradient_store import GradientStore
 from gradsync.core.engine.pipeline import Division
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.state import Phase, Phases, WindowRecord
 from gradsync.core.window import WindowState
 from gradsync.core.window.replica_check import Comparison
-from gradsync.core.window.veto import WindowVerdict, invalidate
+from gradsync.core.window.skip_vote import WindowVerdict, invalidate
 from gradsync.health.watch import make_meter
 
 __all__ = ["GradientExchange", "agree_on_order"]
@@ -103,12 +103,12 @@ class GradientExchange:
         if leads:
             self._negotiate()
         counting = self._must_count()
-        if counting != store.hooks.counting:
-            store.hooks.register(self._arrangement.places, counting=counting)
+        if counting != store.hooks.per_parameter:
+            store.hooks.register(self._arrangement.places, per_parameter=counting)
         store.hooks.stay_last()
         # See [Note: the first window] and [Note: several models].
         overlapping = leads and order.learned and order.observed and self._overlaps
-        pipeline.begin(overlapping=overlapping and not pipeline.veto.holds_back, by_sight=not counting)
+        pipeline.begin(overlapping=overlapping and not pipeline.skip_vote.holds_back, batched=not counting)
 
     @property
     def contributes(self) -> bool:
@@ -141,11 +141,11 @@ class GradientExchange:
                 if self._comparison is not None:
                     self._comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
                 if self._rearrange():
-                    arrangement.land_again(self._store.hooks.arrivals)
+                    arrangement.mark_ready_again(self._store.hooks.arrivals)
                 weights.start(uncounted=self.contributes and not weights.counting)
                 if self._droppable and pipeline.reduction.carries_tail:
                     self._agree_on_absent()
-            pipeline.divide(Division(divisor=weights.divisor(self.divisor), local_scale=weights.landing_scale))
+            pipeline.divide(Division(divisor=weights.divisor(self.divisor), local_scale=weights.local_scale))
             pipeline.recount()
 
     def _rearrange(self) -> bool:
@@ -213,7 +213,8 @@ class GradientExchange:
     # -- the buckets, and what follows them ------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Start what is left and wait for all of it, then do what any rank has requested in the ballot. Collective.
+        """Start what is left and wait for all of it, then do what any rank has requested in the control flags.
+        Collective.
 
         Returns whether there are means: a skipped window may have none.
         """
@@ -221,28 +222,28 @@ class GradientExchange:
         if not self._leads:
             self._take_lead()
             self._negotiate()
-        if window.is_vetoed:
-            self._pipeline.veto.stand()
+        if window.is_rejected:
+            self._pipeline.skip_vote.stand()
         self.pace.work_ended()
-        # Inside the step of an optimizer gradients are used before anything else can wait for the ballot.
+        # Inside the step of an optimizer gradients are used before anything else can wait for the control flags.
         has_means = self._exchange(at_once=window.is_stepped_by_closure)
         self._record.exchanged = True
         self._record.synchronized += 1
         return has_means
 
     def _exchange(self, *, at_once: bool) -> bool:
-        pipeline, weights, veto = self._pipeline, self._weights, self._pipeline.veto
+        pipeline, weights, skip_vote = self._pipeline, self._weights, self._pipeline.skip_vote
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         contributes = self.contributes
         weights.require_told()
         contributes = not self._leave_out_own() and contributes
         # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
         asks = counts or trains_more or at_once
-        waits = bool(self._arrangement.layout.sparse) or asks or not contributes or veto.reads_at_once
+        waits = bool(self._arrangement.layout.sparse) or asks or not contributes or skip_vote.reads_at_once
         pipeline.requests = Requests(
             weights=counts,
             trained=trains_more,
-            vetoed=veto.is_noted,
+            rejected=skip_vote.is_noted,
             late=self._late_failure is not None,
             known=waits,
         )
@@ -255,9 +256,9 @@ class GradientExchange:
             return self._conclude(correction, uncounted=contributes and not weights.counting)
 
     def _conclude(self, correction: float | torch.Tensor | None, *, uncounted: bool) -> bool:
-        """Do what the ballot requests: returns whether there are means. Collective if anything was requested."""
+        """Do what the control flags request: returns whether there are means. Collective if anything was requested."""
         pipeline = self._pipeline
-        verdict = self._hear_vetoes()
+        verdict = self._read_votes()
         if verdict is not None and verdict.skips:
             invalidate(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
             pipeline.conclude(well=False)
@@ -285,16 +286,16 @@ class GradientExchange:
 
     def _leave_out_own(self) -> bool:
         """Check what does not pass through the pipeline; drop this rank's gradients if it is left out of the mean."""
-        arrangement, veto = self._arrangement, self._pipeline.veto
-        if veto.check is not None:
-            veto.check.look_at(arrangement.gradients_outside())
-        if not veto.holds_back:
+        arrangement, skip_vote = self._arrangement, self._pipeline.skip_vote
+        if skip_vote.check is not None:
+            skip_vote.check.look_at(arrangement.gradients_outside())
+        if not skip_vote.holds_back:
             return False
         for bucket in arrangement.buckets:
             bucket.gather()
-            assert veto.check is not None
-            veto.check.look(bucket)
-        if not veto.reason:
+            assert skip_vote.check is not None
+            skip_vote.check.look(bucket)
+        if not skip_vote.reason:
             return False
         # From here on this rank counts as one without gradients and without weight.
         arrangement.drop_gradients()
@@ -302,15 +303,16 @@ class GradientExchange:
         self._weights.reset()
         return True
 
-    def _hear_vetoes(self) -> WindowVerdict | None:
-        """The verdict on the ballot, if any rank has vetoed. Collective then. A failed rank does not take part."""
+    def _read_votes(self) -> WindowVerdict | None:
+        """The verdict on the control flags, if any rank has voted to skip. Collective then. A failed rank does not take
+        part."""
         pipeline = self._pipeline
         if pipeline.failed:
-            return pipeline.veto.tolerate(pipeline.failed)
+            return pipeline.skip_vote.tolerate(pipeline.failed)
         if pipeline.requests.late:
             # Ranks raise at the end of this window, for the previous one.
             return WindowVerdict()
-        return pipeline.veto.hear() if pipeline.requests.vetoed else None
+        return pipeline.skip_vote.hear() if pipeline.requests.rejected else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""
@@ -325,7 +327,7 @@ class GradientExchange:
         arrangement.stale = self._agree_on_trained() or arrangement.stale
         taken_in = [index for index, trained in enumerate(arrangement.trainable) if trained and not before[index]]
         for index in taken_in:
-            sparse.land(index)
+            sparse.mark_ready(index)
         sparse.reduce(taken_in, divisor)
 
     def raise_late(self) -> None:

@@ -70,7 +70,7 @@ class GradientStore:
         reduction.rebuilt(self.arrangement.layout)
         if self.sharing.client is not None:
             self.sharing.client.moved(self.buckets)
-        self.hooks.register(self.arrangement.places, counting=True)
+        self.hooks.register(self.arrangement.places, per_parameter=True)
 
     def mend_hooks(self) -> None:
         """Restore all hooks, if an interrupt came while they were being replaced."""
@@ -80,7 +80,7 @@ class GradientStore:
             # It may have come while buckets were made. A rank with peers cannot make them alone, and has aborted then.
             self.build()
         else:
-            self.hooks.register(self.arrangement.places, counting=True)
+            self.hooks.register(self.arrangement.places, per_parameter=True)
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Replace the reduction, between two windows."""

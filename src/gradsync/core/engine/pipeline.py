@@ -20,31 +20,31 @@ from gradsync.communicator import Communicator, Handle
 from gradsync.communicator.collective import again
 from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.ballot import (
+from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
+from gradsync.core.bucket.control_flags import (
     NOT_STEPPED,
     STEPPED,
     HostCopy,
     Requests,
     failed_ranks,
-    mark_ballot,
     raise_for,
     raise_for_unheard,
     reads_at_once,
+    set_control_flags,
     step_gate,
 )
-from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
 from gradsync.core.bucket.norm import BucketNorms
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.state import CollectiveSection
 from gradsync.core.reduction import Reduction
-from gradsync.core.window.veto import Veto
+from gradsync.core.window.skip_vote import SkipVote
 
 __all__ = ["BucketState", "Division", "Pipeline"]
 
 LOGGER = logging.getLogger("gradsync")
 
 # The version of a bucket in which nothing was scaled yet.
-UNSETTLED = -1
+NOT_SCALED = -1
 
 
 class BucketState(enum.Enum):
@@ -68,20 +68,21 @@ class Division:
 class Pipeline:
     """The buckets of one synchronizer, and the progress of each through its reduction."""
 
-    def __init__(self, communicator: Communicator, reduction: Reduction, veto: Veto) -> None:
+    def __init__(self, communicator: Communicator, reduction: Reduction, skip_vote: SkipVote) -> None:
         self.communicator = communicator
-        self.veto = veto
+        self.skip_vote = skip_vote
         self.observer: Observers | None = None
         self.buckets: list[Bucket] = []
         self.division = Division(divisor=float(communicator.world_size))
-        # What this rank requests in the ballot of the running synchronization, and whose backward it reports as failed.
+        # What this rank requests in the control flags of the running synchronization, and whose backward it reports as
+        # failed.
         self.requests = Requests()
         self.failed: list[int] = []
-        self._check = None if veto.holds_back else veto.check
-        # Where there is no bucket, because there are no dense gradients, the ballot is sent alone.
-        self._lone_ballot = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
-        self._unread_ballot: HostCopy | None = None
-        # Computed from that ballot on the device, once an optimizer is about to step. See [Note: the step gate] in
+        self._check = None if skip_vote.holds_back else skip_vote.check
+        # Where there is no bucket, because there are no dense gradients, the control flags are sent alone.
+        self._lone_control = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
+        self._unread_control: HostCopy | None = None
+        # Computed from those flags on the device, once an optimizer is about to step. See [Note: the step gate] in
         # :mod:`.step_guard`.
         self._gate: torch.Tensor | None = None
         # Whether the reduction has been given buckets of a window without knowing how it ended, and what their means
@@ -116,11 +117,11 @@ class Pipeline:
 
     def reset(self) -> None:
         """Reset: nothing is in flight, and nothing was gathered."""
-        if self._unread_ballot is None:
+        if self._unread_control is None:
             # Whatever prevented the last window from ending.
             self._tell_end(well=False)
         self.section.reset()
-        self._overlapping = self._by_sight = False
+        self._overlapping = self._batched = False
         self._failed_rank: int | None = None
         self._tails_handle: Handle | None = None
         self.requests = Requests()
@@ -129,7 +130,7 @@ class Pipeline:
         self._finished = 0
         self._pending: list[tuple[Bucket, Handle | None]] = []
         self._overdue: list[tuple[Bucket, Chunk]] = []
-        self._versions = [UNSETTLED] * len(self.buckets)
+        self._versions = [NOT_SCALED] * len(self.buckets)
         for bucket in self.buckets:
             bucket.reopen()
         self._missing = [len(bucket.chunks) for bucket in self.buckets]
@@ -161,12 +162,12 @@ class Pipeline:
 
     @property
     def _tails_apart(self) -> bool:
-        """Whether tails, and with them the ballot, are sent separately."""
+        """Whether tails, and with them the control flags, are sent separately."""
         return not self.buckets or not self.reduction.carries_tail
 
     @property
-    def _ballot(self) -> torch.Tensor:
-        return self.buckets[-1].ballot if self.buckets else self._lone_ballot
+    def _control(self) -> torch.Tensor:
+        return self.buckets[-1].control if self.buckets else self._lone_control
 
     # -- stage 3: during backward --------------------------------------------------------------------------------
 
@@ -175,14 +176,14 @@ class Pipeline:
         if division != self.division or not self._scales:
             self.division = division
             self._scales = [
-                division.local_scale * self.reduction.landing_scale(bucket, self.communicator, division.divisor)
+                division.local_scale * self.reduction.prescale(bucket, self.communicator, division.divisor)
                 for bucket in self.buckets
             ]
 
-    def begin(self, *, overlapping: bool, by_sight: bool) -> None:
-        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``by_sight``:
+    def begin(self, *, overlapping: bool, batched: bool) -> None:
+        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``batched``:
         gradients are not counted, so only the version of a bucket can reveal one that comes too late."""
-        self._overlapping, self._by_sight = overlapping, by_sight
+        self._overlapping, self._batched = overlapping, batched
         while overlapping and self._next < self._last and not self._missing[self._next]:
             self._start(self.buckets[self._next])
 
@@ -193,22 +194,22 @@ class Pipeline:
 
     def _look_again(self) -> None:
         for candidate in list(self._overdue):
-            if candidate in self._overdue and candidate[1].land_by_sight():
+            if candidate in self._overdue and candidate[1].check_all_ready():
                 self._overdue.remove(candidate)
                 self.chunk_full(*candidate)
 
     def chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
         """All gradients of the chunk are ready: gather them, and start the buckets that are now full and due.
 
-        Not the last bucket, which holds the ballot.
+        Not the last bucket, which holds the control flags.
         """
         number = bucket.index
         if self.observer is not None:
             self.observer.chunk_full(bucket)
         if self._overlapping:
-            if self._by_sight and self._versions[number] not in (UNSETTLED, bucket.buffer._version):
+            if self._batched and self._versions[number] not in (NOT_SCALED, bucket.buffer._version):
                 self._refuse_late(bucket)
-            chunk.settle(self._scales[number])
+            chunk.gather_scaled(self._scales[number])
             self._versions[number] = bucket.buffer._version
         else:
             # It may not be the last time: this rank accumulates, or the same parameter may get more gradients.
@@ -224,11 +225,11 @@ class Pipeline:
 
     def _start(self, bucket: Bucket) -> None:
         number = bucket.index
-        if self._by_sight and self._versions[number] not in (UNSETTLED, bucket.buffer._version):
+        if self._batched and self._versions[number] not in (NOT_SCALED, bucket.buffer._version):
             self._refuse_late(bucket)
         for chunk in bucket.chunks:
-            if not chunk.settled:
-                chunk.settle(self._scales[number])
+            if not chunk.scaled:
+                chunk.gather_scaled(self._scales[number])
         handle = None
         with self.section:
             self._next = number + 1
@@ -236,7 +237,7 @@ class Pipeline:
                 self._check.look(bucket)
             if bucket.absent:
                 bucket.compact()
-            if bucket.plan.ballot:
+            if bucket.plan.control:
                 self._vote()
             if not bucket.absent or bucket.has_wire:
                 self._owes_an_end, self._correction = True, 1.0
@@ -262,12 +263,12 @@ class Pipeline:
     def flush(self) -> None:
         """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.
 
-        Late gradients are looked for before the ballot is sent: see [Note: a failed backward] in
+        Late gradients are looked for before the control flags are sent: see [Note: a failed backward] in
         :mod:`gradsync.core.engine.backward`.
         """
         while self._next < self._last:
             self._start(self.buckets[self._next])
-        for bucket, _ in self._pending if self._by_sight and not self.wire_is_seen else ():
+        for bucket, _ in self._pending if self._batched and not self.wire_is_seen else ():
             if self._versions[bucket.index] != bucket.buffer._version:
                 self._refuse_late(bucket)
         while self._next < len(self.buckets):
@@ -286,7 +287,7 @@ class Pipeline:
             self._correction = correction
         for bucket, handle in self._pending:
             # Windows in which gradients are counted anyway find out whether the communicator changes versions.
-            self.wire_is_seen |= not self._by_sight and self._versions[bucket.index] != bucket.buffer._version
+            self.wire_is_seen |= not self._batched and self._versions[bucket.index] != bucket.buffer._version
             self._wait(bucket, handle)
             if correction is not None:
                 bucket.payload.mul_(correction)
@@ -296,18 +297,18 @@ class Pipeline:
             self._finished = bucket.index + 1
             if self.observer is not None:
                 self.observer.bucket_finished(bucket)
-        self._read_ballot()
+        self._read_control()
 
     def abandon(self) -> None:
         """Complete a synchronization whose backward failed here, so that no rank is left waiting.
 
-        The other ranks may have started all buckets. This one starts the missing ones, with its vote in the ballot, and
-        all ranks learn that the gradients are worthless. If that fails too, the communicator itself is gone (or the
-        reduction raises on every rank alike), and there is no rank left to tell.
+        The other ranks may have started all buckets. This one starts the missing ones, with its vote in the control
+        flags, and all ranks learn that the gradients are worthless. If that fails too, the communicator itself is gone
+        (or the reduction raises on every rank alike), and there is no rank left to tell.
         """
         self._failed_rank = self.communicator.rank
         # The contents of buckets are worthless anyway, and must not be refused again.
-        self._by_sight = False
+        self._batched = False
         with log_errors("sending the remaining buckets failed"):
             # It may have failed before ranks had agreed on the divisor.
             self.divide(self.division)
@@ -356,7 +357,7 @@ class Pipeline:
 
     @property
     def _tails(self) -> list[torch.Tensor]:
-        return [bucket.tail for bucket in self.buckets] or [self._lone_ballot]
+        return [bucket.tail for bucket in self.buckets] or [self._lone_control]
 
     @torch.no_grad()
     def correct(self, correction: float | torch.Tensor) -> None:
@@ -375,23 +376,23 @@ class Pipeline:
     # -- control flags -------------------------------------------------------------------------------------------
 
     def _vote(self) -> None:
-        mark_ballot(self._ballot, self._failed_rank, self.requests)
-        self.veto.mark(self._ballot)
+        set_control_flags(self._control, self._failed_rank, self.requests)
+        self.skip_vote.mark(self._control)
 
-    def _read_ballot(self) -> None:
-        ballot = self._ballot
-        if reads_at_once(ballot.device):
-            self.failed, self.requests = self._hear(ballot.tolist(), late=False)
+    def _read_control(self) -> None:
+        control = self._control
+        if reads_at_once(control.device):
+            self.failed, self.requests = self._hear(control.tolist(), late=False)
         else:
             self.require_alive()
-            self._unread_ballot, self._gate = HostCopy(ballot), None
+            self._unread_control, self._gate = HostCopy(control), None
 
     def _hear(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
         """The failed ranks and the requests of all. Raises if a rank's backward has failed, unless that is tolerated;
         or, where the host hears of it ``late``, if something was requested that not all ranks know of."""
         failed, requests = failed_ranks(votes), Requests.read(votes)
         try:
-            if not self.veto.tolerates:
+            if not self.skip_vote.tolerates:
                 raise_for(failed, since)
             if late:
                 raise_for_unheard(requests, since)
@@ -402,7 +403,7 @@ class Pipeline:
 
     def conclude(self, *, well: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
-        if self._unread_ballot is None:
+        if self._unread_control is None:
             self._tell_end(well=well)
 
     def hear_end(self) -> None:
@@ -410,8 +411,8 @@ class Pipeline:
 
         On an accelerator the host waits for that. What was heard is still raised where it has to be.
         """
-        if self._unread_ballot is not None and self._owes_an_end:
-            votes = self._unread_ballot.wait()
+        if self._unread_control is not None and self._owes_an_end:
+            votes = self._unread_control.wait()
             try:
                 self.require_alive()
                 self._hear(votes)
@@ -429,37 +430,38 @@ class Pipeline:
 
         Those may include ranks that do not wait. Then nothing can be done that requires all ranks.
         """
-        if self._unread_ballot is not None:
-            ballot, self._unread_ballot = self._unread_ballot.wait(), None
+        if self._unread_control is not None:
+            control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
-            self.failed, self.requests = self._hear(ballot)
+            self.failed, self.requests = self._hear(control)
 
     def late_failure(self) -> PeerFailedError | None:
-        """The failure in the last ballot, if it was not read yet. Called where all ranks get to before the next ballot:
-        a rank that raised at a time of its own would be a window behind the others."""
-        if self._unread_ballot is not None:
-            ballot, self._unread_ballot = self._unread_ballot.wait(), None
+        """The failure in the last control flags, if they were not read yet. Called where all ranks get to before the
+        next ones are sent: a rank that raised at a time of its own would be a window behind the others."""
+        if self._unread_control is not None:
+            control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
             since = STEPPED if self._gate is None else NOT_STEPPED
             try:
-                _, requests = self._hear(ballot, since)
+                _, requests = self._hear(control, since)
                 self._tell_end(well=not requests.late)
             except PeerFailedError as error:
                 return error
         return None
 
     def gate_step(self, *, gated: bool) -> torch.Tensor | None:
-        """An optimizer is about to step, and the ballot may not have been read. If the step can be ``gated``, returns a
-        tensor on the device that is 1.0 if the step must change nothing. Else the host waits, and raises if needed.
+        """An optimizer is about to step, and the control flags may not have been read. If the step can be ``gated``,
+        returns a tensor on the device that is 1.0 if the step must change nothing. Else the host waits, and raises if
+        needed.
         """
-        ballot = self._ballot
-        if self._unread_ballot is None or self.communicator.world_size == 1:
+        control = self._control
+        if self._unread_control is None or self.communicator.world_size == 1:
             return None
-        if ballot.is_cuda and torch.cuda.is_current_stream_capturing():
+        if control.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         if gated:
             if self._gate is None:
-                self._gate = step_gate(ballot, getattr(self.communicator, "failure_flags", []))
+                self._gate = step_gate(control, getattr(self.communicator, "failure_flags", []))
             return self._gate
         self.await_requests()
         self._tell_end(well=not self.requests.late)

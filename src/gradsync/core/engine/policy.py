@@ -17,7 +17,7 @@ from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.observer import Observer, Observers
 from gradsync.core.reduction import Mean, Reduction, reduction_by_name
 from gradsync.core.window.replica_check import ReplicaCheck
-from gradsync.core.window.veto import ON_BAD_STEP, OnBadStep
+from gradsync.core.window.skip_vote import ON_BAD_STEP, OnBadStep
 
 __all__ = ["BucketSize", "ParameterKeeper", "PolicySettings", "Schedule", "SyncPolicy", "SynchronizerOptions"]
 

@@ -2,9 +2,9 @@
 
 A Python hook costs microseconds, and one runs for every parameter in every backward. There are two ways to do it:
 
-*counting* (per-parameter hooks): a hook on every parameter counts in its chunk and notes the order. Always correct.
+*per-parameter hooks*: a hook on every parameter counts in its chunk and notes the order. Always correct.
 
-*by sight* (batched readiness check): a hook only on the parameter of each chunk that comes last in the learned order.
+*batched readiness check*: a hook only on the parameter of each chunk that comes last in the learned order.
 When it runs, all gradients of the chunk are checked at once. This works if no parameter had a gradient when the
 backward began (the rule after ``zero_grad()``): a gradient that exists now has arrived since. If one is still missing,
 the chunk is checked again at the next hook, and at the latest when backward ends: a changed order costs overlap, never
@@ -49,25 +49,25 @@ class ReadyHooks:
         self._registered: list[tuple[dict[int, Hook], Hook]] = []
         # One autograd thread per device: with several, access to shared data must be serialized.
         self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None
-        self.counting = False
+        self.per_parameter = False
         # Not while hooks are being replaced: an interrupt may leave that half done.
         self.whole = False
         self.arrivals: list[int] = []
         weakref.finalize(listener, _remove, self._registered).atexit = False
 
-    def register(self, places: Sequence[Place | None], *, counting: bool) -> None:
+    def register(self, places: Sequence[Place | None], *, per_parameter: bool) -> None:
         """Put hooks where ``places`` say (None: a parameter outside the buckets), replacing the former ones."""
         self.remove()
-        self.counting = counting
+        self.per_parameter = per_parameter
         for index, (parameter, place) in enumerate(zip(self._parameters, places, strict=True)):
             if place is None:
                 if not parameter.requires_grad:
                     continue
-                hook = self._outside(index)
-            elif counting:
-                hook = self._counting(index, *place)
+                hook = self._unbucketed(index)
+            elif per_parameter:
+                hook = self._per_parameter(index, *place)
             elif place[2] == len(place[1].parameters) - 1:
-                hook = self._by_sight(index, place[0], place[1])
+                hook = self._batched(index, place[0], place[1])
             elif place[0].index == 0 and place[1].first + place[2] == 0:
                 hook = self._first_of_all(index)
             else:
@@ -104,24 +104,24 @@ class ReadyHooks:
 
     # Hooks look nothing up: everything they need is bound when they are made. They must not keep the listener alive.
 
-    def _counting(self, index: int, bucket: Bucket, chunk: Chunk, slot: int) -> Hook:
+    def _per_parameter(self, index: int, bucket: Bucket, chunk: Chunk, slot: int) -> Hook:
         listener, idle, arrived = self._listener, self._idle, self.arrivals.append
-        land, chunk_full = chunk.land, self._pipeline.chunk_full
+        mark_ready, chunk_full = chunk.mark_ready, self._pipeline.chunk_full
 
         def on_gradient_ready(_: torch.Tensor) -> None:
             if idle:
                 listener().begin_at_parameter(index)
                 return
             arrived(index)
-            if land(slot):
+            if mark_ready(slot):
                 chunk_full(bucket, chunk)
 
         return on_gradient_ready
 
-    def _by_sight(self, index: int, bucket: Bucket, chunk: Chunk) -> Hook:
+    def _batched(self, index: int, bucket: Bucket, chunk: Chunk) -> Hook:
         listener, idle = self._listener, self._idle
-        land_by_sight, chunk_full, chunk_overdue = (
-            chunk.land_by_sight,
+        check_all_ready, chunk_full, chunk_overdue = (
+            chunk.check_all_ready,
             self._pipeline.chunk_full,
             self._pipeline.chunk_overdue,
         )
@@ -130,7 +130,7 @@ class ReadyHooks:
             if idle:
                 listener().begin_at_parameter(index)
                 return
-            if land_by_sight():
+            if check_all_ready():
                 chunk_full(bucket, chunk)
             else:
                 chunk_overdue(bucket, chunk)
@@ -146,7 +146,7 @@ class ReadyHooks:
 
         return on_first_gradient_ready
 
-    def _outside(self, index: int) -> Hook:
+    def _unbucketed(self, index: int) -> Hook:
         listener, idle, arrived = self._listener, self._idle, self.arrivals.append
 
         def on_sparse_gradient_ready(_: torch.Tensor) -> None:

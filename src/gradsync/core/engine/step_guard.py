@@ -3,22 +3,23 @@
 One pre-hook and one post-hook for all of torch's optimizers notify every synchronizer that owns parameters of the
 optimizer, from the moment the synchronizer is made until it is detached or gone.
 
-[Note: the step gate] On an accelerator the host does not read the ballot before it queues the optimizer step, so it may
-not know yet whether the gradients are means. Whether the step may be taken is decided in one of two ways, and this
-module chooses between them:
+[Note: the step gate] On an accelerator the host does not read the control flags before it queues the optimizer step, so
+it may not know yet whether the gradients are means. Whether the step may be taken is decided in one of two ways, and
+this module chooses between them:
 
 on the device
-    The ballot is converted there to a number that is 1.0 if the step must not be taken. torch's fused optimizers read
-    it as ``found_inf``, which is how ``GradScaler`` makes them skip a step: parameters, momenta and step counts keep
-    their bits. The host waits for nothing.
+    The control flags are converted there to a number that is 1.0 if the step must not be taken. torch's fused
+    optimizers read it as ``found_inf``, which is how ``GradScaler`` makes them skip a step: parameters, momenta and
+    step counts keep their bits. The host waits for nothing.
 by the host
-    Every other optimizer. The host waits for the ballot just before the step, so it cannot run ahead of the device.
+    Every other optimizer. The host waits for the control flags just before the step, so it cannot run ahead of the
+    device.
 
 The step must not be taken if
 
 - the backward of some rank failed,
 - something was requested that not all ranks know of,
-- a rank raises at the end of this window; see [Note: late failures] in :mod:`gradsync.core.bucket.ballot`,
+- a rank raises at the end of this window; see [Note: late failures] in :mod:`gradsync.core.bucket.control_flags`,
 - a collective was aborted, so that the buckets do not hold the mean. The flag is raised before the abort, and it is
   copied to the device after the collectives.
 """

@@ -35,7 +35,7 @@ from gradsync.core.engine.sharing import BucketClient
 from gradsync.core.engine.state import Phase, Told
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
-from gradsync.core.window import Window, WindowState, has_loose_gradients, has_nonzero_gradients
+from gradsync.core.window import Window, WindowState, has_nonzero_gradients, has_unattached_gradients
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
 __all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
@@ -108,8 +108,8 @@ class Synchronizer:
         lines = [
             f"{engine.phase.name.lower()}: {engine.phase.value}",
             repr(self.window),
-            f"{self.synchronizations} windows synchronized, order {learned}learned, gradients "
-            f"{'counted' if engine.store.hooks.counting else 'seen'}, caps {list(self.caps.caps)} bytes",
+            f"{self.synchronizations} windows synchronized, order {learned}learned, readiness by "
+            f"{'hooks' if engine.store.hooks.per_parameter else 'batched checks'}, caps {list(self.caps.caps)} bytes",
             repr(engine.pipeline),
         ]
         lines += [f"  {engine.pipeline.state_of(bucket).value:9} {bucket!r}" for bucket in self.buckets]
@@ -236,7 +236,7 @@ class Synchronizer:
         """A forward of ``module`` is about to run, with gradients on or off; compiled if ``compiler`` is given."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
-        self.pending_work.settle()
+        self.pending_work.finish()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
         client = self.engine.sharing.client
@@ -249,7 +249,7 @@ class Synchronizer:
         engine = self.engine
         if self.specs[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MisuseError(CAPTURED)
-        self.pending_work.settle()
+        self.pending_work.finish()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
         engine.pipeline.require_alive()
@@ -300,7 +300,7 @@ class Synchronizer:
         if self.blocks.is_owed:
             # A loop over accumulate() was left, and its iterator is still referenced.
             self.pending_work.fail_later()
-        self.pending_work.settle()
+        self.pending_work.finish()
         self.blocks.enter(block)
 
     def leave_block(self, block: Block) -> None:
@@ -320,7 +320,7 @@ class Synchronizer:
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         self._require_attached("synchronize")
-        self.pending_work.settle()
+        self.pending_work.finish()
         if self.engine.phases.busy:
             self.engine.recover()
         self.engine.require_whole()
@@ -352,7 +352,7 @@ class Synchronizer:
         engine.require_whole()
         if has_told:
             # Its backward has failed, and the others know.
-            self.window.is_vetoed = engine.veto.tolerates
+            self.window.is_rejected = engine.skip_vote.tolerates
             engine.abstained()
             return
         has_run = engine.record.any_in_block if self.in_block else has_run
@@ -360,7 +360,7 @@ class Synchronizer:
             engine.record.miss_forward()
         engine.record.awaits_backward = False
         engine.store.expect_backward()
-        engine.veto.abstain(reason)
+        engine.skip_vote.abstain(reason)
         if self.enabled and (not self.in_block or self.blocks.is_finished):
             self.take_part()
 
@@ -370,7 +370,7 @@ class Synchronizer:
             # With shares, no rank can tell alone.
             self.reduction.scatters or has_nonzero_gradients(self.parameters)
         )
-        return has_usable_means or self.window.stays_vetoed or self.blocks.is_finished
+        return has_usable_means or self.window.stays_rejected or self.blocks.is_finished
 
     def _require_attached(self, what: str) -> None:
         if current_task() != NO_TASK:
@@ -408,7 +408,7 @@ class Synchronizer:
         Returns what :meth:`.Pipeline.gate_step` does.
         """
         engine = self.engine
-        self.pending_work.settle()
+        self.pending_work.finish()
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
@@ -425,11 +425,11 @@ class Synchronizer:
         if unfinished and not by_closure:
             self._before_unsynchronized_step()
         engine.store.expect_step()
-        # Several optimizers each step: the veto that the first has found applies to the others, too.
+        # Several optimizers each step: the skip vote that the first has found applies to the others, too.
         is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
-        self.window.step_was_skipped = self.window.is_vetoed or (is_another and self.window.step_was_skipped)
+        self.window.step_was_skipped = self.window.is_rejected or (is_another and self.window.step_was_skipped)
         self.window.is_stepped_by_closure = by_closure
-        if self.window.is_vetoed:
+        if self.window.is_rejected:
             self.clear()
         engine.record.end_abstention()
         if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
@@ -454,7 +454,7 @@ class Synchronizer:
             self.clear()
             raise
         if pipeline.requests.late:
-            self.window.is_vetoed = True
+            self.window.is_rejected = True
         return gate
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -464,8 +464,8 @@ class Synchronizer:
 
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
-        is_open = self.window.state is WindowState.OPEN or self.engine.veto.is_noted
-        if self.enabled and (is_open or has_loose_gradients(self.buckets) or self.engine.arrangement.unbucketed()):
+        is_open = self.window.state is WindowState.OPEN or self.engine.skip_vote.is_noted
+        if self.enabled and (is_open or has_unattached_gradients(self.buckets) or self.engine.arrangement.unbucketed()):
             # [Note: a rank without gradients], or a backward that no hook reported.
             if not is_open:
                 self.engine.exchange.counts_always = True

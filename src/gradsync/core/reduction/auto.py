@@ -54,8 +54,8 @@ class Changing(Reduction):
     def unit(self, ranks: int) -> int:
         return self.current.unit(ranks)
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        return self.current.landing_scale(bucket, communicator, divisor)
+    def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return self.current.prescale(bucket, communicator, divisor)
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         return self.current.start(bucket, communicator, divisor)
@@ -151,8 +151,8 @@ class Auto(Changing):
                 del self._candidates[name]
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        # The last bucket, which has the ballot, starts when backward has ended.
-        if self.chosen is None and bucket.plan.ballot:
+        # The last bucket, which has the control flags, starts when backward has ended.
+        if self.chosen is None and bucket.plan.control:
             self._watch.backward_ended()
         return super().start(bucket, communicator, divisor)
 

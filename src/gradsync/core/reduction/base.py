@@ -25,7 +25,7 @@ class Reduction(Protocol):
     """Turns a bucket of local gradients into the bucket of their mean over the ranks.
 
     One object serves all buckets of a model. It is called in the same order on all ranks. Derived classes need only
-    :attr:`carries_tail`, :meth:`landing_scale` and :meth:`start`; the rest is for those with state.
+    :attr:`carries_tail`, :meth:`prescale` and :meth:`start`; the rest is for those with state.
 
     [Note: state of a reduction] Buckets are rebuilt when ranks agree on a different order of gradients, when better
     sizes are found, or when parameters begin or cease to be trained. So state (residuals, factors) belongs to
@@ -72,7 +72,7 @@ class Reduction(Protocol):
         properties of the reduction be read again. On all ranks alike; collectives are allowed here."""
         return False
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+    def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         """The factor that gradients are multiplied by while they are gathered, before :meth:`start`."""
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
@@ -123,7 +123,7 @@ class Compressing(Reduction):
                     "exact mean for this model"
                 )
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+    def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:

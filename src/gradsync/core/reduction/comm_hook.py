@@ -140,13 +140,13 @@ class CommHook(Reduction):
         if hasattr(self._state, "load_state_dict"):
             self._state.load_state_dict(state)
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+    def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return 1.0
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         self._started = True
         self._await_former(bucket)
-        is_last = bucket.plan.ballot > 0
+        is_last = bucket.plan.control > 0
         future = self._hook(self._state, GradBucket(bucket, is_last=is_last))
         if not isinstance(future, torch._C.Future):  # what work.get_future().then(...) returns
             raise MisuseError(

@@ -87,8 +87,8 @@ class ErrorFeedback(Reduction):
         self.inner.examine(specs)
         self._shapes = {spec.name: spec.shape for spec in specs}
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        return self.inner.landing_scale(bucket, communicator, divisor)
+    def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+        return self.inner.prescale(bucket, communicator, divisor)
 
     @torch.no_grad()
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:

@@ -26,7 +26,7 @@ class Mean(Reduction):
     def __repr__(self) -> str:
         return "Mean()"
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+    def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
@@ -64,7 +64,7 @@ class ScatteredMean(Reduction):
         """The same reduction, but of everything on every rank: what a wrapper without this optimizer uses."""
         return Mean() if self.dtype is None else Cast(self.dtype)
 
-    def landing_scale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
+    def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
         return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:

@@ -32,7 +32,7 @@ class SparseGradients:
         self._dtype = accumulation_dtype
         self._used: set[int] = set()
 
-    def land(self, index: int) -> None:
+    def mark_ready(self, index: int) -> None:
         self._used.add(index)
 
     def clear(self) -> None:

@@ -1,7 +1,13 @@
 """Gradient accumulation windows between two optimizer steps: weights of micro-batches, and checks against tampering."""
 
 from gradsync.core.window.weights import Counting, Weights, checked_weight
-from gradsync.core.window.window import TamperCheck, Window, WindowState, has_loose_gradients, has_nonzero_gradients
+from gradsync.core.window.window import (
+    TamperCheck,
+    Window,
+    WindowState,
+    has_nonzero_gradients,
+    has_unattached_gradients,
+)
 
 __all__ = [
     "Counting",
@@ -10,6 +16,6 @@ __all__ = [
     "Window",
     "WindowState",
     "checked_weight",
-    "has_loose_gradients",
     "has_nonzero_gradients",
+    "has_unattached_gradients",
 ]

@@ -15,7 +15,7 @@ true sum is sent meanwhile, as a few float64 numbers ahead of the first bucket. 
 [Note: who counts] A rank without a backward cannot know whether the others count, and no rank may start a collective
 that another does not. So sums are sent ahead of the buckets where the ranks counted in the previous window, and in the
 very first window, about which nothing is known. In other windows nothing is sent, and a rank that counts anyway reports
-this in the ballot: its gradients are sent in units of one, and the sums follow the buckets.
+this in the control flags: its gradients are sent in units of one, and the sums follow the buckets.
 
 Alternative considered: a place for the weight in the tail of a bucket. A tail has the dtype of its bucket, and bfloat16
 cannot tell 4096 tokens from 4100.
@@ -37,7 +37,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator, Handle
-from gradsync.core.bucket.ballot import HostCopy, reads_at_once
+from gradsync.core.bucket.control_flags import HostCopy, reads_at_once
 
 __all__ = ["Counting", "Weights", "checked_weight"]
 
@@ -276,7 +276,7 @@ class Weights:
         return plain if known_to_be_plain else float(self._communicator.world_size)
 
     @property
-    def landing_scale(self) -> float:
+    def local_scale(self) -> float:
         """The factor that converts gradients in units into their share of the expected mean, times the ranks."""
         unit = self._tally.unit
         if unit is None or self.deferred:
@@ -287,7 +287,7 @@ class Weights:
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
     def require_told(self) -> None:
-        """Before the ballot, which reports failures, is sent: raise if the others were told a different sum."""
+        """Before the control flags, which report failures, are sent: raise if the others were told a different sum."""
         if self._message is not None and self._tally.sum != self._sent:
             raise MisuseError(
                 f"this rank has counted {self._tally.sum:g} in the window, but told the others {self._sent:g}: a "

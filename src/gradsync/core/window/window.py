@@ -22,7 +22,7 @@ from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.chunk import gradients_of
 from gradsync.core.window.weights import Weights
 
-__all__ = ["TamperCheck", "Window", "WindowState", "has_loose_gradients", "has_nonzero_gradients"]
+__all__ = ["TamperCheck", "Window", "WindowState", "has_nonzero_gradients", "has_unattached_gradients"]
 
 
 class _Seen(NamedTuple):
@@ -87,7 +87,7 @@ def has_nonzero_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     return any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
 
-def has_loose_gradients(buckets: Iterable[Bucket]) -> bool:
+def has_unattached_gradients(buckets: Iterable[Bucket]) -> bool:
     """Whether some gradient lies outside its bucket."""
     return any(
         parameter.grad is not None and parameter.grad is not view
@@ -116,7 +116,7 @@ class Window:
         self._tamper_check = TamperCheck()
         self._means = TamperCheck()
         # Ranks have agreed that no step may use these gradients; and the last step has used none, because of that.
-        self.is_vetoed = self.step_was_skipped = False
+        self.is_rejected = self.step_was_skipped = False
         # Whether backwards run inside the step of an optimizer.
         self.is_stepped_by_closure = False
 
@@ -133,7 +133,7 @@ class Window:
         # Zeroed gradients close a window too: a scaler may have skipped its step.
         if self._state is WindowState.CLOSED or (self._state is WindowState.SYNCHRONIZED and not has_gradients()):
             self._state = WindowState.OPEN
-            self.is_vetoed = False
+            self.is_rejected = False
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
         """A backward begins, and has been counted. ``late``: it has already left its first gradient."""
@@ -159,16 +159,16 @@ class Window:
             self._require_untouched(continues=True, late=False)
 
     def _look_whether_zeroed(self) -> None:
-        """A veto applies to the existing gradients: where they were zeroed, a new window begins."""
-        self.is_vetoed = self.stays_vetoed
+        """A skip vote applies to the existing gradients: where they were zeroed, a new window begins."""
+        self.is_rejected = self.stays_rejected
 
-    def vetoed(self, buckets: Sequence[Bucket]) -> None:
+    def rejected(self, buckets: Sequence[Bucket]) -> None:
         """Ranks have agreed to skip the window. None of its counts carry over to the next one."""
         self._state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self._tamper_check.forget()
         self.weights.reset()
-        self.is_vetoed = True
+        self.is_rejected = True
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
         """The gradients are means now."""
@@ -194,7 +194,7 @@ class Window:
     def close(self) -> None:
         """The optimizer steps."""
         self._state = WindowState.CLOSED
-        self.is_vetoed = False
+        self.is_rejected = False
         self.weights.reset()
 
     def discard(self) -> None:
@@ -226,9 +226,9 @@ class Window:
         return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
 
     @property
-    def stays_vetoed(self) -> bool:
+    def stays_rejected(self) -> bool:
         """Whether the gradients that ranks have agreed to skip still exist."""
-        return self.is_vetoed and self._means.is_unchanged
+        return self.is_rejected and self._means.is_unchanged
 
     @property
     def is_closed(self) -> bool:

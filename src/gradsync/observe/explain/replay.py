@@ -275,7 +275,7 @@ def regroup(timeline: MergedRecording, cap: int) -> tuple[Regrouped, ...]:
         ParameterSpec(name=str(n), shape=(each.nbytes,), stride=(1,), dtype=torch.uint8, device=torch.device("cpu"))
         for n, each in enumerate(parameters)
     ]
-    layout = plan_layout(specs, range(len(specs)), BucketCaps.uniform(cap), ballot=0)
+    layout = plan_layout(specs, range(len(specs)), BucketCaps.uniform(cap), control=0)
     groups = [[parameters[slot.parameter] for slot in plan.slots] for plan in layout.buckets]
     return tuple(replace(group[-1], nbytes=sum(each.nbytes for each in group)) for group in groups)
 

@@ -110,7 +110,7 @@ class TensorExchange:
                 view.copy_(tensors[slot.parameter])
             else:
                 torch.sub(anchors[slot.parameter], tensors[slot.parameter], out=view)
-        scale = self.reduction.landing_scale(bucket, self._communicator, self._divisor)
+        scale = self.reduction.prescale(bucket, self._communicator, self._divisor)
         if scale != 1.0:
             bucket.payload.mul_(scale)
 
@@ -152,8 +152,8 @@ def _plan(specs: Sequence[ParameterSpec], runs: Sequence[range]) -> tuple[Bucket
     plans: list[BucketPlan] = []
     numbers: list[list[int]] = []
     for run in runs:
-        # The last bucket of a round has a ballot (control flags); communication hooks recognize the last bucket by it.
-        layout = plan_layout(specs, run, BucketCaps.uniform(CAP), ballot=1)
+        # The last bucket of a round has control flags; communication hooks recognize the last bucket by it.
+        layout = plan_layout(specs, run, BucketCaps.uniform(CAP), control=1)
         first = len(plans)
         plans += [dataclasses.replace(plan, index=first + plan.index) for plan in layout.buckets]
         numbers.append(list(range(first, len(plans))))

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from gradsync.accelerator.optimizer import Overlap, Overlapping
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.reduction import reduction_by_name
-from gradsync.core.window.veto import ON_BAD_STEP, OnBadStep
+from gradsync.core.window.skip_vote import ON_BAD_STEP, OnBadStep
 
 __all__ = ["Precision", "TrainSettings", "option_of"]
 

@@ -1,16 +1,16 @@
-"""Skip votes: a rank vetoes the window if its gradients are not finite, it abstains, or its backward failed.
+"""Skip votes: a rank votes to skip the window if its gradients are not finite, it abstains, or its backward failed.
 
 ::
 
-    backward        every rank checks its own gradients, bucket by bucket         core/window/veto.py
-    the ballot      says that there is a veto; all ranks read the same            core/bucket/ballot.py
-    afterwards      all exchange which rank it was, and why                       Veto.hear
+    backward        every rank checks its own gradients, bucket by bucket         core/window/skip_vote.py
+    the control flags say that there is a skip vote; all ranks read the same            core/bucket/control_flags.py
+    afterwards      all exchange which rank it was, and why                       SkipVote.hear
 
 Then all ranks do the same, as ``on_bad_step`` says:
 
-raise        :class:`~gradsync.BadStepError` on all ranks, including the one that has vetoed.
+raise        :class:`~gradsync.BadStepError` on all ranks, including the one that has voted to skip.
 skip  backward ends as usual, and the next optimizer step changes nothing.
-drop-rank    the mean is over the other ranks. If all have vetoed, the window is skipped.
+drop-rank    the mean is over the other ranks. If all have voted to skip, the window is skipped.
 
 [Note: a failed backward is never dropped] Its error reaches the user's code on that rank alone, which zeroes gradients
 and may not step. If the others stepped, replicas would differ from there on. So the window is skipped.
@@ -26,8 +26,8 @@ by bucket, right before they are sent. On a CPU the sum of a bucket is enough, a
 is not finite makes the sum not finite. Finite numbers may overflow in it, so this is only a suspicion, and a rare one;
 the extremes of each gradient then show whether it is true, and which parameter it is.
 
-On an accelerator the host must not wait, and learns of it from the ballot, where the device itself sets the mark. There
-the extremes are computed right away, in one operation for all gradients of a bucket.
+On an accelerator the host must not wait, and learns of it from the control flags, where the device itself sets the
+mark. There the extremes are computed right away, in one operation for all gradients of a bucket.
 """
 
 import logging
@@ -43,9 +43,9 @@ from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.ballot import Requests, reads_at_once
+from gradsync.core.bucket.control_flags import Requests, reads_at_once
 
-__all__ = ["ON_BAD_STEP", "FiniteCheck", "OnBadStep", "Veto", "WindowVerdict", "invalidate"]
+__all__ = ["ON_BAD_STEP", "FiniteCheck", "OnBadStep", "SkipVote", "WindowVerdict", "invalidate"]
 
 
 class FiniteCheck:
@@ -81,7 +81,7 @@ class FiniteCheck:
                 self._found[index] = name
 
     def mark(self, place: torch.Tensor) -> None:
-        """Mark ``place`` in the ballot, if anything was found."""
+        """Mark ``place`` in the control flags, if anything was found."""
         if self._found:
             place.fill_(1)
         for _, _, extremes in self._unread:
@@ -132,8 +132,8 @@ class WindowVerdict:
         return self.dropped == 0
 
 
-class Veto:
-    """This rank's vetoes, and what it has learned of the others'."""
+class SkipVote:
+    """This rank's vote on a window, and what it has learned of the others'."""
 
     def __init__(self, on_bad_step: OnBadStep | None, communicator: Communicator) -> None:
         self._on_bad_step = on_bad_step
@@ -150,7 +150,8 @@ class Veto:
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether all ranks wait for the ballot, even on an accelerator, to learn of a veto before the step."""
+        """Whether all ranks wait for the control flags, even on an accelerator, to learn of a skip vote before the
+        step."""
         return self._on_bad_step is not None
 
     @property
@@ -160,7 +161,7 @@ class Veto:
 
     @property
     def is_noted(self) -> bool:
-        """Whether this rank vetoes, whatever its gradients are."""
+        """Whether this rank votes to skip, whatever its gradients are."""
         return self._abstention is not None or self._stands
 
     @property
@@ -173,7 +174,7 @@ class Veto:
         self._abstention = reason
 
     def stand(self) -> None:
-        """The window was vetoed in an earlier synchronization, and its gradients are still there."""
+        """The window was rejected in an earlier synchronization, and its gradients are still there."""
         self._stands = True
 
     def forget(self) -> None:
@@ -182,14 +183,14 @@ class Veto:
         if self.check is not None:
             self.check.forget()
 
-    def mark(self, ballot: torch.Tensor) -> None:
+    def mark(self, control: torch.Tensor) -> None:
         """Vote, if any gradient was found that is not finite."""
         if self.check is not None:
-            self.check.mark(ballot[ballot.numel() + Requests.VETO])
+            self.check.mark(control[control.numel() + Requests.SKIP])
 
     @property
     def reason(self) -> bytes:
-        """Why this rank vetoes; empty if it does not."""
+        """Why this rank votes to skip; empty if it does not."""
         if self._abstention is not None:
             return ABSTAINS + self._abstention.encode()
         if self._stands:
@@ -200,28 +201,28 @@ class Veto:
     # -- the votes of all ranks ------------------------------------------------------------------------------------
 
     def hear(self) -> WindowVerdict:
-        """The ballot says that there is a veto: learn whose it is, why, and what follows. Collective.
+        """The control flags say that there is a skip vote: learn whose it is, why, and what follows. Collective.
 
         Raises :class:`BadStepError` on all ranks where that is what follows.
         """
         reasons = gather_bytes(self._communicator, self.reason)
-        vetoes = {rank: reason for rank, reason in enumerate(reasons) if reason}
-        told = listed([self._told(rank, reason) for rank, reason in vetoes.items() if reason != STILL] or [""])
+        votes = {rank: reason for rank, reason in enumerate(reasons) if reason}
+        told = listed([self._told(rank, reason) for rank, reason in votes.items() if reason != STILL] or [""])
         if self._on_bad_step == "raise":
             raise BadStepError(
                 f"{told}, so these gradients are not the mean over all ranks. Call zero_grad() before the next backward"
             )
         finite = not any(reason.startswith(NOT_FINITE) for reason in reasons)
-        drops = self._on_bad_step == "drop-rank" and len(vetoes) < len(reasons) and STILL not in vetoes.values()
+        drops = self._on_bad_step == "drop-rank" and len(votes) < len(reasons) and STILL not in votes.values()
         if drops:
             self._warn(f"{told}: the mean of this window is over the other ranks")
-            return WindowVerdict(dropped=len(vetoes))
+            return WindowVerdict(dropped=len(votes))
         if told:
             self._warn(f"{told}: this window is skipped on all ranks, and no optimizer steps on it")
         return WindowVerdict(finite=finite)
 
     def tolerate(self, failed: Sequence[int]) -> WindowVerdict:
-        """The ballot says that the backwards of these ranks failed. They do not take part here."""
+        """The control flags say that the backwards of these ranks failed. They do not take part here."""
         names = listed([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)

@@ -2,8 +2,8 @@
 
 Sometimes only one rank knows that a parameter is trained again, that it counts micro-batches in a window where none did
 before, or that its own gradients must not be used. It must not start a collective for that: the others would not. So
-each kind of request has a place in the ballot, a rank that needs it sets a mark there, and all ranks read the same sum
-and do the same after the buckets. A rank whose backward failed marks the place of its own number.
+each kind of request has a place in the control flags, a rank that needs it sets a mark there, and all ranks read the
+same sum and do the same after the buckets. A rank whose backward failed marks the place of its own number.
 
 On an accelerator reading would make the host wait, so only those ranks read at once that have a request, or have
 nothing else to do. They mark that, too, and every rank marks one more place: where both sums are equal, all ranks know
@@ -22,7 +22,15 @@ import torch
 
 from gradsync.base.errors import PeerFailedError
 
-__all__ = ["HostCopy", "Requests", "failed_ranks", "mark_ballot", "raise_for", "raise_for_unheard", "reads_at_once"]
+__all__ = [
+    "HostCopy",
+    "Requests",
+    "failed_ranks",
+    "raise_for",
+    "raise_for_unheard",
+    "reads_at_once",
+    "set_control_flags",
+]
 
 
 class HostCopy:
@@ -48,18 +56,18 @@ def reads_at_once(device: torch.device) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Requests:
     """The requests to carry out after the buckets. ``weights``: sums of weights; ``trained``: which parameters are
-    trained; ``vetoed``: which ranks reject the window, and why. ``late``: no rank steps on it;
-    see [Note: late failures]. ``known``: this rank reads the ballot at once, or, if it was read, all ranks do."""
+    trained; ``rejected``: which ranks reject the window, and why. ``late``: no rank steps on it; see [Note: late
+    failures]. ``known``: this rank reads the control flags at once, or, if it was read, all ranks do."""
 
     weights: bool = False
     trained: bool = False
-    vetoed: bool = False
+    rejected: bool = False
     late: bool = False
     known: bool = True
 
-    # How many places they take in the ballot, and which of them signals a veto.
+    # How many places they take in the control flags, and which of them signals a skip vote.
     PLACES: ClassVar[int] = 6
-    VETO: ClassVar[int] = -5
+    SKIP: ClassVar[int] = -5
     # Places of what all ranks must know, and of the ranks that confirm that they do; see
     # :mod:`gradsync.core.engine.step_guard`.
     LATE: ClassVar[int] = -6
@@ -67,23 +75,23 @@ class Requests:
     EVERYBODY: ClassVar[int] = -1
 
     @classmethod
-    def read(cls, ballot: Sequence[float]) -> Self:
+    def read(cls, control: Sequence[float]) -> Self:
         """The requests of all ranks, and whether all ranks know of them."""
-        late, vetoed, weights, trained, reading, everybody = ballot[-cls.PLACES :]
-        asked = {"weights": weights > 0, "trained": trained > 0, "vetoed": vetoed > 0}
+        late, rejected, weights, trained, reading, everybody = control[-cls.PLACES :]
+        asked = {"weights": weights > 0, "trained": trained > 0, "rejected": rejected > 0}
         return cls(**asked, late=late > 0, known=reading == everybody)
 
     @property
     def unheard(self) -> bool:
         """Whether there is a request that not all ranks know of."""
-        return (self.weights or self.trained or self.vetoed) and not self.known
+        return (self.weights or self.trained or self.rejected) and not self.known
 
     @property
     def marked(self) -> list[int]:
-        """The places that this rank marks, counted from the end of the ballot: every rank marks the last one."""
+        """The places that this rank marks, counted from the end of the control flags: every rank marks the last one."""
         asked = (
             (self.LATE, self.late),
-            (self.VETO, self.vetoed),
+            (self.SKIP, self.rejected),
             (-4, self.weights),
             (-3, self.trained),
             (self.KNOWN, self.known),
@@ -101,18 +109,18 @@ NOT_STEPPED = " No optimizer step was taken on them: the one since then has chan
 
 
 @torch.no_grad()
-def mark_ballot(ballot: torch.Tensor, failed_rank: int | None, requests: Requests) -> None:
+def set_control_flags(control: torch.Tensor, failed_rank: int | None, requests: Requests) -> None:
     """Record whether this rank's backward has failed, and what it requests."""
-    ballot.zero_()
-    marked = [*([] if failed_rank is None else [failed_rank]), *(ballot.numel() + place for place in requests.marked)]
+    control.zero_()
+    marked = [*([] if failed_rank is None else [failed_rank]), *(control.numel() + place for place in requests.marked)]
     for place in marked:
         # Assigning a number would make an accelerator's host wait.
-        ballot[place : place + 1].fill_(1)
+        control[place : place + 1].fill_(1)
 
 
-def failed_ranks(ballot: Sequence[float]) -> list[int]:
+def failed_ranks(control: Sequence[float]) -> list[int]:
     """The ranks whose backward failed."""
-    return [rank for rank, vote in enumerate(ballot[: -Requests.PLACES]) if vote > 0]
+    return [rank for rank, vote in enumerate(control[: -Requests.PLACES]) if vote > 0]
 
 
 def raise_for(failed: Sequence[int], since: str = "") -> None:
@@ -129,11 +137,11 @@ def raise_for_unheard(requests: Requests, since: str = "") -> None:
     """Where not all ranks read requests at once: raise if there are some that other ranks have not heard of."""
     if not requests.unheard:
         return
-    if requests.vetoed:
+    if requests.rejected:
         raise PeerFailedError(
             "a rank abstains from a window. On an accelerator the others do not hear of it in time, so gradients are "
             f"not the mean over all ranks.{since} Wrap the model with on_bad_step='skip', which has all "
-            "ranks wait for the ballot, and call zero_grad() before the next backward"
+            "ranks wait for the control flags, and call zero_grad() before the next backward"
         )
     what = "train a parameter that was frozen before" if requests.trained else "count the micro-batches of a window"
     raise PeerFailedError(
@@ -144,15 +152,15 @@ def raise_for_unheard(requests: Requests, since: str = "") -> None:
 
 
 @torch.no_grad()
-def step_gate(ballot: torch.Tensor, flags: list[torch.Tensor]) -> torch.Tensor:
-    """1.0 if no rank may step on the window of ``ballot``, else 0.0, on the ballot's device. ``flags`` are numbers on
+def step_gate(control: torch.Tensor, flags: list[torch.Tensor]) -> torch.Tensor:
+    """1.0 if no rank may step on the window of ``control``, else 0.0, on its device. ``flags`` are numbers on
     the host that are nonzero once the communicator has failed."""
-    numbers = ballot.float()
-    asked = ballot.numel() + Requests.VETO
+    numbers = control.float()
+    asked = control.numel() + Requests.SKIP
     # The votes, and after them whether some rank is late.
     bad = numbers[:asked].sum()
     unheard = numbers[Requests.EVERYBODY] - numbers[Requests.KNOWN]
     bad = torch.addcmul(bad, numbers[asked : Requests.KNOWN].sum(), unheard)
     for flag in flags:
-        bad = bad + flag.to(ballot.device, non_blocking=True)
+        bad = bad + flag.to(control.device, non_blocking=True)
     return torch.gt(bad, 0, out=torch.empty_like(bad))

@@ -1,6 +1,8 @@
-"""What ranks tell each other in the ballot: where there is no bucket to carry it, and where it is read a window later.
+"""What ranks tell each other in the control flags: where there is no bucket to carry it, and where it is read a window
+later.
 
-On an accelerator the host does not wait for what it could read. Here ballots of the CPU are held back in the same way.
+On an accelerator the host does not wait for what it could read. Here control flags of the CPU are held back in the same
+way.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from torch import nn
 from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import Fate
-from gradsync.core.bucket.ballot import step_gate
+from gradsync.core.bucket.control_flags import step_gate
 from gradsync.errors import CommunicatorLostError
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
@@ -78,7 +80,8 @@ def test_a_failure_is_told_where_there_are_no_buckets(ranks: Ranks, at: int) -> 
         assert "the backward of rank 0 failed" in came[at]
 
 
-# -- ballots that are read later, as on accelerators ------------------------------------------------------------------
+# -- control flags that are read later, as on accelerators
+# ------------------------------------------------------------------
 
 
 class Unread:
@@ -94,11 +97,11 @@ class Unread:
 @pytest.fixture
 def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradsync.core.engine import pipeline
-    from gradsync.core.window import veto, weights
+    from gradsync.core.window import skip_vote, weights
 
     for module in (pipeline, weights):
         monkeypatch.setattr(module, "HostCopy", Unread)
-    for module in (pipeline, weights, veto):
+    for module in (pipeline, weights, skip_vote):
         monkeypatch.setattr(module, "reads_at_once", lambda _: False)
 
 
@@ -126,7 +129,7 @@ def test_a_host_that_waits_before_its_step_hears_of_a_failure_in_time(read_later
     assert [*first[:1], *first[2:]] == other[:1] + other[2:] == ["1.0"] * 7
 
 
-def test_no_ballot_goes_unread(read_later: None) -> None:
+def test_no_control_flags_goes_unread(read_later: None) -> None:
     first, other = ThreadRanks(2).run(fail_unseen, True)
     assert first[1].startswith("Explosion")
     # They have gone on when they hear of it, at the end of their next window.
@@ -218,16 +221,16 @@ def test_nobody_steps_on_a_failed_window_and_replicas_stay_equal(
 
 def test_what_a_step_must_not_be_taken_on() -> None:
     """Of three ranks, as a sum and as a mean."""
-    marks = {"nothing": [], "failed": [1], "late": [3], "veto": [4], "weights": [5], "trained": [6]}
+    marks = {"nothing": [], "failed": [1], "late": [3], "skip vote": [4], "weights": [5], "trained": [6]}
     for name, places in marks.items():
         for readers in (0, 1, 3):
-            ballot = torch.zeros(9)
-            ballot[places] = 1.0
-            ballot[-2], ballot[-1] = readers, 3.0
+            control = torch.zeros(9)
+            control[places] = 1.0
+            control[-2], control[-1] = readers, 3.0
             is_bad = name in ("failed", "late") or (name != "nothing" and readers < 3)
             for divisor in (1.0, 3.0):
                 for dtype in (torch.float32, torch.float64, torch.bfloat16):
-                    found = step_gate((ballot / divisor).to(dtype), [torch.zeros(())])
+                    found = step_gate((control / divisor).to(dtype), [torch.zeros(())])
                     assert (found.dtype, found.item()) == (torch.float32, float(is_bad)), (name, readers)
     aborted = Fate()
     before, failure = aborted.flag.clone(), CommunicatorLostError("rank 1 was killed")
@@ -237,7 +240,7 @@ def test_what_a_step_must_not_be_taken_on() -> None:
     assert step_gate(torch.zeros(9), [Fate().flag, aborted.flag]).item() == 1.0
 
 
-def test_collectives_after_the_buckets_wait_for_the_ballot(read_later: None) -> None:
+def test_collectives_after_the_buckets_wait_for_the_control_flags(read_later: None) -> None:
     """A rank that has failed takes no part in those that gather sparse gradients."""
     for with_number in (True, False):
         first, other = ThreadRanks(2).run(fail_once, with_number, 2)
@@ -297,7 +300,7 @@ def test_ranks_that_mix_are_told_in_the_next_window(read_later: None) -> None:
         assert "some ranks gave weights to the backwards of the window before" in said[3]
 
 
-def veto(on_bad_step: Literal["raise", "skip", "drop-rank"]) -> list[str]:
+def skip_vote(on_bad_step: Literal["raise", "skip", "drop-rank"]) -> list[str]:
     """In the fourth window the gradient of one parameter is not finite on rank 1."""
     wire = choose_communicator()
     model = DistributedDataParallel(Numbers().requires_grad_(True), on_bad_step=on_bad_step, bucket_cap_mb=1e-6)
@@ -319,14 +322,14 @@ def veto(on_bad_step: Literal["raise", "skip", "drop-rank"]) -> list[str]:
     return said
 
 
-def test_with_a_policy_all_ranks_wait_for_the_ballot(read_later: None) -> None:
-    """They hear of a veto before they step, on an accelerator too."""
+def test_with_a_policy_all_ranks_wait_for_the_control_flags(read_later: None) -> None:
+    """They hear of a skip vote before they step, on an accelerator too."""
     good = ["1.5"] * 3
-    for said in ThreadRanks(2).run(veto, "skip"):
+    for said in ThreadRanks(2).run(skip_vote, "skip"):
         assert said == [*good, "skipped", "1.5", "1.5"]
-    for said in ThreadRanks(2).run(veto, "drop-rank"):
+    for said in ThreadRanks(2).run(skip_vote, "drop-rank"):
         assert said == [*good, "1.0", "1.5", "1.5"]
-    for said in ThreadRanks(2).run(veto, "raise"):
+    for said in ThreadRanks(2).run(skip_vote, "raise"):
         assert said[:3] + said[4:] == ["1.5"] * 5
         assert "the gradient of parameter 'second' on rank 1 is not finite" in said[3]
 

@@ -1,4 +1,4 @@
-"""The walk of a gradient is as docs/architecture.md draws it: which calls, in which files, and no others."""
+"""The path of a gradient is as docs/architecture.md draws it: which calls, in which files, and no others."""
 
 import re
 import sys
@@ -25,9 +25,9 @@ ONLOOKERS = {"core/engine/observer.py", "observe/recording/marks.py", "observe/r
 
 
 def documented() -> list[tuple[str, str]]:
-    """The numbered table of the walk: file and function."""
+    """The numbered table of the path: file and function."""
     rows = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
-    assert rows, "docs/architecture.md has no table of the walk"
+    assert rows, "docs/architecture.md has no table of the path"
     return [(file, function.partition("(")[0].rpartition(".")[2]) for file, function in rows]
 
 
@@ -35,8 +35,8 @@ class Recorder:
     """Every function of the package that is entered between a hook and the call of the wire, in order."""
 
     def __init__(self) -> None:
-        self.walks: list[list[tuple[str, str]]] = []
-        self._walk: list[tuple[str, str]] = []
+        self.paths: list[list[tuple[str, str]]] = []
+        self._path: list[tuple[str, str]] = []
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
@@ -45,15 +45,15 @@ class Recorder:
         path = Path(code.co_filename).relative_to(PACKAGE)
         entry = ("communicator/" if path.parts[0] == "communicator" else str(path), code.co_name)
         if entry[0] == "core/engine/ready_hooks.py":
-            self._walk = []
-        self._walk.append(entry)
+            self._path = []
+        self._path.append(entry)
         if code.co_name == "all_reduce":
-            self.walks.append(self._walk)
-            self._walk = []
+            self.paths.append(self._path)
+            self._path = []
 
 
 def train(counted: bool) -> list[list[tuple[str, str]]]:
-    """The walks of a fourth backward; of a gradient that is counted, or seen with the others of its chunk."""
+    """The paths of a fourth backward; of a gradient that is counted, or seen with the others of its chunk."""
     recorder = Recorder()
     # One layer without bias a bucket: the last gradient of each is the one that starts it.
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
@@ -68,33 +68,33 @@ def train(counted: bool) -> list[list[tuple[str, str]]]:
             loss.backward()
         finally:
             sys.setprofile(None)
-    return recorder.walks
+    return recorder.paths
 
 
-def walks(counted: bool) -> list[list[tuple[str, str]]]:
+def paths(counted: bool) -> list[list[tuple[str, str]]]:
     """Those that a hook has begun and ended, without questions. The last bucket is started when backward has ended."""
     recorded = run_ranks(train, 2, counted)[0]
-    begun = [walk for walk in recorded if walk[0][0] == "core/engine/ready_hooks.py"]
-    ended = [walk for walk in begun if ("core/engine/backward.py", "backward_ended") not in walk]
+    begun = [way for way in recorded if way[0][0] == "core/engine/ready_hooks.py"]
+    ended = [way for way in begun if ("core/engine/backward.py", "backward_ended") not in way]
     assert len(begun) == len(ended) + 1
-    return [[step for step in walk if step[1] not in QUESTIONS and step[0] not in ONLOOKERS] for walk in ended]
+    return [[step for step in way if step[1] not in QUESTIONS and step[0] not in ONLOOKERS] for way in ended]
 
 
-def test_the_walk_is_the_documented_one() -> None:
+def test_the_path_is_the_documented_one() -> None:
     table = documented()
     assert len(table) <= 9
     assert len({file for file, _ in table}) <= 5
-    assert len(walks(counted=False)) == 3
-    for walk in walks(counted=False):
-        assert walk == table
+    assert len(paths(counted=False)) == 3
+    for way in paths(counted=False):
+        assert way == table
 
 
-def test_the_walk_of_a_counted_gradient_has_as_many_calls() -> None:
+def test_the_path_of_a_counted_gradient_has_as_many_calls() -> None:
     table = documented()
-    assert len(walks(counted=True)) == 3
-    for walk in walks(counted=True):
-        assert len(walk) == len(table)
-        assert {file for file, _ in walk} == {file for file, _ in table}
+    assert len(paths(counted=True)) == 3
+    for way in paths(counted=True):
+        assert len(way) == len(table)
+        assert {file for file, _ in way} == {file for file, _ in table}
 
 
 def test_the_recorded_training_is_a_real_one() -> None:

@@ -1,4 +1,4 @@
-"""A rank vetoes the window: its gradients are not finite, it abstains, or its forward or backward fails.
+"""A rank votes to skip the window: its gradients are not finite, it abstains, or its forward or backward fails.
 
 All ranks come to the same end, whatever the policy: one error that names rank and parameter, a step that changes
 nothing, or the mean over the others; and the next window is as if nothing had been.
@@ -223,10 +223,11 @@ def test_by_default_nobody_looks_and_nan_stays_visible() -> None:
         assert (first, math.isnan(second), third) == (1.0, True, 3.0)
 
 
-# -- all ranks veto, or one alone ------------------------------------------------------------------------------------
+# -- all ranks vote to skip, or one alone
+# ------------------------------------------------------------------------------------
 
 
-def all_veto(on_bad_step: str) -> tuple[bool, list[str]]:
+def all_reject(on_bad_step: str) -> tuple[bool, list[str]]:
     model = wrap(on_bad_step)
     optimizer = adam(model)
     before = whole_state(model, optimizer)
@@ -238,8 +239,8 @@ def all_veto(on_bad_step: str) -> tuple[bool, list[str]]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
-def test_if_all_veto_the_window_is_skipped(world_size: int, on_bad_step: str) -> None:
-    for rank, (unchanged, lines) in enumerate(ThreadRanks(world_size).run(all_veto, on_bad_step)):
+def test_if_all_reject_the_window_is_skipped(world_size: int, on_bad_step: str) -> None:
+    for rank, (unchanged, lines) in enumerate(ThreadRanks(world_size).run(all_reject, on_bad_step)):
         assert unchanged
         assert len(lines) == (rank == 0)
         assert all(f"rank {each}" in line for line in lines for each in range(world_size))
@@ -248,8 +249,8 @@ def test_if_all_veto_the_window_is_skipped(world_size: int, on_bad_step: str) ->
 # -- laws ------------------------------------------------------------------------------------------------------------
 
 
-def weighted_window(weights: list[list[int]], vetoes: list[bool], known: bool) -> list[Any]:
-    """One window after another one: micro-batches of these weights on each rank, some of which veto."""
+def weighted_window(weights: list[list[int]], votes: list[bool], known: bool) -> list[Any]:
+    """One window after another one: micro-batches of these weights on each rank, some of which vote to skip."""
     wire = choose_communicator()
     model = wrap("drop-rank")
     if known:
@@ -261,7 +262,7 @@ def weighted_window(weights: list[list[int]], vetoes: list[bool], known: bool) -
     mine = weights[wire.rank]
     for number, weight in enumerate(mine):
         with model.accumulate(last=number == len(mine) - 1):
-            poison = math.nan if vetoes[wire.rank] and number == len(mine) // 2 else 0.0
+            poison = math.nan if votes[wire.rank] and number == len(mine) // 2 else 0.0
             model.backward(model(float(weight * (wire.rank + 1)), poison), weight=weight)
     came = [gradients(model)]
     model.zero_grad()
@@ -272,24 +273,24 @@ def weighted_window(weights: list[list[int]], vetoes: list[bool], known: bool) -
 @costly
 @given(
     weights=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=3, max_size=3),
-    vetoes=st.lists(st.booleans(), min_size=3, max_size=3).filter(lambda vetoes: not all(vetoes)),
+    votes=st.lists(st.booleans(), min_size=3, max_size=3).filter(lambda votes: not all(votes)),
     known=st.booleans(),
 )
-def test_the_mean_is_that_of_those_who_take_part(weights: list[list[int]], vetoes: list[bool], known: bool) -> None:
-    pairs = [(rank, w) for rank, mine in enumerate(weights) if not vetoes[rank] for w in mine]
+def test_the_mean_is_that_of_those_who_take_part(weights: list[list[int]], votes: list[bool], known: bool) -> None:
+    pairs = [(rank, w) for rank, mine in enumerate(weights) if not votes[rank] for w in mine]
     total = sum(weight for _, weight in pairs)
     mean = sum(weight * (weight * (rank + 1.0)) for rank, weight in pairs) / total
     expected = [pytest.approx(mean + number, rel=1e-12) for number in range(3)]
     after = [pytest.approx(2.0 + number, rel=1e-12) for number in range(3)]
-    assert ThreadRanks(3).run(weighted_window, weights, vetoes, known) == [[expected, after]] * 3
+    assert ThreadRanks(3).run(weighted_window, weights, votes, known) == [[expected, after]] * 3
 
 
-def plain_windows(vetoes: list[list[bool]]) -> list[list[Any]]:
-    """Windows without weights, of two micro-batches that add up; some ranks veto."""
+def plain_windows(votes: list[list[bool]]) -> list[list[Any]]:
+    """Windows without weights, of two micro-batches that add up; some ranks vote to skip."""
     wire = choose_communicator()
     model = wrap("drop-rank")
     seen = []
-    for window in vetoes:
+    for window in votes:
         with model.no_sync():
             model(wire.rank + 1.0, math.inf if window[wire.rank] else 0.0).backward()
         model(1.0).backward()
@@ -300,13 +301,13 @@ def plain_windows(vetoes: list[list[bool]]) -> list[list[Any]]:
 
 @costly
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3).filter(lambda v: not all(v)), min_size=1, max_size=4))
-def test_plain_means_are_divided_by_those_who_take_part(vetoes: list[list[bool]]) -> None:
+def test_plain_means_are_divided_by_those_who_take_part(votes: list[list[bool]]) -> None:
     expected = []
-    for window in vetoes:
+    for window in votes:
         taking_part = [rank for rank in range(3) if not window[rank]]
         x = sum(rank + 2.0 for rank in taking_part) / len(taking_part)
         expected.append([pytest.approx(x + 2 * number, rel=1e-12) for number in range(3)])
-    assert ThreadRanks(3).run(plain_windows, vetoes) == [expected] * 3
+    assert ThreadRanks(3).run(plain_windows, votes) == [expected] * 3
 
 
 def any_windows(on_bad_step: str | None, faults: list[list[str]], framed: bool) -> list[list[float]]:
@@ -456,7 +457,7 @@ def test_a_window_is_skipped_by_all_optimizers(ranks: Ranks) -> None:
 
 
 def two_backwards() -> tuple[bool, bool, list[str]]:
-    """A step after two synchronized backwards, of which the first fails on rank 1 and is vetoed by that."""
+    """A step after two synchronized backwards, of which the first fails on rank 1 and is rejected by that."""
     wire = choose_communicator()
     model = wrap("skip")
     optimizer = adam(model)
@@ -475,7 +476,7 @@ def two_backwards() -> tuple[bool, bool, list[str]]:
     return unchanged, same_bits(before, whole_state(model, optimizer)), list(lines)
 
 
-def test_a_window_stays_vetoed_until_its_gradients_go() -> None:
+def test_a_window_stays_rejected_until_its_gradients_go() -> None:
     """Also on a rank that has zeroed them and has nothing but the second backward: nobody steps alone."""
     for rank, (unchanged, unchanged_after, lines) in enumerate(ThreadRanks(3).run(two_backwards)):
         assert unchanged
@@ -558,7 +559,7 @@ def overflow() -> tuple[list[str], list[float]]:
     return list(lines), model.module.weight.grad.unique().tolist()
 
 
-def test_a_sum_that_overflows_is_no_veto() -> None:
+def test_a_sum_that_overflows_is_no_skip_vote() -> None:
     assert ThreadRanks(2).run(overflow) == [([], [30000.0])] * 2
 
 
@@ -741,7 +742,7 @@ def test_a_sharded_optimizer_does_what_a_plain_one_does(on_bad_step: str, set_to
 
 
 @pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
-def test_narrow_gradients_are_vetoed_too(on_bad_step: str) -> None:
+def test_narrow_gradients_are_rejected_too(on_bad_step: str) -> None:
     first, *others = ThreadRanks(3).run(alike, "plain", on_bad_step, torch.bfloat16, True)
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
@@ -750,7 +751,7 @@ def test_narrow_gradients_are_vetoed_too(on_bad_step: str) -> None:
 
 
 def zeroed(kind: str, set_to_none: bool) -> list[bool]:
-    """The second window is vetoed, and zeroed on all ranks without a step."""
+    """The second window is rejected, and zeroed on all ranks without a step."""
     wire = choose_communicator()
     model = wrap("skip", nn.Linear(6, 5))
     optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
@@ -770,7 +771,7 @@ def zeroed(kind: str, set_to_none: bool) -> list[bool]:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
-def test_zeroing_ends_a_vetoed_window_as_a_step_does(kind: str, set_to_none: bool) -> None:
+def test_zeroing_ends_a_rejected_window_as_a_step_does(kind: str, set_to_none: bool) -> None:
     assert ThreadRanks(2).run(zeroed, kind, set_to_none) == [[False, True, False, False]] * 2
 
 
@@ -802,7 +803,7 @@ def test_an_accelerator_tells_and_its_scheduler_waits() -> None:
 
 
 def compressed(reduction: str, fault: str) -> list[list[float]]:
-    """A window more in the middle, which is vetoed, changes nothing of what is held back for later."""
+    """A window more in the middle, which is rejected, changes nothing of what is held back for later."""
     wire = choose_communicator()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 40, bias=False), on_bad_step="skip", reduction=reduction)
@@ -843,7 +844,7 @@ def after_raise() -> tuple[str, list[Any]]:
     return str(refused.value), gradients(model)
 
 
-def test_after_a_veto_error_gradients_must_be_zeroed(process_ranks: RankPool) -> None:
+def test_after_a_skip_vote_error_gradients_must_be_zeroed(process_ranks: RankPool) -> None:
     for refused, came in process_ranks.run(after_raise):
         assert "Call zero_grad()" in refused
         assert came == mean_over(list(range(process_ranks.world_size)))
