@@ -22,7 +22,7 @@ IN_SOURCE = (
     "README.md",
     "SECURITY.md",
     "Makefile",
-    "docs/wire.md",
+    "docs/transports.md",
     "tests/test_structure.py",
     "tests/ranks.py",
 )

@@ -61,10 +61,10 @@ class FolderCommunicator(BaseCommunicator):
 
 def main() -> None:
     torch.distributed.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.broadcast_object_list(folders := [folder])  # all take that of rank 0
-        wire = FolderCommunicator(folders[0], torch.distributed.get_rank(), torch.distributed.get_world_size())
-        model = DistributedDataParallel(nn.Linear(16, 1), communicator=wire)
+    with tempfile.TemporaryDirectory() as path:
+        torch.distributed.broadcast_object_list(paths := [path])  # all take that of rank 0
+        folder = FolderCommunicator(paths[0], torch.distributed.get_rank(), torch.distributed.get_world_size())
+        model = DistributedDataParallel(nn.Linear(16, 1), communicator=folder)
         twin = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
         optimizer = torch.optim.SGD([*model.parameters(), *twin], lr=0.05)
         for step, inputs in enumerate(torch.randn(20, 64, 16)):

@@ -174,7 +174,7 @@ one_step()
 assert not torch.equal(before, expected) and torch.equal(model.module.weight, expected)
 """,
     ),
-    ("wire.md", "RoundRobinCommunicator.over"): Around(PLAIN),
+    ("transports.md", "RoundRobinCommunicator.over"): Around(PLAIN),
 }
 
 

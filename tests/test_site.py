@@ -283,7 +283,7 @@ def test_what_is_wrong_is_not_built(tmp_path: Path) -> None:
     assert right.returncode == 0, right.stderr
 
 
-@pytest.mark.parametrize("script", ["overlap", "packages", "walk", "window"])
+@pytest.mark.parametrize("script", ["overlap", "packages", "path", "window"])
 def test_pictures_are_what_their_scripts_draw(tmp_path: Path, script: str) -> None:
     for name in ("drawing.py", f"{script}.py"):
         (tmp_path / name).write_text((ROOT / "docs/pictures" / name).read_text())

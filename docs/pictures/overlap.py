@@ -82,7 +82,7 @@ def main() -> None:
     for y in (50.0, 196.0):
         parts += [
             text(LEFT - 14, y + 23, "computes", anchor="end"),
-            text(LEFT - 14, y + ROW + 23, "wire", anchor="end"),
+            text(LEFT - 14, y + ROW + 23, "sends", anchor="end"),
         ]
     gained = 196.0 + HEIGHT / 2
     parts += [
@@ -93,7 +93,7 @@ def main() -> None:
     entries = [
         (FORWARD_FILL, "forward"),
         (BACKWARD_FILL, "backward, from the last layer to the first"),
-        (WIRE_FILL, "wire"),
+        (WIRE_FILL, "communication"),
     ]
     parts += legend(LEFT, 320, entries)
     write(__file__, late + 24, 352, parts)

@@ -72,7 +72,7 @@ def main() -> None:
     entries = [
         (FORWARD_FILL, "forward"),
         (BACKWARD_FILL, "backward, accumulates in place"),
-        (WIRE_FILL, "buckets on the wire, from the last backward on"),
+        (WIRE_FILL, "buckets being sent, from the last backward on"),
     ]
     parts += legend(float(LEFT), below + 16, entries)
     write(__file__, end + 110, below + 48, parts)

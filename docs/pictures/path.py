@@ -1,4 +1,4 @@
-"""Draws walk.svg: the five stages of a gradient, from backward to the optimizer's step, on two ranks.
+"""Draws path.svg: the five stages of a gradient, from backward to the optimizer's step, on two ranks.
 
     python docs/pictures/walk.py
 
@@ -37,7 +37,7 @@ def lane(rank: int, y: float) -> list[str]:
         parts += [arrow(LEFT + 130, top + 14, LEFT + 196, top + 14)]
     parts += [stop(LEFT + 161, y + 30, 1), text(LEFT + 161, y + 58, "ready", size=12, fill=MUTED)]
     parts += bucket(LEFT + 200, y + 66)
-    parts += [stop(LEFT + 322, y + 30, 2), text(LEFT + 322, y + 58, "lands in its slot", size=12, fill=MUTED)]
+    parts += [stop(LEFT + 322, y + 30, 2), text(LEFT + 322, y + 58, "copied into its slot", size=12, fill=MUTED)]
     parts += [arrow(LEFT + 446, y + 93, LEFT + 520, y + 93), box(LEFT + 524, y + 58, 128, "white", 70, stroke=INK)]
     for number, words in enumerate(("starts when it is", "full and its turn", "has come")):
         parts += [text(LEFT + 588, y + 80 + number * 18, words, size=12)]
@@ -61,12 +61,12 @@ def bucket(x: float, y: float) -> list[str]:
     return parts
 
 
-def wire(top: float, bottom: float) -> list[str]:
+def link(top: float, bottom: float) -> list[str]:
     """What lies between the ranks."""
     middle = (top + bottom) / 2
     parts = [
         box(LEFT + 524, middle - HEIGHT / 2, 200, WIRE_FILL),
-        text(LEFT + 624, middle + 5, "reduction, over the wire"),
+        text(LEFT + 624, middle + 5, "reduction, over the link"),
     ]
     parts += [stop(LEFT + 506, middle, 4)]
     for start, end in ((top, middle - HEIGHT / 2), (bottom, middle + HEIGHT / 2)):
@@ -75,12 +75,12 @@ def wire(top: float, bottom: float) -> list[str]:
 
 
 def main() -> None:
-    parts = [text(LEFT, 36, "the walk of a gradient", size=15, anchor="start")]
+    parts = [text(LEFT, 36, "the path of a gradient", size=15, anchor="start")]
     for rank, y in LANES.items():
         parts += lane(rank, y)
     first, second = LANES.values()
     top, bottom = first + 128, second + 58
-    parts += wire(top, bottom)
+    parts += link(top, bottom)
     # Up and down again, to where the gradients lie.
     middle = (top + bottom) / 2
     parts += [line(LEFT + 704, middle - HEIGHT / 2, LEFT + 704, first + 92, stroke=MUTED)]
