@@ -305,7 +305,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
 
     def current_policy(self) -> SyncPolicy:
         """The policy chosen at wrapping, with later replacements."""
-        client = self.synchronizer.engine.sharing.client
+        client = self.synchronizer.engine.store.client
         # A sharded optimizer stays with the engine it was made for.
         reduction = self.synchronizer.reduction if client is None else client.whole
         return dataclasses.replace(self._policy, reduction=reduction)

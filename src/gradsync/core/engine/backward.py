@@ -45,7 +45,7 @@ from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.pipeline import Pipeline
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
-from gradsync.core.engine.state import Offer, Phase, Phases, Switches, Told, WindowRecord
+from gradsync.core.engine.state import Phase, Phases, Switches, Told, WindowRecord
 from gradsync.core.window import WindowState, has_nonzero_gradients
 from gradsync.core.window.skip_vote import SkipVote
 
@@ -78,7 +78,7 @@ class BackwardEngine:
         )
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
-        self.window, self.sharing, self._sparse = store.window, store.sharing, store.sparse
+        self.window, self._sparse = store.window, store.sparse
         self.exchange = GradientExchange(store, self.phases, self.record, options)
         # Whether the weight of the running backward has been counted.
         self._announced = False
@@ -109,7 +109,7 @@ class BackwardEngine:
 
     # -- a backward begins ---------------------------------------------------------------------------------------
 
-    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
+    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, abstentions: int) -> None:
         """The gradient of a forward's output is there: a backward has started, or continues."""
         if self.phase is Phase.DETACHED or not accumulates():
             return
@@ -118,7 +118,7 @@ class BackwardEngine:
         if not self.phases.busy and not any(parameter.requires_grad for parameter in self.parameters):
             # All are frozen at the moment, like a discriminator while the generator is trained.
             return
-        if offer.withdrawn:
+        if abstentions != self.record.abstentions:
             self.record.refuse_backward()
         if not self.phases.busy:
             self._begin()
@@ -138,7 +138,8 @@ class BackwardEngine:
         self._hooks.arrivals.append(index)
         place = self.arrangement.places[index]
         if place is None:
-            self.sparse_ready(index)
+            # It is reduced after the buckets.
+            self._sparse.mark_ready(index)
             return
         bucket, chunk, slot = place
         if not self._hooks.per_parameter:
@@ -178,10 +179,6 @@ class BackwardEngine:
     def _join_window(self, *, late: bool = False) -> None:
         self.window.begin_backward(self.buckets, late=late)
         self.store.expect_backward()
-
-    def sparse_ready(self, index: int) -> None:
-        """A gradient that has no place in a bucket; it is reduced after the buckets."""
-        self._sparse.mark_ready(index)
 
     # -- it ends -------------------------------------------------------------------------------------------------
 
@@ -349,6 +346,16 @@ class BackwardEngine:
         self.record.failed += 1
         self.arrangement.drop_gradients()
         self.window.discard()
+
+    def require_attached(self, what: str) -> None:
+        """Refuse to communicate inside a backward, or for another wrapper."""
+        if current_task() != NO_TASK:
+            raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
+        if self.phase is Phase.DETACHED:
+            raise MisuseError(
+                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
+                "has taken them. Use that one, or wrap the model again"
+            )
 
     def require_whole(self) -> None:
         """Refuse to continue with what a failed backward has left behind."""

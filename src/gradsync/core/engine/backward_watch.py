@@ -20,7 +20,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from gradsync.communicator.logs import LOGGER
-from gradsync.core.engine.state import Offer
 
 __all__ = [
     "NO_TASK",
@@ -66,15 +65,15 @@ def watch_backward(watcher: Watcher) -> None:
 _MARK = "gradsync"
 
 
-def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, offer: Offer) -> None:
+def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, abstentions: int) -> None:
     """Notify ``watcher`` when a backward reaches the output of a forward, which has just run. It is also notified of
-    one that fails on its way there, unless the watcher has abstained since."""
+    one that fails on its way there, unless this rank has abstained since, which it had done ``abstentions`` times."""
     task, reference = current_task(), weakref.ref(watcher)
 
     def hook(_: torch.Tensor) -> None:
         listener = reference()
         if listener is not None:
-            listener.on_output_gradient(forward_synchronizes, task, offer)
+            listener.on_output_gradient(forward_synchronizes, task, abstentions)
 
     for tensor in tensors_in(output):
         node: Any = tensor.grad_fn if tensor.requires_grad else None
@@ -82,7 +81,7 @@ def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, off
             tensor.register_hook(hook)
             if task == NO_TASK:
                 # Several, where one module returns what another has put out.
-                node.metadata.setdefault(_MARK, []).append((reference, forward_synchronizes, offer))
+                node.metadata.setdefault(_MARK, []).append((reference, forward_synchronizes, abstentions))
 
 
 class _Call:
@@ -117,9 +116,9 @@ def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[W
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        for reference, forward_synchronizes, offer in node.metadata.get(_MARK, ()):
+        for reference, forward_synchronizes, abstentions in node.metadata.get(_MARK, ()):
             watcher = reference()
-            if watcher is not None and not offer.withdrawn:
+            if watcher is not None and abstentions == watcher.record.abstentions:
                 found.append((node._sequence_nr(), watcher, forward_synchronizes))
         following = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= following

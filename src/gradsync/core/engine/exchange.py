@@ -27,7 +27,6 @@ from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket.arrangement import GradientOrder
 from gradsync.core.bucket.control_flags import Requests
 from gradsync.core.engine.gradient_store import GradientStore
-from gradsync.core.engine.pipeline import Division
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.state import Phase, Phases, WindowRecord
 from gradsync.core.window import WindowState
@@ -121,7 +120,7 @@ class GradientExchange:
         return (
             arrangement.order.observing
             or self.counts_always
-            or self._pipeline.wire_is_seen
+            or self._pipeline.changes_versions
             or arrangement.repeats
             or arrangement.has_gradients()
         )
@@ -145,13 +144,13 @@ class GradientExchange:
                 weights.start(uncounted=self.contributes and not weights.counting)
                 if self._droppable and pipeline.reduction.carries_tail:
                     self._agree_on_absent()
-            pipeline.divide(Division(divisor=weights.divisor(self.divisor), local_scale=weights.local_scale))
+            pipeline.divide(weights.divisor(self.divisor), weights.local_scale)
             pipeline.recount()
 
     def _rearrange(self) -> bool:
         """Rebuild the buckets if ranks agree that it is time: True if gathered gradients must be gathered again."""
         arrangement, order, before = self._arrangement, self._arrangement.order, self._arrangement.trainable
-        held, changed = self._layout_is_held, arrangement.take_stale()
+        held, changed, arrangement.stale = self._layout_is_held, arrangement.stale, False
         if order.due:
             changed = self._agree_on_trained() or changed
             if held:
@@ -168,7 +167,8 @@ class GradientExchange:
 
     def _agree_on_trained(self) -> bool:
         """Train a parameter where any rank does: True if that has changed. Collective."""
-        trained = torch.tensor(self._arrangement.trained_here, dtype=torch.int32, device=self._communicator.device)
+        trained_here = [parameter.requires_grad for parameter in self._arrangement.parameters]
+        trained = torch.tensor(trained_here, dtype=torch.int32, device=self._communicator.device)
         self._communicator.all_reduce(trained, "max").wait()
         return self._arrangement.train(trained.tolist())
 
@@ -204,7 +204,7 @@ class GradientExchange:
 
     def _refuse_other_layout(self) -> None:
         raise MisuseError(
-            "a parameter has begun or ceased to be trained, so buckets must be laid out anew, but "
+            "a parameter has begun or ceased to be trained, so buckets must be laid out again, but "
             f"{self._pipeline.reduction!r} has state that belongs to the buckets as they are. Exchange it for a new "
             "one first, with register_comm_hook or synchronizer.reduce_with, or freeze and unfreeze before the first "
             "window"
@@ -264,7 +264,7 @@ class GradientExchange:
             pipeline.conclude(well=False)
             return False
         late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=uncounted)
-        divisor = pipeline.division.divisor / pipeline.division.local_scale / late
+        divisor = pipeline.divisor / pipeline.local_scale / late
         self._reduce_outside(divisor if correction is None else divisor / correction)
         pipeline.conclude()
         return True
@@ -274,7 +274,7 @@ class GradientExchange:
         that are left out. Collective, where there is such a thing."""
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
         if pipeline.requests.weights:
-            correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted) or 1.0
+            correction = weights.follow_up(pipeline.divisor, uncounted=uncounted) or 1.0
         elif dropped and weights.total:
             # The sum that was sent earlier counts what those ranks had.
             correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
@@ -288,7 +288,9 @@ class GradientExchange:
         """Check what does not pass through the pipeline; drop this rank's gradients if it is left out of the mean."""
         arrangement, skip_vote = self._arrangement, self._pipeline.skip_vote
         if skip_vote.check is not None:
-            skip_vote.check.look_at(arrangement.gradients_outside())
+            specs, parameters = arrangement.specs, arrangement.parameters
+            outside = arrangement.outside_indices
+            skip_vote.check.look_at((index, specs[index].name, parameters[index].grad) for index in outside)
         if not skip_vote.holds_back:
             return False
         for bucket in arrangement.buckets:

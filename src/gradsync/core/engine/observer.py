@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 
-__all__ = ["GatherObserver", "LoopObserver", "Observer", "Observers"]
+__all__ = ["LoopObserver", "Observer", "Observers"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -34,15 +34,8 @@ class Observer(Protocol):
         """All gradients are means."""
 
 
-class GatherObserver(Protocol):
-    """An observer that is also notified of the gathers of a sharded optimizer, between backwards."""
-
-    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        """New parameters of the bucket are being gathered on all ranks."""
-
-
 class LoopObserver(Protocol):
-    """Further, optional events: what the training loop does around its backwards."""
+    """Further, optional events: what the training loop, and a sharded optimizer, do between backwards."""
 
     def evaluation_began(self) -> None:
         """A forward without gradients is about to run."""
@@ -61,6 +54,9 @@ class LoopObserver(Protocol):
 
     def step_ended(self, optimizer: Any) -> None:
         """The optimizer has updated them, as far as it does so in its step."""
+
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        """New parameters of the bucket are being gathered on all ranks."""
 
     def gather_needed(self, bucket: Bucket) -> None:
         """A reader needs a parameter of the bucket that is still being gathered, and waits from now on."""

@@ -11,7 +11,6 @@ mismatched collectives. Callers with nothing left to wait for call :meth:`Pipeli
 import enum
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -39,7 +38,7 @@ from gradsync.core.engine.state import CollectiveSection
 from gradsync.core.reduction import Reduction
 from gradsync.core.window.skip_vote import SkipVote
 
-__all__ = ["BucketState", "Division", "Pipeline"]
+__all__ = ["BucketState", "Pipeline"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -56,15 +55,6 @@ class BucketState(enum.Enum):
     REDUCED = "reduced"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """The sum over ranks is divided by ``divisor``; before that, this rank's gradients are multiplied by
-    ``local_scale``, the weight of its micro-batches. See :mod:`gradsync.core.window.weights`."""
-
-    divisor: float
-    local_scale: float = 1.0
-
-
 class Pipeline:
     """The buckets of one synchronizer, and the progress of each through its reduction."""
 
@@ -73,7 +63,9 @@ class Pipeline:
         self.skip_vote = skip_vote
         self.observer: Observers | None = None
         self.buckets: list[Bucket] = []
-        self.division = Division(divisor=float(communicator.world_size))
+        # The sum over ranks is divided by ``divisor``; before that, this rank's gradients are multiplied by
+        # ``local_scale``, the weight of its micro-batches. See :mod:`gradsync.core.window.weights`.
+        self.divisor, self.local_scale = float(communicator.world_size), 1.0
         # What this rank requests in the control flags of the running synchronization, and whose backward it reports as
         # failed.
         self.requests = Requests()
@@ -95,8 +87,8 @@ class Pipeline:
         self.lay([])
 
     def __repr__(self) -> str:
-        states = [self.state_of(bucket).value for bucket in self.buckets]
-        counts = ", ".join(f"{states.count(each.value)} {each.value}" for each in BucketState if each.value in states)
+        states = [self.state_of(bucket) for bucket in self.buckets]
+        counts = ", ".join(f"{states.count(each)} {each.value}" for each in BucketState if each in states)
         return f"Pipeline({counts or 'no'} buckets; {self.reduction!r} over {self.communicator!r})"
 
     def reduce_with(self, reduction: Reduction) -> None:
@@ -105,7 +97,7 @@ class Pipeline:
         self.reduction = reduction
         # Some communicators write into a bucket so that its version changes (Gloo does on GPUs), and torch's hooks may.
         # Versions then reveal nothing about late gradients, and gradients must be counted.
-        self.wire_is_seen = not (reduction.carries_tail or reduction.scatters)
+        self.changes_versions = not (reduction.carries_tail or reduction.scatters)
 
     def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
         """Switch to different buckets."""
@@ -171,13 +163,12 @@ class Pipeline:
 
     # -- stage 3: during backward --------------------------------------------------------------------------------
 
-    def divide(self, division: Division) -> None:
+    def divide(self, divisor: float, local_scale: float) -> None:
         """Set what the mean of this synchronization divides by; ranks have agreed on it, or will have."""
-        if division != self.division or not self._scales:
-            self.division = division
+        if (divisor, local_scale) != (self.divisor, self.local_scale) or not self._scales:
+            self.divisor, self.local_scale = divisor, local_scale
             self._scales = [
-                division.local_scale * self.reduction.prescale(bucket, self.communicator, division.divisor)
-                for bucket in self.buckets
+                local_scale * self.reduction.prescale(bucket, self.communicator, divisor) for bucket in self.buckets
             ]
 
     def begin(self, *, overlapping: bool, batched: bool) -> None:
@@ -239,9 +230,9 @@ class Pipeline:
                 bucket.compact()
             if bucket.plan.control:
                 self._vote()
-            if not bucket.absent or bucket.has_wire:
+            if not bucket.absent or bucket.sends:
                 self._owes_an_end, self._correction = True, 1.0
-                handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
+                handle = self.reduction.start(bucket, self.communicator, self.divisor)
                 if LOGGER.isEnabledFor(logging.DEBUG):
                     LOGGER.debug(
                         "rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe()
@@ -268,7 +259,7 @@ class Pipeline:
         """
         while self._next < self._last:
             self._start(self.buckets[self._next])
-        for bucket, _ in self._pending if self._batched and not self.wire_is_seen else ():
+        for bucket, _ in self._pending if self._batched and not self.changes_versions else ():
             if self._versions[bucket.index] != bucket.buffer._version:
                 self._refuse_late(bucket)
         while self._next < len(self.buckets):
@@ -287,7 +278,7 @@ class Pipeline:
             self._correction = correction
         for bucket, handle in self._pending:
             # Windows in which gradients are counted anyway find out whether the communicator changes versions.
-            self.wire_is_seen |= not self._batched and self._versions[bucket.index] != bucket.buffer._version
+            self.changes_versions |= not self._batched and self._versions[bucket.index] != bucket.buffer._version
             self._wait(bucket, handle)
             if correction is not None:
                 bucket.payload.mul_(correction)
@@ -303,15 +294,14 @@ class Pipeline:
         """Complete a synchronization whose backward failed here, so that no rank is left waiting.
 
         The other ranks may have started all buckets. This one starts the missing ones, with its vote in the control
-        flags, and all ranks learn that the gradients are worthless. If that fails too, the communicator itself is gone
-        (or the reduction raises on every rank alike), and there is no rank left to tell.
+        flags. If that fails too, the communicator itself is gone (or the reduction raises on every rank alike).
         """
         self._failed_rank = self.communicator.rank
         # The contents of buckets are worthless anyway, and must not be refused again.
         self._batched = False
         with log_errors("sending the remaining buckets failed"):
             # It may have failed before ranks had agreed on the divisor.
-            self.divide(self.division)
+            self.divide(self.divisor, self.local_scale)
             self.flush()
             if self._tails_apart:
                 self._receive_tails()
@@ -339,11 +329,9 @@ class Pipeline:
             self._tails_handle = self.communicator.all_reduce(self._sent_tails)
 
     def _receive_tails(self) -> None:
-        """Wait for the tails. Those that were not sent yet are sent once the reduction has nothing more to send itself.
-
-        A communication hook may start further collectives from the callbacks of its futures. One of the engine's in
-        between would be paired with a different one on the other ranks.
-        """
+        """Wait for the tails. Those not sent yet are sent when the reduction has nothing more to send: a communication
+        hook may start collectives from the callbacks of its futures, and one of the engine's in between would be paired
+        with a different one on other ranks."""
         if self._tails_handle is None:
             for bucket, handle in self._pending:
                 self._wait(bucket, handle)
@@ -389,7 +377,7 @@ class Pipeline:
 
     def _hear(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
         """The failed ranks and the requests of all. Raises if a rank's backward has failed, unless that is tolerated;
-        or, where the host hears of it ``late``, if something was requested that not all ranks know of."""
+        or, where the host reads them ``late``, if something was requested that not all ranks know of."""
         failed, requests = failed_ranks(votes), Requests.read(votes)
         try:
             if not self.skip_vote.tolerates:
@@ -426,10 +414,8 @@ class Pipeline:
             self.reduction.ended(well=well, correction=self._correction)
 
     def await_requests(self) -> None:
-        """On an accelerator, where a rank knows only what it requested itself: wait for what others did.
-
-        Those may include ranks that do not wait. Then nothing can be done that requires all ranks.
-        """
+        """On an accelerator, where a rank knows only what it requested itself: wait for what others did. If some of
+        them do not wait, nothing can be done that requires all ranks."""
         if self._unread_control is not None:
             control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
@@ -451,8 +437,7 @@ class Pipeline:
 
     def gate_step(self, *, gated: bool) -> torch.Tensor | None:
         """An optimizer is about to step, and the control flags may not have been read. If the step can be ``gated``,
-        returns a tensor on the device that is 1.0 if the step must change nothing. Else the host waits, and raises if
-        needed.
+        returns a tensor on the device that is 1.0 if it must change nothing. Else the host waits, and raises if needed.
         """
         control = self._control
         if self._unread_control is None or self.communicator.world_size == 1:

@@ -38,7 +38,7 @@ from gradsync.base.errors import MisuseError
 from gradsync.core.bucket import Bucket
 from gradsync.core.window import TamperCheck
 
-__all__ = ["CollectiveSection", "Offer", "Phase", "Phases", "Switches", "Told", "WindowRecord"]
+__all__ = ["CollectiveSection", "Phase", "Phases", "Switches", "Told", "WindowRecord"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -110,7 +110,7 @@ class Switches:
     def set(
         self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
     ) -> Iterator[None]:
-        """Set the given switches temporarily."""
+        """Set the given switches for a while; they are restored even after an exception."""
         before = self.enabled, self.forced, self.steps_locally
         self.enabled = self.enabled if enabled is None else enabled
         self.forced = self.forced if forced is None else forced
@@ -128,15 +128,6 @@ class Told(enum.Enum):
     ABSTAINED = "it abstains"
 
 
-class Offer:
-    """The forwards of this rank until it abstains. Their backwards are expected unless the offer is withdrawn."""
-
-    __slots__ = ("withdrawn",)
-
-    def __init__(self) -> None:
-        self.withdrawn = False
-
-
 class WindowRecord:
     """This rank's part of a window: its forwards, how it ended, and what the other ranks were told of it.
 
@@ -151,8 +142,9 @@ class WindowRecord:
         self.exchanged = False
         # What the others know of the window that has ended last, if nothing has begun since.
         self.told: Told | None = None
-        self.offer = Offer()
-        # This rank has abstained, and what the window left behind shows whether it was zeroed since.
+        # How often this rank has abstained. The backwards of forwards that ran before the last time are refused.
+        self.abstentions = 0
+        # It has abstained, and what the window left behind shows whether it was zeroed since.
         self._abstained = False
         self._left = TamperCheck()
         # Whether a forward ran in this window, and in the running micro-batch of accumulate().
@@ -211,8 +203,7 @@ class WindowRecord:
 
     def abstained(self, buckets: Sequence[Bucket], outside: Iterable[torch.nn.Parameter]) -> None:
         """All ranks know that this one abstains, and the window is over for them."""
-        self.offer.withdrawn = True
-        self.offer = Offer()
+        self.abstentions += 1
         self._abstained, self.told = True, Told.ABSTAINED
         self._left.note(buckets, outside)
 

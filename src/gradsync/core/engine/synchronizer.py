@@ -14,7 +14,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,15 +22,13 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.base.errors import MisuseError, PeerFailedError
-from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
-from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
-from gradsync.core.engine.blocks import Block, PendingWork, RunningBlock
+from gradsync.core.engine.blocks import PendingWork
+from gradsync.core.engine.gradient_store import BucketClient
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
-from gradsync.core.engine.sharing import BucketClient
 from gradsync.core.engine.state import Phase, Told
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
@@ -90,8 +87,11 @@ class Synchronizer:
         self.pace: PaceMeter = self.engine.exchange.pace
         self.specs = list(specs)
         self.options = options
+        self.communicator, self.tuner = options.communicator, options.tuner
+        self.switched = self.engine.switches.set
+        self.reduce_with = self.engine.store.reduce_with
+        self.use_up_gradients = self.engine.store.use_up
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.blocks = RunningBlock(self.engine)
         self.pending_work = PendingWork(self.engine)
         for parameter in self.parameters:
             _owners[parameter] = weakref.ref(self)
@@ -171,16 +171,6 @@ class Synchronizer:
     def enabled(self, value: bool) -> None:
         self.engine.switches.enabled = value
 
-    def switched(
-        self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
-    ) -> AbstractContextManager[None]:
-        """Set switches temporarily; see :class:`~gradsync.core.engine.state.Switches`."""
-        return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
-
-    def reduce_with(self, reduction: Reduction) -> None:
-        """Replace the reduction, between two windows. All ranks must do the same."""
-        self.engine.store.reduce_with(reduction)
-
     def rescaled(self, factor: float | torch.Tensor) -> None:
         """Between two windows: the loss scale has changed, and gradients are ``factor`` times as large."""
         if type(self.reduction).rescaled is not Reduction.rescaled:
@@ -188,33 +178,18 @@ class Synchronizer:
             self.engine.pipeline.hear_end()
             self.reduction.rescaled(factor)
 
-    # -- for optimizers that live in the buckets, see :mod:`gradsync.core.engine.sharing` --------------------------
-
-    @property
-    def communicator(self) -> Communicator:
-        return self.engine.communicator
-
     @property
     def observer(self) -> Observers | None:
         return self.engine.observer
 
     @property
-    def tuner(self) -> BucketTuner | None:
-        """What chooses bucket sizes, unless they were given."""
-        return self.engine.options.tuner
-
-    @property
     def bucket_client(self) -> BucketClient | None:
         """The component that uses the buckets between two backwards."""
-        return self.engine.sharing.client
+        return self.engine.store.client
 
     @bucket_client.setter
     def bucket_client(self, client: BucketClient | None) -> None:
-        self.engine.sharing.client = client
-
-    def use_up_gradients(self) -> None:
-        """The client takes the memory of the gradients, for the step that is about to read them."""
-        self.engine.sharing.use_up(self.buckets)
+        self.engine.store.client = client
 
     @property
     def steps_locally(self) -> bool:
@@ -239,7 +214,7 @@ class Synchronizer:
         self.pending_work.finish()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
-        client = self.engine.sharing.client
+        client = self.engine.store.client
         if client is not None and (compiler or has_compiled(module)):
             # The compiler recompiles for parameters of a different class, such as parameters that are still awaited.
             client.leave()
@@ -262,18 +237,17 @@ class Synchronizer:
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward."""
-        engine = self.engine
-        synchronizes, offer = self.enabled, engine.record.offer
+        engine, synchronizes = self.engine, self.enabled
         engine.record.end_forward(synchronizes=synchronizes)
         if synchronizes:
             self.window.forward_ran(engine.arrangement.has_gradients)
-        watch_outputs(output, engine, synchronizes, offer)
+        watch_outputs(output, engine, synchronizes, engine.record.abstentions)
         if engine.observer is not None:
             engine.observer.forward_ended()
 
     def raised(self, error: BaseException, place: str) -> None:
         """This rank has raised outside of a backward, where the others do not hear of it."""
-        tell_error(self.engine.communicator, error, place)
+        tell_error(self.communicator, error, place)
 
     def expect_backward(self) -> None:
         """A backward is about to run: refuse it if this rank has abstained instead."""
@@ -296,35 +270,11 @@ class Synchronizer:
         """Whether a micro-batch of accumulate() is running."""
         return self.window.weights.in_block
 
-    def enter_block(self, block: Block) -> None:
-        if self.blocks.is_owed:
-            # A loop over accumulate() was left, and its iterator is still referenced.
-            self.pending_work.fail_later()
-        self.pending_work.finish()
-        self.blocks.enter(block)
-
-    def leave_block(self, block: Block) -> None:
-        self.blocks.leave(block)
-
-    def finish_last(self) -> None:
-        """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        self.blocks.finish(self.take_part)
-
-    def take_part(self) -> None:
-        """Finish a window in whose last micro-batch this rank had no backward."""
-        self.pending_work.stand_in_for_forward()
-        self.synchronize()
-
     # -- without a backward ------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
-        self._require_attached("synchronize")
-        self.pending_work.finish()
-        if self.engine.phases.busy:
-            self.engine.recover()
-        self.engine.require_whole()
-        self.engine.synchronize()
+        self.pending_work.synchronize()
 
     def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
         """Give up this rank's part of the window, and have all ranks agree on what happens to it.
@@ -335,15 +285,15 @@ class Synchronizer:
         """
         engine = self.engine
         has_run = engine.record.awaits_backward
-        self._require_attached("abstain")
+        engine.require_attached("abstain")
         # This is what it reports to the ranks that wait.
-        self.pending_work.has_other_word()
+        self.pending_work.fail_later(owed=False)
         if engine.phases.busy:
             engine.recover()
         engine.record.refuse_second_abstention()
-        is_broken = engine.phase is Phase.BROKEN and not engine.record.any_forward
-        has_told = is_broken and engine.record.told is Told.FAILED
-        if self._is_over() and not engine.record.any_forward:
+        any_forward = engine.record.any_forward
+        has_told = engine.phase is Phase.BROKEN and not any_forward and engine.record.told is Told.FAILED
+        if self._is_over() and not any_forward:
             raise MisuseError(
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
@@ -361,25 +311,15 @@ class Synchronizer:
         engine.record.awaits_backward = False
         engine.store.expect_backward()
         engine.skip_vote.abstain(reason)
-        if self.enabled and (not self.in_block or self.blocks.is_finished):
-            self.take_part()
+        if self.enabled and (not self.in_block or self.pending_work.block_is_finished):
+            self.pending_work.take_part()
 
     def _is_over(self) -> bool:
         """Whether a backward of this rank has ended the window, and there is no sign that another has begun."""
-        has_usable_means = self.window.has_means and (
-            # With shares, no rank can tell alone.
-            self.reduction.scatters or has_nonzero_gradients(self.parameters)
-        )
-        return has_usable_means or self.window.stays_rejected or self.blocks.is_finished
-
-    def _require_attached(self, what: str) -> None:
-        if current_task() != NO_TASK:
-            raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
-        if self.engine.phase is Phase.DETACHED:
-            raise MisuseError(
-                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
-                "has taken them. Use that one, or wrap the model again"
-            )
+        if self.window.stays_rejected or self.pending_work.block_is_finished:
+            return True
+        # With shares, no rank can tell alone whether they are zero.
+        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
 
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
@@ -416,17 +356,17 @@ class Synchronizer:
         if engine.phases.busy:
             engine.recover()
         engine.require_whole()
-        self.finish_last()
-        gate = None
-        if not engine.switches.steps_locally:
+        self.pending_work.finish_last()
+        gate, with_others = None, not engine.switches.steps_locally
+        if with_others:
             engine.pipeline.require_alive()
             gate = self._gate_step(gated=gated) if not by_closure else None
-        unfinished = not self.window.has_means and not engine.switches.steps_locally
+        unfinished = with_others and not self.window.has_means
         if unfinished and not by_closure:
             self._before_unsynchronized_step()
         engine.store.expect_step()
         # Several optimizers each step: the skip vote that the first has found applies to the others, too.
-        is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
+        is_another = self.window.state is WindowState.CLOSED and not by_closure and with_others
         self.window.step_was_skipped = self.window.is_rejected or (is_another and self.window.step_was_skipped)
         self.window.is_stepped_by_closure = by_closure
         if self.window.is_rejected:
@@ -471,7 +411,7 @@ class Synchronizer:
                 self.engine.exchange.counts_always = True
             self.synchronize()
 
-    # -- saving; what has accumulated is in :mod:`gradsync.core.engine.blocks` ------------------------------------
+    # -- saving; :mod:`gradsync.core.engine.blocks` saves what has accumulated -------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What makes sums reproducible bit for bit: the layout of the buckets. The same on all ranks."""
@@ -491,8 +431,8 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized from now on."""
-        if self.engine.sharing.client is not None:
-            self.engine.sharing.client.leave()
+        if self.engine.store.client is not None:
+            self.engine.store.client.leave()
         self.engine.detach()
         unguard_steps(self)
         for parameter in self.parameters:

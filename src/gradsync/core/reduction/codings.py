@@ -101,8 +101,7 @@ class Blocks:
 
     def _encode(self, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor) -> None:
         if self._noise is None and fused.available(values, self.multiple):
-            rows = [torch.atleast_2d(each) for each in (values, scales, packed)]
-            fused.encode_blocks(rows[0], rows[1], rows[2], self.bits)
+            fused.run_blocks("encode", values, scales, packed, self.bits)
             return
         blocks = values.unflatten(-1, (-1, self.multiple))
         scales.copy_(_largest(blocks))
@@ -128,8 +127,7 @@ class Blocks:
 
     def _decode(self, scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor) -> None:
         if fused.available(values, self.multiple):
-            rows = [torch.atleast_2d(each) for each in (scales, packed, values)]
-            fused.decode_blocks(rows[0], rows[1], rows[2], self.bits)
+            fused.run_blocks("decode", values, scales, packed, self.bits)
             return
         blocks = values.unflatten(-1, (-1, self.multiple))
         if self.bits == 8:

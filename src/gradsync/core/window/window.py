@@ -231,11 +231,6 @@ class Window:
         return self.is_rejected and self._means.is_unchanged
 
     @property
-    def is_closed(self) -> bool:
-        """Whether nothing has happened since the last step."""
-        return self._state is WindowState.CLOSED
-
-    @property
     def finished(self) -> bool:
         """Whether gradients, if there are any, are the means of the whole window."""
         return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
