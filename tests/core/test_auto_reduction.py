@@ -102,7 +102,7 @@ def decide(
         (("bf16", "int8"), SLOW, 70.0, "mean", "Mean()"),
     ],
 )
-def test_the_mildest_that_hides_the_wire_is_chosen(
+def test_the_mildest_that_hides_communication_is_chosen(
     names: tuple[str, ...], seconds_a_byte: float, hidden: float, chosen: str, current: str
 ) -> None:
     results = run_ranks(decide, 2, names, seconds_a_byte, hidden)
@@ -129,7 +129,7 @@ def test_the_mildest_that_hides_the_wire_is_chosen(
 def test_what_is_predicted(speed: Speed, step: float, exposed: float) -> None:
     prediction = predict("it", 100.0, 350.0, speed, Speed(seconds=400.0, busy=0.0))
     assert (prediction.step, prediction.exposed) == (step, exposed)
-    assert prediction.hides_the_wire == (exposed == 0.0)
+    assert prediction.hides_communication == (exposed == 0.0)
 
 
 class Taking(Mean):

@@ -168,7 +168,7 @@ def test_two_ranks_cannot_heal() -> None:
     settings = ReplicaCheck(every=EVERY, on_mismatch="repair")
     for raised, _, _ in ThreadRanks(2).run(train, settings, 1, 0, 5):
         assert "no majority of which agrees" in raised[3]
-        assert "Nothing was healed" in raised[3]
+        assert "Nothing was repaired" in raised[3]
 
 
 def test_nobody_compares_unasked_and_nothing_is_found_where_nothing_is() -> None:

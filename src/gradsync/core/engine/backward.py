@@ -45,7 +45,7 @@ from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.pipeline import Pipeline
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
-from gradsync.core.engine.state import Phase, Phases, Switches, Told, WindowRecord
+from gradsync.core.engine.state import Phase, Phases, Reported, Switches, WindowRecord
 from gradsync.core.window import WindowState, has_nonzero_gradients
 from gradsync.core.window.skip_vote import SkipVote
 
@@ -291,17 +291,17 @@ class BackwardEngine:
         reaches = any(parameter.requires_grad for parameter in self.parameters)
         if reaches and self.switches.let_synchronize(forward_synchronizes):
             # It is a later backward than the one that the others know of.
-            self.record.told = None
+            self.record.reported = None
             self.fail()
 
     @property
-    def has_told(self) -> bool:
+    def has_reported(self) -> bool:
         """Whether the other ranks know of the failure that broke this engine, and nothing has begun since."""
-        return self.phase is Phase.BROKEN and self.record.told is not None
+        return self.phase is Phase.BROKEN and self.record.reported is not None
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, reporting that this rank failed."""
-        if self.phase is Phase.DETACHED or self.has_told:
+        if self.phase is Phase.DETACHED or self.has_reported:
             return
         try:
             with log_errors("taking the gradients back failed"):
@@ -319,9 +319,9 @@ class BackwardEngine:
         Works in any phase, and again where an interrupt has cut it short.
         """
         window, record, abstained = self.window, self.record, False
-        is_told = self.phase is Phase.SYNCHRONIZING
-        record.told = Told.FAILED if is_told else None
-        if is_told:
+        is_reported = self.phase is Phase.SYNCHRONIZING
+        record.reported = Reported.FAILED if is_reported else None
+        if is_reported:
             # An interrupt may come after this rank has exchanged everything and counted that.
             record.failed += not record.exchanged
             self.exchange.abandon()
@@ -335,7 +335,7 @@ class BackwardEngine:
         self.store.mend_hooks()
         self._hooks.arrivals.clear()
         window.discard()
-        window.is_rejected = is_told and self.skip_vote.tolerates
+        window.is_rejected = is_reported and self.skip_vote.tolerates
         self._clear_window()
         self.phases.leave(Phase.BROKEN)
         if abstained:

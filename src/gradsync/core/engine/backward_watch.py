@@ -91,19 +91,19 @@ class _Call:
         self.accumulates = accumulates
         self.begun: list[Watcher] = []
 
-    def tell(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
+    def notify(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
         """The call has raised. Notify watchers in the order in which they began, as they would have been notified of
         the end; then those that the call would have reached, in the order in which it would have."""
         marks = _marks_below(roots)
         synchronizing = [watcher for watcher, forward_synchronizes in marks if forward_synchronizes]
-        untold: list[Callable[[], None]] = [
+        unreported: list[Callable[[], None]] = [
             functools.partial(watcher.backward_failed, watcher in synchronizing) for watcher in self.begun
         ]
         unreached = dict.fromkeys(watcher for watcher, _ in marks if watcher not in self.begun)
-        untold += [functools.partial(watcher.output_unreached, watcher in synchronizing) for watcher in unreached]
-        for tell in untold:
+        unreported += [functools.partial(watcher.output_unreached, watcher in synchronizing) for watcher in unreached]
+        for report in unreported:
             try:
-                tell()
+                report()
             except Exception as another:
                 error.add_note(f"gradsync could not tell the other ranks of it: {another}")
 
@@ -162,7 +162,7 @@ def watch_failures() -> None:
     if inner is None:
         _say_unwatched()
         return
-    if hasattr(inner, "_told_to_gradsync"):
+    if hasattr(inner, "_reports_to_gradsync"):
         return
 
     @functools.wraps(inner)
@@ -176,7 +176,7 @@ def watch_failures() -> None:
             return inner(*args, **kwargs)
         except BaseException as error:
             if call.accumulates and _calls.get(thread, [call])[0] is call:
-                call.tell(error, args[0])
+                call.notify(error, args[0])
             raise
         finally:
             calls = _calls.get(thread, [])
@@ -185,7 +185,7 @@ def watch_failures() -> None:
             if not calls:
                 _calls.pop(thread, None)
 
-    run_backward._told_to_gradsync = True  # type: ignore[attr-defined]
+    run_backward._reports_to_gradsync = True  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
 
@@ -193,7 +193,7 @@ def watch_failures() -> None:
 def _say_unwatched() -> None:
     LOGGER.warning(
         "torch %s has no torch.autograd._engine_run_backward, by which gradsync notices a backward that raises: the "
-        "other ranks hear of it only when this rank next runs a forward or a step, and wait until then",
+        "other ranks learn of it only when this rank next runs a forward or a step, and wait until then",
         torch.__version__,
     )
 

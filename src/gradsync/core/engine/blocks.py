@@ -125,7 +125,7 @@ class PendingWork:
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, reporting that this rank failed."""
         try:
-            if not self._engine.has_told:
+            if not self._engine.has_reported:
                 self.stand_in_for_forward()
         finally:
             self._engine.fail()
@@ -150,7 +150,7 @@ class PendingWork:
 def save_window(engine: BackwardEngine) -> dict[str, Any]:
     """This rank's part of an unfinished window, as plain values: weights, gradients, and the reduction's state."""
     accumulated = engine.window.state is WindowState.UNSYNCHRONIZED
-    engine.pipeline.hear_end()
+    engine.pipeline.await_end()
     gradients = {
         spec.name: parameter.grad.detach().clone()
         for spec, parameter in zip(engine.arrangement.specs, engine.parameters, strict=True)
@@ -178,5 +178,5 @@ def load_window(engine: BackwardEngine, state: dict[str, Any]) -> None:
         bucket.reopen()
     engine.window.weights.load_state_dict(state["weights"])
     engine.window.reopen(engine.buckets, accumulated=state["accumulated"])
-    engine.pipeline.hear_end()
+    engine.pipeline.await_end()
     engine.pipeline.reduction.load_state_dict(state.get("reduction", {}))

@@ -68,7 +68,7 @@ class GradientExchange:
             value_of = None if options.keeper is None else options.keeper.value_of
             specs = store.arrangement.specs
             self._comparison = Comparison(options.policy.replica_check, specs, options.communicator, value_of)
-        # From the previous window, where it is only heard of in this one.
+        # From the previous window, if it is only known in this one.
         self._late_failure: PeerFailedError | None = None
         self._group, self._reference = id(options.communicator.group or options.communicator), weakref.ref(self)
 
@@ -235,7 +235,7 @@ class GradientExchange:
         pipeline, weights, skip_vote = self._pipeline, self._weights, self._pipeline.skip_vote
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         contributes = self.contributes
-        weights.require_told()
+        weights.require_announced()
         contributes = not self._leave_out_own() and contributes
         # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
         asks = counts or trains_more or at_once
@@ -314,7 +314,7 @@ class GradientExchange:
         if pipeline.requests.late:
             # Ranks raise at the end of this window, for the previous one.
             return WindowVerdict()
-        return pipeline.skip_vote.hear() if pipeline.requests.rejected else None
+        return pipeline.skip_vote.exchange() if pipeline.requests.rejected else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""
@@ -333,8 +333,8 @@ class GradientExchange:
         sparse.reduce(taken_in, divisor)
 
     def raise_late(self) -> None:
-        """Raise what was heard about the previous window. Not before this one is over: raising earlier would leave the
-        others waiting for this rank, or report a false failure to them."""
+        """Raise what was learned about the previous window. Not before this one is over: raising earlier would leave
+        the others waiting for this rank, or report a false failure to them."""
         error, self._late_failure = self._late_failure, None
         if error is not None:
             raise error

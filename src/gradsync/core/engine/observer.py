@@ -84,64 +84,64 @@ class Observers:
         return Observers(*others) if others else None
 
     def backward_began(self, *, synchronizes: bool) -> None:
-        self._tell("backward_began", synchronizes=synchronizes)
+        self._notify("backward_began", synchronizes=synchronizes)
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        self._tell("bucket_ready", bucket)
+        self._notify("bucket_ready", bucket)
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._tell("bucket_started", bucket, handle)
+        self._notify("bucket_started", bucket, handle)
 
     def backward_ended(self) -> None:
-        self._tell("backward_ended")
+        self._notify("backward_ended")
 
     def bucket_finished(self, bucket: Bucket) -> None:
-        self._tell("bucket_finished", bucket)
+        self._notify("bucket_finished", bucket)
 
     def synchronization_finished(self) -> None:
-        self._tell("synchronization_finished")
+        self._notify("synchronization_finished")
 
     # Optional events.
 
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._tell("gather_started", bucket, handle)
+        self._notify("gather_started", bucket, handle)
 
     def evaluation_began(self) -> None:
-        self._tell("evaluation_began")
+        self._notify("evaluation_began")
 
     def forward_began(self) -> None:
-        self._tell("forward_began")
+        self._notify("forward_began")
 
     def forward_ended(self) -> None:
-        self._tell("forward_ended")
+        self._notify("forward_ended")
 
     def chunk_full(self, bucket: Bucket) -> None:
-        self._tell("chunk_full", bucket)
+        self._notify("chunk_full", bucket)
 
     def step_began(self) -> None:
-        self._tell("step_began")
+        self._notify("step_began")
 
     def step_ended(self, optimizer: Any) -> None:
-        self._tell("step_ended", optimizer)
+        self._notify("step_ended", optimizer)
 
     def gather_needed(self, bucket: Bucket) -> None:
-        self._tell("gather_needed", bucket)
+        self._notify("gather_needed", bucket)
 
     def gather_arrived(self, bucket: Bucket) -> None:
-        self._tell("gather_arrived", bucket)
+        self._notify("gather_arrived", bucket)
 
-    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         listeners = self._listeners.get(event)
         if listeners is None:
             listeners = [(each, getattr(each, event)) for each in self._observers if hasattr(each, event)]
             self._listeners[event] = listeners
-        for observer, hear in listeners:
+        for observer, notify in listeners:
             try:
-                hear(*args, **kwargs)
+                notify(*args, **kwargs)
             except Exception:
                 self._observers = tuple(each for each in self._observers if each is not observer)
                 # Build a new dictionary: another thread may be reading this one.
                 self._listeners = {}
                 LOGGER.exception(
-                    "the observer %r raised in %s, and is told nothing any more; training goes on", observer, event
+                    "the observer %r raised in %s, and is not notified any more; training goes on", observer, event
                 )

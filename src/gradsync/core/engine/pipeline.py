@@ -27,7 +27,7 @@ from gradsync.core.bucket.control_flags import (
     Requests,
     failed_ranks,
     raise_for,
-    raise_for_unheard,
+    raise_for_unknown,
     reads_at_once,
     set_control_flags,
     step_gate,
@@ -79,7 +79,7 @@ class Pipeline:
         self._gate: torch.Tensor | None = None
         # Whether the reduction has been given buckets of a window without knowing how it ended, and what their means
         # were multiplied by since.
-        self._owes_an_end = False
+        self._end_is_pending = False
         self._correction: float | torch.Tensor = 1.0
         # The part of a synchronization on this rank that must run as a whole. See [Note: an interrupt].
         self.section = CollectiveSection()
@@ -93,7 +93,7 @@ class Pipeline:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Replace the reduction, between two windows; :meth:`lay` must follow."""
-        self.hear_end()
+        self.await_end()
         self.reduction = reduction
         # Some communicators write into a bucket so that its version changes (Gloo does on GPUs), and torch's hooks may.
         # Versions then reveal nothing about late gradients, and gradients must be counted.
@@ -111,7 +111,7 @@ class Pipeline:
         """Reset: nothing is in flight, and nothing was gathered."""
         if self._unread_control is None:
             # Whatever prevented the last window from ending.
-            self._tell_end(well=False)
+            self._end_reduction(well=False)
         self.section.reset()
         self._overlapping = self._batched = False
         self._failed_rank: int | None = None
@@ -231,7 +231,7 @@ class Pipeline:
             if bucket.plan.control:
                 self._vote()
             if not bucket.absent or bucket.sends:
-                self._owes_an_end, self._correction = True, 1.0
+                self._end_is_pending, self._correction = True, 1.0
                 handle = self.reduction.start(bucket, self.communicator, self.divisor)
                 if LOGGER.isEnabledFor(logging.DEBUG):
                     LOGGER.debug(
@@ -370,12 +370,12 @@ class Pipeline:
     def _read_control(self) -> None:
         control = self._control
         if reads_at_once(control.device):
-            self.failed, self.requests = self._hear(control.tolist(), late=False)
+            self.failed, self.requests = self._evaluate(control.tolist(), late=False)
         else:
             self.require_alive()
             self._unread_control, self._gate = HostCopy(control), None
 
-    def _hear(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
+    def _evaluate(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
         """The failed ranks and the requests of all. Raises if a rank's backward has failed, unless that is tolerated;
         or, where the host reads them ``late``, if something was requested that not all ranks know of."""
         failed, requests = failed_ranks(votes), Requests.read(votes)
@@ -383,34 +383,34 @@ class Pipeline:
             if not self.skip_vote.tolerates:
                 raise_for(failed, since)
             if late:
-                raise_for_unheard(requests, since)
+                raise_for_unknown(requests, since)
         except PeerFailedError:
-            self._tell_end(well=False)
+            self._end_reduction(well=False)
             raise
         return failed, requests
 
     def conclude(self, *, well: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
         if self._unread_control is None:
-            self._tell_end(well=well)
+            self._end_reduction(well=well)
 
-    def hear_end(self) -> None:
+    def await_end(self) -> None:
         """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced.
 
-        On an accelerator the host waits for that. What was heard is still raised where it has to be.
+        On an accelerator the host waits for that. What was read is still raised where it has to be.
         """
-        if self._unread_control is not None and self._owes_an_end:
+        if self._unread_control is not None and self._end_is_pending:
             votes = self._unread_control.wait()
             try:
                 self.require_alive()
-                self._hear(votes)
+                self._evaluate(votes)
             except PeerFailedError:
-                self._tell_end(well=False)
-            self._tell_end(well=True)
+                self._end_reduction(well=False)
+            self._end_reduction(well=True)
 
-    def _tell_end(self, *, well: bool) -> None:
-        if self._owes_an_end:
-            self._owes_an_end = False
+    def _end_reduction(self, *, well: bool) -> None:
+        if self._end_is_pending:
+            self._end_is_pending = False
             self.reduction.ended(well=well, correction=self._correction)
 
     def await_requests(self) -> None:
@@ -419,7 +419,7 @@ class Pipeline:
         if self._unread_control is not None:
             control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
-            self.failed, self.requests = self._hear(control)
+            self.failed, self.requests = self._evaluate(control)
 
     def late_failure(self) -> PeerFailedError | None:
         """The failure in the last control flags, if they were not read yet. Called where all ranks get to before the
@@ -429,8 +429,8 @@ class Pipeline:
             self.require_alive()
             since = STEPPED if self._gate is None else NOT_STEPPED
             try:
-                _, requests = self._hear(control, since)
-                self._tell_end(well=not requests.late)
+                _, requests = self._evaluate(control, since)
+                self._end_reduction(well=not requests.late)
             except PeerFailedError as error:
                 return error
         return None
@@ -449,5 +449,5 @@ class Pipeline:
                 self._gate = step_gate(control, getattr(self.communicator, "failure_flags", []))
             return self._gate
         self.await_requests()
-        self._tell_end(well=not self.requests.late)
+        self._end_reduction(well=not self.requests.late)
         return None

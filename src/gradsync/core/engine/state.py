@@ -9,7 +9,7 @@
       ├── synchronize(), fail() ────┼──────────────────────────────────────┤
       └── its start fails ──────────┴──── backward fails ────▶ BROKEN ◀────┘  a rank or the link failed
                                                                  ├── gradients zeroed ──▶ IDLE
-                                                                 └── the others must be told ──▶ SYNCHRONIZING
+                                                                 └── the others must be notified ──▶ SYNCHRONIZING
 
     DETACHED: the hooks are gone for good.
 
@@ -38,7 +38,7 @@ from gradsync.base.errors import MisuseError
 from gradsync.core.bucket import Bucket
 from gradsync.core.window import TamperCheck
 
-__all__ = ["CollectiveSection", "Phase", "Phases", "Switches", "Told", "WindowRecord"]
+__all__ = ["CollectiveSection", "Phase", "Phases", "Reported", "Switches", "WindowRecord"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -121,15 +121,15 @@ class Switches:
             self.enabled, self.forced, self.steps_locally = before
 
 
-class Told(enum.Enum):
-    """What the other ranks have heard from this one in the place of a backward."""
+class Reported(enum.Enum):
+    """What this rank has reported to the others in the place of a backward."""
 
     FAILED = "its backward failed"
     ABSTAINED = "it abstains"
 
 
 class WindowRecord:
-    """This rank's part of a window: its forwards, how it ended, and what the other ranks were told of it.
+    """This rank's part of a window: its forwards, how it ended, and what it has reported of it to the others.
 
     A parameter is absent from a window if every forward of the window has announced it as absent, as modules do that
     leave layers out.
@@ -141,7 +141,7 @@ class WindowRecord:
         # Whether no rank waits for this one in the running synchronization any more, however it ends here.
         self.exchanged = False
         # What the others know of the window that has ended last, if nothing has begun since.
-        self.told: Told | None = None
+        self.reported: Reported | None = None
         # How often this rank has abstained. The backwards of forwards that ran before the last time are refused.
         self.abstentions = 0
         # It has abstained, and what the window left behind shows whether it was zeroed since.
@@ -204,12 +204,12 @@ class WindowRecord:
     def abstained(self, buckets: Sequence[Bucket], outside: Iterable[torch.nn.Parameter]) -> None:
         """All ranks know that this one abstains, and the window is over for them."""
         self.abstentions += 1
-        self._abstained, self.told = True, Told.ABSTAINED
+        self._abstained, self.reported = True, Reported.ABSTAINED
         self._left.note(buckets, outside)
 
     def begin_another(self) -> None:
-        """Everything from here on belongs to a window that the other ranks have not heard about."""
-        self.told = None
+        """Everything from here on belongs to a window that the other ranks do not know of."""
+        self.reported = None
         self.end_abstention()
 
     def end_abstention(self) -> None:
@@ -227,7 +227,7 @@ class WindowRecord:
     def refuse_second_abstention(self) -> None:
         if self.has_abstained:
             raise MisuseError(
-                "abstain() was called a second time in one window, of which all ranks have heard by the first, or by "
+                "abstain() was called a second time in one window, of which all ranks know by the first, or by "
                 "an error in backward. If it is meant for the next window, end this one first: call optimizer.step() "
                 "on this rank as on the others (it changes nothing where the window is skipped), or zero_grad()"
             )

@@ -29,7 +29,7 @@ from gradsync.core.engine.blocks import PendingWork
 from gradsync.core.engine.gradient_store import BucketClient
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
-from gradsync.core.engine.state import Phase, Told
+from gradsync.core.engine.state import Phase, Reported
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
 from gradsync.core.window import Window, WindowState, has_nonzero_gradients, has_unattached_gradients
@@ -175,7 +175,7 @@ class Synchronizer:
         """Between two windows: the loss scale has changed, and gradients are ``factor`` times as large."""
         if type(self.reduction).rescaled is not Reduction.rescaled:
             # What the reduction keeps of the last window belongs to the old scale.
-            self.engine.pipeline.hear_end()
+            self.engine.pipeline.await_end()
             self.reduction.rescaled(factor)
 
     @property
@@ -246,7 +246,7 @@ class Synchronizer:
             engine.observer.forward_ended()
 
     def raised(self, error: BaseException, place: str) -> None:
-        """This rank has raised outside of a backward, where the others do not hear of it."""
+        """This rank has raised outside of a backward, where the others do not notice."""
         tell_error(self.communicator, error, place)
 
     def expect_backward(self) -> None:
@@ -292,7 +292,7 @@ class Synchronizer:
             engine.recover()
         engine.record.refuse_second_abstention()
         any_forward = engine.record.any_forward
-        has_told = engine.phase is Phase.BROKEN and not any_forward and engine.record.told is Told.FAILED
+        has_reported = engine.phase is Phase.BROKEN and not any_forward and engine.record.reported is Reported.FAILED
         if self._is_over() and not any_forward:
             raise MisuseError(
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
@@ -300,7 +300,7 @@ class Synchronizer:
             )
         self.clear()
         engine.require_whole()
-        if has_told:
+        if has_reported:
             # Its backward has failed, and the others know.
             self.window.is_rejected = engine.skip_vote.tolerates
             engine.abstained()

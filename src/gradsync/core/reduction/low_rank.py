@@ -151,7 +151,7 @@ def _extents(spec: ParameterSpec) -> tuple[int, int]:
     """Rows and columns of a gradient as a matrix: further dimensions become columns. A vector has one column."""
     if len(spec.shape) < 2 or 0 in spec.shape:
         return 1, 1
-    return spec.shape[0], spec.wire_numel // spec.shape[0]
+    return spec.shape[0], spec.bucket_numel // spec.shape[0]
 
 
 @contextmanager

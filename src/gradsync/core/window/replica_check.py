@@ -113,12 +113,12 @@ class Comparison:
         if self._settings.on_mismatch == "raise" or any(each.majority is None for each in differences):
             self._refuse(differences)
         for difference in differences:
-            self._heal(difference, values[difference.index])
+            self._repair(difference, values[difference.index])
         if self._communicator.rank == 0:
             LOGGER.warning(
                 "%s, and taken from the majority. States of optimizers are not compared: if one of them was changed "
                 "too, replicas will differ again",
-                self._told(differences),
+                self._describe(differences),
             )
 
     def _gather(self, numbers: torch.Tensor) -> list[int]:
@@ -129,14 +129,14 @@ class Comparison:
         return gathered.tolist()
 
     @torch.no_grad()
-    def _heal(self, difference: _Difference, value: torch.Tensor) -> None:
+    def _repair(self, difference: _Difference, value: torch.Tensor) -> None:
         source = next(rank for rank in range(len(difference.prints)) if rank not in difference.others)
         whole = value.contiguous()
         self._communicator.broadcast(whole.view(-1).view(torch.uint8), source).wait()
         if whole is not value and self._communicator.rank in difference.others:
             value.copy_(whole)
 
-    def _told(self, differences: Sequence[_Difference]) -> str:
+    def _describe(self, differences: Sequence[_Difference]) -> str:
         """An error message: which ranks differ, and in what."""
         first, further = differences[0], len(differences) - 1
         names = listed([rank_name(self._communicator.group, rank) for rank in first.others])
@@ -146,10 +146,10 @@ class Comparison:
         return f"{which} was found to differ on {names}, no majority of which agrees"
 
     def _refuse(self, differences: Sequence[_Difference]) -> None:
-        healing = "" if self._settings.on_mismatch == "raise" else " Nothing was healed."
+        repaired = "" if self._settings.on_mismatch == "raise" else " Nothing was repaired."
         raise MismatchError(
-            f"{self._told(differences)}: a bit has flipped, or code that only some ranks run has changed it.{healing} "
-            "Load the last checkpoint on all ranks, and call zero_grad() before the next backward"
+            f"{self._describe(differences)}: a bit has flipped, or code that only some ranks run has changed it."
+            f"{repaired} Load the last checkpoint on all ranks, and call zero_grad() before the next backward"
         )
 
 

@@ -261,7 +261,7 @@ class Weights:
         scale = unit * self._communicator.world_size / self.expected
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
-    def require_told(self) -> None:
+    def require_announced(self) -> None:
         """Before the control flags, which report failures, are sent: raise if the others were told a different sum."""
         if self._message is not None and self._tally.sum != self._sent:
             raise MisuseError(
