@@ -1,7 +1,6 @@
 """The engine from ``backward()`` to averaged gradients: autograd hooks, the bucket pipeline, work between backwards.
 
-Stages 1, 3 and 5 on the path of a gradient. ``ready_hooks`` listens to autograd, ``backward`` decides, ``pipeline``
-starts and finishes buckets, ``exchange`` is what all ranks do together, and ``synchronizer`` is what wrappers hold.
+Stages 1, 3 and 5 on the path of a gradient; docs/architecture.md says which file does what.
 """
 
 from gradsync.core.engine.observer import Observer

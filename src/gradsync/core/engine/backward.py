@@ -1,25 +1,17 @@
 """The life of a backward: it begins, its gradients are ready, and it ends with means or fails.
 
-The path of a gradient::
-
-    ready_hooks          a parameter's gradient is ready             stage 1
-    chunk.mark_ready     its slot of a bucket is marked ready         stage 2
-    pipeline             full buckets are scaled and started         stages 3 and 4
-    backward_ended       the rest is started, all are finished       stage 5
-
 The engine decides what kind of backward it is. :mod:`~gradsync.core.engine.exchange` does what all ranks do together,
 and :mod:`~gradsync.core.engine.gradient_store` knows where gradients lie. What happens between two backwards, windows
-and steps, is in :mod:`gradsync.core.engine.synchronizer`. This module knows parameters, not modules.
+and steps, is in :mod:`gradsync.core.engine.synchronizer`. docs/architecture.md draws the path of a gradient.
 
 [Note: which backward synchronizes] This is decided at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
 backward runs through several forwards and one of them synchronizes, the backward does.
 
-[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the control flags (the
-control flags of the last bucket), so that the other ranks raise too, before the error reaches the user. No rank goes
-on until the half-made gradients have been zeroed. They travel in the last bucket, which therefore starts only
-when backward has ended: otherwise a rank that fails at the very end could no longer tell the others.
-:mod:`gradsync.core.engine.backward_watch` detects the failure.
+[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the control flags, so
+that the other ranks raise too, before the error reaches the user. No rank goes on until the half-made gradients have
+been zeroed. The flags are in the last bucket, which therefore starts only when backward has ended: otherwise a rank
+that fails at the very end could no longer tell the others. :mod:`gradsync.core.engine.backward_watch` detects it.
 """
 
 from collections.abc import Iterator, Sequence

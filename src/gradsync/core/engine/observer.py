@@ -65,6 +65,15 @@ class LoopObserver(Protocol):
         """The parameters of the bucket are there, and the waiting readers go on."""
 
 
+def _event(name: str) -> Callable[..., None]:
+    """A method that passes the event on to all observers that have it."""
+
+    def notify(self: "Observers", *args: Any, **kwargs: Any) -> None:
+        self._notify(name, *args, **kwargs)
+
+    return notify
+
+
 class Observers:
     """All observers of one engine. One that raises is not called again: observing must not be able to break training,
     least of all on one rank alone, in the middle of a synchronization that the others go on with."""
@@ -83,52 +92,23 @@ class Observers:
         others = [each for each in self._observers if each is not observer]
         return Observers(*others) if others else None
 
-    def backward_began(self, *, synchronizes: bool) -> None:
-        self._notify("backward_began", synchronizes=synchronizes)
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        self._notify("bucket_ready", bucket)
-
-    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._notify("bucket_started", bucket, handle)
-
-    def backward_ended(self) -> None:
-        self._notify("backward_ended")
-
-    def bucket_finished(self, bucket: Bucket) -> None:
-        self._notify("bucket_finished", bucket)
-
-    def synchronization_finished(self) -> None:
-        self._notify("synchronization_finished")
-
-    # Optional events.
-
-    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._notify("gather_started", bucket, handle)
-
-    def evaluation_began(self) -> None:
-        self._notify("evaluation_began")
-
-    def forward_began(self) -> None:
-        self._notify("forward_began")
-
-    def forward_ended(self) -> None:
-        self._notify("forward_ended")
-
-    def chunk_full(self, bucket: Bucket) -> None:
-        self._notify("chunk_full", bucket)
-
-    def step_began(self) -> None:
-        self._notify("step_began")
-
-    def step_ended(self, optimizer: Any) -> None:
-        self._notify("step_ended", optimizer)
-
-    def gather_needed(self, bucket: Bucket) -> None:
-        self._notify("gather_needed", bucket)
-
-    def gather_arrived(self, bucket: Bucket) -> None:
-        self._notify("gather_arrived", bucket)
+    # Of Observer.
+    backward_began = _event("backward_began")
+    bucket_ready = _event("bucket_ready")
+    bucket_started = _event("bucket_started")
+    backward_ended = _event("backward_ended")
+    bucket_finished = _event("bucket_finished")
+    synchronization_finished = _event("synchronization_finished")
+    # Of LoopObserver.
+    evaluation_began = _event("evaluation_began")
+    forward_began = _event("forward_began")
+    forward_ended = _event("forward_ended")
+    chunk_full = _event("chunk_full")
+    step_began = _event("step_began")
+    step_ended = _event("step_ended")
+    gather_started = _event("gather_started")
+    gather_needed = _event("gather_needed")
+    gather_arrived = _event("gather_arrived")
 
     def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         listeners = self._listeners.get(event)

@@ -109,7 +109,8 @@ class Window:
     """The current window of one synchronizer, reused for each window."""
 
     def __init__(self, communicator: Communicator, outside: Callable[[], Sequence[torch.nn.Parameter]] = tuple) -> None:
-        self._state = WindowState.CLOSED
+        # What has happened since the last optimizer step.
+        self.state = WindowState.CLOSED
         # Parameters whose gradients have no place in a bucket.
         self._outside = outside
         self.weights = Weights(communicator)
@@ -121,23 +122,19 @@ class Window:
         self.is_stepped_by_closure = False
 
     def __repr__(self) -> str:
-        return f"Window({self._state.name.lower()}: {self._state.value}; {self.weights!r})"
-
-    @property
-    def state(self) -> WindowState:
-        """What has happened since the last optimizer step."""
-        return self._state
+        return f"Window({self.state.name.lower()}: {self.state.value}; {self.weights!r})"
 
     def forward_ran(self, has_gradients: Callable[[], bool]) -> None:
         """A forward has run whose backward will synchronize."""
         # Zeroed gradients close a window too: a scaler may have skipped its step.
-        if self._state is WindowState.CLOSED or (self._state is WindowState.SYNCHRONIZED and not has_gradients()):
-            self._state = WindowState.OPEN
+        if self.state is WindowState.CLOSED or (self.state is WindowState.SYNCHRONIZED and not has_gradients()):
+            self.state = WindowState.OPEN
             self.is_rejected = False
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
         """A backward begins, and has been counted. ``late``: it has already left its first gradient."""
-        self._look_whether_zeroed()
+        # A skip vote applies to the existing gradients: where they were zeroed, a new window begins.
+        self.is_rejected = self.stays_rejected
         if self.weights.counting:
             self._require_untouched(continues=self.weights.backwards > 1, late=late)
             if self.weights.synchronized:
@@ -146,7 +143,7 @@ class Window:
     def backward_ended(self, buckets: Sequence[Bucket], *, arrived: bool) -> None:
         """A backward of this rank alone has ended."""
         if arrived:
-            self._state = WindowState.UNSYNCHRONIZED
+            self.state = WindowState.UNSYNCHRONIZED
         else:
             self.weights.take_back_plain()
         if self.weights.counting:
@@ -154,17 +151,13 @@ class Window:
 
     def begin_synchronization(self) -> None:
         """Average what has accumulated, without a further backward."""
-        self._look_whether_zeroed()
-        if self._state is WindowState.UNSYNCHRONIZED and self.weights.counting:
-            self._require_untouched(continues=True, late=False)
-
-    def _look_whether_zeroed(self) -> None:
-        """A skip vote applies to the existing gradients: where they were zeroed, a new window begins."""
         self.is_rejected = self.stays_rejected
+        if self.state is WindowState.UNSYNCHRONIZED and self.weights.counting:
+            self._require_untouched(continues=True, late=False)
 
     def rejected(self, buckets: Sequence[Bucket]) -> None:
         """Ranks have agreed to skip the window. None of its counts carry over to the next one."""
-        self._state = WindowState.SYNCHRONIZED
+        self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self._tamper_check.forget()
         self.weights.reset()
@@ -172,7 +165,7 @@ class Window:
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
         """The gradients are means now."""
-        self._state = WindowState.SYNCHRONIZED
+        self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self.weights.learn()
         if self.weights.counting:
@@ -188,12 +181,12 @@ class Window:
     def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
         """Continue in a window that was saved, whose gradients are in the buckets again."""
         if accumulated:
-            self._state = WindowState.UNSYNCHRONIZED
+            self.state = WindowState.UNSYNCHRONIZED
             self._tamper_check.note(buckets, self._outside())
 
     def close(self) -> None:
         """The optimizer steps."""
-        self._state = WindowState.CLOSED
+        self.state = WindowState.CLOSED
         self.is_rejected = False
         self.weights.reset()
 
@@ -205,7 +198,7 @@ class Window:
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise if an optimizer would step on this rank's own gradients."""
-        if self._state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
+        if self.state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
             raise MisuseError(
                 "optimizer.step() was called on gradients that only this rank has: every backward since the last "
                 "step ran under no_sync() or in accumulate(last=False). Step after the window's last backward, which "
@@ -216,14 +209,14 @@ class Window:
     @property
     def may_zero(self) -> bool:
         """Whether zeroing would lose nothing that the window still needs."""
-        if self._state is WindowState.UNSYNCHRONIZED:
+        if self.state is WindowState.UNSYNCHRONIZED:
             return False
         return not self.weights.counting or self.weights.synchronized
 
     @property
     def has_means(self) -> bool:
         """Whether the gradients are the last synchronized ones: not zeroed since, and perhaps recomputed."""
-        return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
+        return self.state is WindowState.SYNCHRONIZED and not self._means.has_lost
 
     @property
     def stays_rejected(self) -> bool:
@@ -233,7 +226,7 @@ class Window:
     @property
     def finished(self) -> bool:
         """Whether gradients, if there are any, are the means of the whole window."""
-        return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
+        return self.state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
 
     def changed_by_engine(self) -> None:
         """The engine itself has scaled the means: this is not tampering."""
@@ -259,7 +252,7 @@ class Window:
                     f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
                     "clip after the window's last backward; to give a window up, call discard()"
                 )
-        elif self._state is WindowState.UNSYNCHRONIZED:
+        elif self.state is WindowState.UNSYNCHRONIZED:
             raise MisuseError(
                 "a window begins with gradients that were accumulated before it, by backwards without weight outside "
                 "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"
