@@ -244,7 +244,7 @@ class BackwardEngine:
         self.exchange.raise_late()
 
     def abstained(self) -> None:
-        """All ranks know that this one abstains, or would."""
+        """All ranks know that this one abstains."""
         self.record.abstained(self.buckets, self.arrangement.outside())
 
     def _clear_window(self) -> None:
@@ -272,10 +272,8 @@ class BackwardEngine:
             self.recover()
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
-        """A backward failed on its way to the output of a forward: on the other ranks it has reached it, or will.
-
-        Or it was refused there, because of what an earlier failure has left behind.
-        """
+        """A backward failed on its way to the output of a forward, which it reaches on the other ranks; or was refused
+        there, because of what an earlier failure has left behind."""
         if self.phases.busy:
             # It had reached the output, and an interrupt has kept it from saying so.
             self.backward_failed(forward_synchronizes)
@@ -306,10 +304,8 @@ class BackwardEngine:
             self.recover()
 
     def recover(self) -> None:
-        """Complete the synchronization of a failed backward, on this rank or another.
-
-        Works in any phase, and again where an interrupt has cut it short.
-        """
+        """Complete the synchronization of a failed backward, on this rank or another. Works in any phase, and again
+        where an interrupt has cut it short."""
         window, record, abstained = self.window, self.record, False
         is_reported = self.phase is Phase.SYNCHRONIZING
         record.reported = Reported.FAILED if is_reported else None

@@ -172,14 +172,14 @@ class Pipeline:
             ]
 
     def begin(self, *, overlapping: bool, batched: bool) -> None:
-        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``batched``:
-        gradients are not counted, so only the version of a bucket can reveal one that comes too late."""
+        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``batched``: only the
+        version of a bucket can reveal a gradient that comes too late, because gradients are not counted."""
         self._overlapping, self._batched = overlapping, batched
         while overlapping and self._next < self._last and not self._missing[self._next]:
             self._start(self.buckets[self._next])
 
     def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
-        """The chunk's last gradient in the learned order is ready, but not all are: check the chunk again later."""
+        """The gradient that comes last in the learned order is ready, but not all are: check the chunk again later."""
         self._overdue.append((bucket, chunk))
         self._look_again()
 
@@ -243,7 +243,7 @@ class Pipeline:
             self.observer.bucket_started(bucket, handle)
 
     def _refuse_late(self, bucket: Bucket) -> None:
-        """Detect writes since gradients were scaled: autograd writes through the views, which share the version."""
+        """Autograd has written since gradients were scaled: through the views, which share the bucket's version."""
         raise LateGradientError(
             f"a parameter of {bucket.describe()} received a further gradient when its gradient was already on its way "
             f"to the other ranks. {LATE_REMEDY}"
@@ -254,8 +254,7 @@ class Pipeline:
     def flush(self) -> None:
         """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.
 
-        Late gradients are looked for before the control flags are sent: see [Note: a failed backward] in
-        :mod:`gradsync.core.engine.backward`.
+        Late gradients are looked for before the control flags are sent: [Note: a failed backward] in :mod:`.backward`.
         """
         while self._next < self._last:
             self._start(self.buckets[self._next])
@@ -269,9 +268,7 @@ class Pipeline:
 
     def finish(self, *, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None) -> None:
         """Wait for all buckets; afterwards every gradient is the mean. Raises if a rank's backward failed.
-
-        ``correction`` multiplies means that were computed before the divisor was known.
-        """
+        ``correction`` multiplies means that were computed before the divisor was known."""
         if self._tails_apart:
             self._receive_tails()
         if correction is not None:
@@ -355,8 +352,8 @@ class Pipeline:
             bucket.payload.mul_(correction)
 
     def require_alive(self) -> None:
-        """Raise the failure of the communicator, if there is one. On an accelerator the host may not have noticed yet:
-        the kernels of its collectives were aborted, and have left behind something that is not a mean."""
+        """Raise the failure of the communicator, if there is one: on an accelerator its kernels were aborted, and have
+        left behind something that is not a mean, before the host may have noticed."""
         failure = self.communicator.failure
         if failure is not None:
             raise again(failure)
@@ -395,10 +392,8 @@ class Pipeline:
             self._end_reduction(well=well)
 
     def await_end(self) -> None:
-        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced.
-
-        On an accelerator the host waits for that. What was read is still raised where it has to be.
-        """
+        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced. On an
+        accelerator the host waits for that. What was read is still raised where it has to be."""
         if self._unread_control is not None and self._end_is_pending:
             votes = self._unread_control.wait()
             try:
@@ -422,8 +417,8 @@ class Pipeline:
             self.failed, self.requests = self._evaluate(control)
 
     def late_failure(self) -> PeerFailedError | None:
-        """The failure in the last control flags, if they were not read yet. Called where all ranks get to before the
-        next ones are sent: a rank that raised at a time of its own would be a window behind the others."""
+        """The failure in the last control flags, if they were not read yet. All ranks call this before the next ones
+        are sent: a rank that raised at a time of its own would be a window behind the others."""
         if self._unread_control is not None:
             control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()

@@ -13,17 +13,16 @@
 
     DETACHED: the hooks are gone for good.
 
-[Note: the same window] A rank that abstains takes part at once, where its backward would have: so the other ranks have
-ended the window, too. If the rank abstained a second time, or ran the backward of its forward after all, that would
-count as its part in their next window, and from then on it would be one window ahead. No rank can tell alone whether a
-further ``abstain()`` is meant for the same window or the next. So there must be evidence that the window has ended here
-too: a step, gradients that were zeroed, a forward, or a block of ``accumulate()``.
+[Note: the same window] A rank that abstains takes part at once, where its backward would have, and the other ranks have
+ended the window. If it abstained a second time, or ran the backward of its forward after all, that would count as its
+part in their next window, and from then on it would be one window ahead. So a further ``abstain()`` needs evidence that
+the window has ended here too: a step, gradients that were zeroed, a forward, or a block of ``accumulate()``.
 
 [Note: an interrupt] Ctrl-C, or a signal handler that raises, may cut the engine short between any two lines. Between
-two collectives the engine knows what it has started: the interrupt is handled like a failed backward, and all ranks can
-go on. While a collective is being started, or several follow each other, nothing can tell which of them the other ranks
-will wait for. Going on could pair a collective of this rank with a different one of theirs, and average two windows
-into one. So the communicator is aborted in that case: every rank raises CommunicatorLostError at once.
+two collectives the engine knows what it has started: the interrupt is handled like a failed backward. While one is
+being started, or several follow each other, nothing shows which of them the other ranks will wait for. Going on could
+pair a collective of this rank with a different one of theirs, and average two windows into one. So the communicator is
+aborted then: every rank raises CommunicatorLostError at once.
 """
 
 import enum

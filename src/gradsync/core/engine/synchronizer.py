@@ -102,7 +102,7 @@ class Synchronizer:
         return f"Synchronizer({phase.name.lower()}: {phase.value}; {self.window!r}; {self.engine.pipeline!r})"
 
     def describe(self) -> str:
-        """The state of everything, in lines: for a person who looks at a hanging training run."""
+        """The state of everything, in lines: for debugging a hanging training run."""
         engine = self.engine
         learned = "" if engine.arrangement.order.learned else "not "
         lines = [
@@ -279,9 +279,8 @@ class Synchronizer:
     def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
         """Give up this rank's part of the window, and have all ranks agree on what happens to it.
 
-        Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
-        ``miss_forward`` takes part in a forward of the others where this rank has run none, and returns whether it had
-        to.
+        Where this micro-batch would have synchronized, it takes part at once, as its backward would have. In a forward
+        of the others where this rank has run none, ``miss_forward`` takes part; it returns whether it had to.
         """
         engine = self.engine
         has_run = engine.record.awaits_backward

@@ -1,6 +1,6 @@
 """Gradient accumulation windows between two optimizer steps: weights of micro-batches, and checks against tampering."""
 
-from gradsync.core.window.weights import Counting, Weights, checked_weight
+from gradsync.core.window.weights import Counting
 from gradsync.core.window.window import (
     TamperCheck,
     Window,
@@ -12,10 +12,8 @@ from gradsync.core.window.window import (
 __all__ = [
     "Counting",
     "TamperCheck",
-    "Weights",
     "Window",
     "WindowState",
-    "checked_weight",
     "has_nonzero_gradients",
     "has_unattached_gradients",
 ]

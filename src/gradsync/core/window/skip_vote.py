@@ -142,22 +142,12 @@ class SkipVote:
         self._stands = False
         # Only those who request the check pay for it.
         self.check = None if on_bad_step is None else FiniteCheck()
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether no bucket may start before all were checked: a dropped rank must not have sent any."""
-        return self._on_bad_step == "drop-rank"
-
-    @property
-    def reads_at_once(self) -> bool:
-        """Whether all ranks wait for the control flags, even on an accelerator, to learn of a skip vote before the
-        step."""
-        return self._on_bad_step is not None
-
-    @property
-    def tolerates(self) -> bool:
-        """Whether a failed backward on another rank is not an error here: the window is skipped."""
-        return self._on_bad_step in ("skip", "drop-rank")
+        # No bucket may start before all were checked: a dropped rank must not have sent any.
+        self.holds_back = on_bad_step == "drop-rank"
+        # All ranks wait for the control flags, even on an accelerator, to learn of a skip vote before the step.
+        self.reads_at_once = on_bad_step is not None
+        # A failed backward on another rank is not an error here: the window is skipped.
+        self.tolerates = on_bad_step in ("skip", "drop-rank")
 
     @property
     def is_noted(self) -> bool:
@@ -211,7 +201,7 @@ class SkipVote:
                 f"{why}, so these gradients are not the mean over all ranks. Call zero_grad() before the next backward"
             )
         finite = not any(reason.startswith(NOT_FINITE) for reason in reasons)
-        drops = self._on_bad_step == "drop-rank" and len(votes) < len(reasons) and STILL not in votes.values()
+        drops = self.holds_back and len(votes) < len(reasons) and STILL not in votes.values()
         if drops:
             self._warn(f"{why}: the mean of this window is over the other ranks")
             return WindowVerdict(dropped=len(votes))
