@@ -17,14 +17,11 @@ from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import Fate
 from gradsync.core.bucket.control_flags import step_gate
 from gradsync.errors import CommunicatorLostError
+from tests.core.common import in_threads_and_processes
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 class Words(nn.Module):
@@ -80,8 +77,7 @@ def test_a_failure_is_told_where_there_are_no_buckets(ranks: Ranks, at: int) -> 
         assert "the backward of rank 0 failed" in came[at]
 
 
-# -- control flags that are read later, as on accelerators
-# ------------------------------------------------------------------
+# -- control flags that are read later, as on accelerators ------------------------------------------------------------
 
 
 class Unread:

@@ -16,18 +16,13 @@ from torch.distributed.algorithms.join import Join
 from gradsync import DistributedDataParallel, LayerDrop, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
 from gradsync.core.engine.state import Phase
+from tests.core.common import TINY, gradients, in_threads_and_processes, still
 from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
 
-# About 100 bytes: nearly every parameter has a bucket of its own.
-TINY = 1e-4
 WIDTH = 4
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 class Line(nn.Module):
@@ -50,14 +45,6 @@ def number(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def gradients(model: nn.Module) -> list[float | None]:
-    return [None if parameter.grad is None else float(parameter.grad) for parameter in model.parameters()]
-
-
-def fit(model: DistributedDataParallel) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
 # -- weights: a rank without a backward ----------------------------------------------------------------------------
 
 
@@ -66,7 +53,7 @@ def weighted_windows(kinds: str) -> list[list[float | None]]:
     the first window or any other; the others see rank + 1, with weight rank + 1."""
     wire = choose_communicator()
     model = wrap()
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for kind in kinds:
         x, idle = number(wire.rank + 1), wire.rank == wire.world_size - 1
@@ -104,7 +91,7 @@ def mixed_windows(first: str, others: str) -> list[str]:
     """Rank 0 runs the last window one way and the others another; the first one is plain on all ranks."""
     wire = choose_communicator()
     model = wrap()
-    optimizer = fit(model)
+    optimizer = still(model)
     told = []
     for kind in ("p", first if wire.rank == 0 else others, "p"):
         try:
@@ -140,7 +127,7 @@ def unfreeze(on: int | None) -> list[list[float | None]]:
     module = Line()
     module.scales[0].requires_grad_(False)
     model = wrap(module)
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for window in range(6):
         if window == 3 and on in (None, wire.rank):
@@ -174,7 +161,7 @@ def drop_and_look() -> list[list[float | None]]:
         nn.init.eye_(block.weight)
     # The buffers of LayerDrop, too.
     model = wrap(LayerDrop(blocks, drop=0.5, seed=3).to(blocks[0].weight.device))
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for _ in range(6):
         x = torch.ones(1, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -204,7 +191,7 @@ def train_a_thawed_parameter_alone(before: int, last: bool) -> list[list[float |
     module, rank, seen = Chosen(), choose_communicator().rank, []
     module.numbers[1].requires_grad_(False)
     model = wrap(module)
-    optimizer = fit(model)
+    optimizer = still(model)
     for _ in range(before):
         model(number(1.0), (0,)).backward()
         optimizer.step()
@@ -237,7 +224,7 @@ def train_a_thawed_parameter_unseen(before: int) -> list[list[float | None]]:
     module, rank, seen = Chosen(), choose_communicator().rank, []
     module.numbers[1].requires_grad_(False)
     model = wrap(module)
-    optimizer = fit(model)
+    optimizer = still(model)
     for window in range(before + 3):
         module.numbers[1].requires_grad_(rank == 0 and window >= before)
         module(number(6.0), (1,) if rank == 0 and window >= before else (0,)).backward()
@@ -299,7 +286,7 @@ def watched(event: str) -> tuple[list[list[float | None]], int]:
     wire = choose_communicator()
     observer = Saboteur(event, wire.rank)
     model = wrap(observer=observer)
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     logging.getLogger("gradsync").disabled = True
     try:
@@ -344,7 +331,7 @@ def epochs_of_different_length() -> list[list[float | None]]:
     """Rank r has r + 1 batches an epoch; gradients are zeroed after each step, and nowhere else."""
     wire = choose_communicator()
     model = wrap(Line(1))
-    optimizer = fit(model)
+    optimizer = still(model)
     first = []
     for _ in range(3):
         with Join([model]):
@@ -381,7 +368,7 @@ def fail_in_several_models(failing: list[int]) -> tuple[list[str], list[list[flo
     """Two models in one backward. In the windows ``failing`` rank 0's backward fails behind both of them."""
     wire = choose_communicator()
     models = [wrap(Fused()) for _ in range(2)]
-    optimizers = [fit(model) for model in models]
+    optimizers = [still(model) for model in models]
     told, seen = [], []
     for window in range(max(failing) + 3):
         lit = window in failing and wire.rank == 0
@@ -427,7 +414,7 @@ def test_recovery_runs_where_backward_was_called(monkeypatch: pytest.MonkeyPatch
 def look_then_train() -> list[list[float | None]]:
     wire = choose_communicator()
     model = wrap()
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for _ in range(3):
         output = model(number(wire.rank + 1))

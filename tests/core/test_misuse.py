@@ -27,6 +27,7 @@ from gradsync.communicator import Communicator, InProcessWorld, choose_communica
 from gradsync.core.engine.synchronizer import synchronizer_of
 from gradsync.errors import NoProcessGroupError
 from gradsync.reduction import Cast
+from tests.core.common import TINY, in_processes, in_threads, in_threads_and_processes, on
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,13 +35,8 @@ pytestmark = pytest.mark.timeout(60)
 # torch warns, once a process, that nobody has said whether it shall check them.
 torch.sparse.check_sparse_tensor_invariants.disable()
 
-TINY = 1e-4
 WIDTH = 4
 
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
-in_threads = pytest.mark.parametrize("ranks", [("threads", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
 
 # The class and the text of an error, as a rank reports it.
 Told = tuple[str, str]
@@ -194,12 +190,9 @@ def test_an_unknown_keyword_argument_is_refused_by_what_was_called(call: Any, na
 
 
 def test_only_one_way_to_name_the_ranks_is_taken() -> None:
+    """By the wrapper and in place: which of the two was meant is not to be guessed."""
     with pytest.raises(ConfigurationError, match="process_group and device_mesh"):
         DistributedDataParallel(net(), process_group=object(), device_mesh=object())
-
-
-def test_both_ways_to_name_the_ranks_are_refused_in_place_too() -> None:
-    """As the wrapper does: which of the two was meant is not to be guessed."""
     with pytest.raises(ConfigurationError, match=r"communicator and process_group"):
         synchronize_gradients(net(), communicator=alone(), process_group=alone())
 
@@ -754,8 +747,7 @@ every_place = pytest.mark.parametrize("place", [*PLACES, "input"])
 # The first window learns, the second counts, the third looks, the fourth counts and learns again.
 every_phase = pytest.mark.parametrize("step", [0, 1, 2, 3])
 both_settings = pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "in place"])
-three_threads = pytest.mark.parametrize("ranks", [("threads", 3)], indirect=True, ids="{0[0]}-{0[1]}".format)
-in_processes = pytest.mark.parametrize("ranks", [("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
+three_threads = on(("threads", 3))
 
 
 @three_threads
@@ -789,7 +781,7 @@ def test_after_a_failure_on_one_rank_the_others_name_it_and_training_goes_on_exa
 def test_after_a_failure_in_real_processes_training_goes_on_exactly(
     ranks: Ranks, everywhere: bool, place: str, set_to_none: bool
 ) -> None:
-    """Contract point 11: the two laws above, where the wire works by itself."""
+    """Contract point 11: the two laws above, where communication needs no core."""
     for step in (0, 2):
         failed = tuple(range(ranks.world_size)) if everywhere else (step // 2,)
         plan = Plan(step=step, ranks=failed, place=place, set_to_none=set_to_none)

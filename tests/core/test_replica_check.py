@@ -22,15 +22,12 @@ from gradsync import (
 )
 from gradsync.communicator import choose_communicator
 from gradsync.core.window.replica_check import BLOCK, fingerprint
+from tests.core.common import on
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(60)
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("threads", 4), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 class Network(nn.Module):
@@ -131,7 +128,7 @@ NAMES = [name for name, _ in Network().named_parameters()]
 CASES = [(0, 7), (3, 40), (4, 31 + 32 * 20)]
 
 
-@in_threads_and_processes
+@on(("threads", 3), ("threads", 4), ("processes", 2))
 @pytest.mark.parametrize(("parameter", "bit"), CASES)
 def test_a_flipped_bit_is_found_and_named(ranks: Ranks, parameter: int, bit: int) -> None:
     culprit = ranks.world_size - 1

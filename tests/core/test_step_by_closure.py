@@ -11,6 +11,7 @@ from torch import nn
 import gradsync
 from gradsync import MisuseError
 from gradsync.communicator import choose_communicator
+from tests.core.common import on
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -209,7 +210,7 @@ def abstain_after_an_empty_closure() -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("ranks", [("threads", 2), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
+@on(("threads", 2), ("processes", 2))
 def test_a_closure_that_has_a_forward_alone_ends_its_window(ranks: Ranks) -> None:
     """A rank may abstain from the next one: it is another window, although no gradient was there to be zeroed."""
     assert ranks.run(abstain_after_an_empty_closure) == [[False, False, True, False]] * 2
