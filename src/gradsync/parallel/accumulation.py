@@ -121,7 +121,7 @@ def backward_through(
     before = [synchronizer.ends for synchronizer in synchronizers]
     try:
         for synchronizer in synchronizers:
-            synchronizer.expect_backward()
+            synchronizer.window.expect_backward()
         seed = _count(synchronizers, loss, weight, unit)
         with ExitStack() as announced:
             for synchronizer in synchronizers:

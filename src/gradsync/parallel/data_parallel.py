@@ -146,11 +146,11 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
         """For a rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a
         join each of their forwards has asked which ranks have data."""
-        synchronizer, record = self.synchronizer, self.synchronizer.engine.record
+        synchronizer, window = self.synchronizer, self.synchronizer.window
         if self._join_config.enable:
-            has_run = record.any_in_block if synchronizer.in_block else record.any_forward
+            has_run = window.any_in_block if synchronizer.in_block else window.any_forward
             return not has_run and self._miss_forward()
-        if record.any_forward or not ends_window:
+        if window.any_forward or not ends_window:
             return False
         if self.will_sync_module_buffers():
             self._sync_module_buffers()

@@ -37,8 +37,8 @@ from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.pipeline import Pipeline
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
-from gradsync.core.engine.state import Phase, Phases, Reported, Switches, WindowRecord
-from gradsync.core.window import WindowState, has_nonzero_gradients
+from gradsync.core.engine.state import Phase, Phases, Switches
+from gradsync.core.window import Reported, WindowState, has_nonzero_gradients
 from gradsync.core.window.skip_vote import SkipVote
 
 __all__ = ["BackwardEngine"]
@@ -56,7 +56,7 @@ class BackwardEngine:
         self.options = options
         self.parameters = list(parameters)
         self.communicator = options.communicator
-        self.switches, self.phases, self.record = Switches(), Phases(), WindowRecord()
+        self.switches, self.phases = Switches(), Phases()
         self.skip_vote = SkipVote(options.policy.on_bad_step, options.communicator)
         self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.skip_vote)
         self.arrangement = Arrangement(
@@ -71,7 +71,7 @@ class BackwardEngine:
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
         self.window, self._sparse = store.window, store.sparse
-        self.exchange = GradientExchange(store, self.phases, self.record, options)
+        self.exchange = GradientExchange(store, self.phases, options)
         # Whether the weight of the running backward has been counted.
         self._announced = False
         # The state before the running backward of gradients that no hook reports.
@@ -110,8 +110,8 @@ class BackwardEngine:
         if not self.phases.busy and not any(parameter.requires_grad for parameter in self.parameters):
             # All are frozen at the moment, like a discriminator while the generator is trained.
             return
-        if abstentions != self.record.abstentions:
-            self.record.refuse_backward()
+        if abstentions != self.window.abstentions:
+            self.window.refuse_backward()
         if not self.phases.busy:
             self._begin()
         if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
@@ -120,12 +120,11 @@ class BackwardEngine:
     def begin_at_parameter(self, index: int) -> None:
         """No output announced this backward; its first gradient does: :mod:`gradsync.core.engine.backward_watch`."""
         self.exchange.counts_always = True
-        if self.record.has_abstained:
-            self.record.refuse_backward()
+        self.window.expect_backward()
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
             self._begin(late=True)
-            if self.switches.let_synchronize(self.record.last_synchronizes is not False):
+            if self.switches.let_synchronize(self.window.last_synchronizes is not False):
                 self.exchange.begin()
         self._hooks.arrivals.append(index)
         place = self.arrangement.places[index]
@@ -245,18 +244,18 @@ class BackwardEngine:
 
     def abstained(self) -> None:
         """All ranks know that this one abstains."""
-        self.record.abstained(self.buckets, self.arrangement.outside())
+        self.window.abstained(self.buckets)
 
     def _clear_window(self) -> None:
         """Clear what was noted for one synchronization only, whatever its outcome."""
         self.arrangement.window_ended()
-        self.record.close_window()
+        self.window.close_window()
         self._sparse.clear()
         self._clear_backward()
 
     def _clear_backward(self) -> None:
         self.exchange.give_up_lead()
-        self.record.close_backward()
+        self.window.close_backward()
         self.pipeline.reset()
         if self.options.keeper is not None:
             self.options.keeper.release_all()
@@ -281,13 +280,13 @@ class BackwardEngine:
         reaches = any(parameter.requires_grad for parameter in self.parameters)
         if reaches and self.switches.let_synchronize(forward_synchronizes):
             # It is a later backward than the one that the others know of.
-            self.record.reported = None
+            self.window.reported = None
             self.fail()
 
     @property
     def has_reported(self) -> bool:
         """Whether the other ranks know of the failure that broke this engine, and nothing has begun since."""
-        return self.phase is Phase.BROKEN and self.record.reported is not None
+        return self.phase is Phase.BROKEN and self.window.reported is not None
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, reporting that this rank failed."""
@@ -306,12 +305,12 @@ class BackwardEngine:
     def recover(self) -> None:
         """Complete the synchronization of a failed backward, on this rank or another. Works in any phase, and again
         where an interrupt has cut it short."""
-        window, record, abstained = self.window, self.record, False
+        window, abstained = self.window, False
         is_reported = self.phase is Phase.SYNCHRONIZING
-        record.reported = Reported.FAILED if is_reported else None
+        window.reported = Reported.FAILED if is_reported else None
         if is_reported:
             # An interrupt may come after this rank has exchanged everything and counted that.
-            record.failed += not record.exchanged
+            window.failures += not window.exchanged
             self.exchange.abandon()
             abstained = self.skip_vote.abstains
             # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
@@ -331,7 +330,7 @@ class BackwardEngine:
 
     def raised_on_all(self) -> None:
         """All ranks have raised for a common reason: no rank waits for this one."""
-        self.record.failed += 1
+        self.window.failures += 1
         self.arrangement.drop_gradients()
         self.window.discard()
 

@@ -118,7 +118,7 @@ def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[W
         node = ahead.pop()
         for reference, forward_synchronizes, abstentions in node.metadata.get(_MARK, ()):
             watcher = reference()
-            if watcher is not None and abstentions == watcher.record.abstentions:
+            if watcher is not None and abstentions == watcher.window.abstentions:
                 found.append((node._sequence_nr(), watcher, forward_synchronizes))
         following = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= following

@@ -33,8 +33,8 @@ class _Entered(NamedTuple):
 
     block: Block
     enabled: bool
-    synchronized: int
-    failed: int
+    synchronizations: int
+    failures: int
 
 
 class PendingWork:
@@ -55,19 +55,20 @@ class PendingWork:
 
     def enter(self, block: Block) -> None:
         """A micro-batch begins."""
-        engine, record = self._engine, self._engine.record
+        engine, window = self._engine, self._engine.window
         former = self._entered
-        if former is not None and former.block.synchronizes and former.synchronized + former.failed == record.ends:
+        if former is not None:
             # A loop over accumulate() was left, and its iterator is still referenced.
-            self._owes_failure = True
+            unfinished = window.ends == former.synchronizations + former.failures
+            self._owes_failure |= former.block.synchronizes and unfinished
         self.finish()
         if former is not None:
             self.leave(former.block)
-        self._entered = _Entered(block, engine.switches.enabled, record.synchronized, record.failed)
+        self._entered = _Entered(block, engine.switches.enabled, window.synchronizations, window.failures)
         engine.switches.enabled = block.synchronizes and block.finish_all is None
-        engine.window.weights.enter_block(deferred=block.synchronizes and not block.last)
-        record.begin_another()
-        record.any_in_block = False
+        window.weights.enter_block(deferred=block.synchronizes and not block.last)
+        window.begin_another()
+        window.any_in_block = False
         engine.store.expect_backward()
 
     def leave(self, block: Block) -> None:
@@ -80,14 +81,14 @@ class PendingWork:
     @property
     def block_is_finished(self) -> bool:
         """Whether the running block has been synchronized: leaving it will do nothing more."""
-        return self._entered is not None and self._entered.synchronized != self._engine.record.synchronized
+        return self._entered is not None and self._entered.synchronizations != self._engine.window.synchronizations
 
     def finish_last(self) -> None:
         """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
         if self._entered is None or not self._entered.block.synchronizes:
             return
         engine, block = self._engine, self._entered.block
-        has_failed = engine.phase is Phase.BROKEN or engine.record.failed != self._entered.failed
+        has_failed = engine.phase is Phase.BROKEN or engine.window.failures != self._entered.failures
         if block.finish_all is not None:
             block.finish_all()
         elif engine.switches.enabled and engine.window.state is not WindowState.SYNCHRONIZED and not has_failed:
@@ -118,7 +119,7 @@ class PendingWork:
     def stand_in_for_forward(self, *, ends_window: bool = True) -> None:
         """Do what the others do in a forward, if this rank has left out one that they count on. Collective then."""
         if self._stand_in is not None and self._stand_in(ends_window):
-            self._engine.record.miss_forward()
+            self._engine.window.miss_forward()
 
     # -- a failure -------------------------------------------------------------------------------------------------
 

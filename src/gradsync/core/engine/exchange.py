@@ -28,7 +28,7 @@ from gradsync.core.bucket.arrangement import GradientOrder
 from gradsync.core.bucket.control_flags import Requests
 from gradsync.core.engine.gradient_store import GradientStore
 from gradsync.core.engine.policy import SynchronizerOptions
-from gradsync.core.engine.state import Phase, Phases, WindowRecord
+from gradsync.core.engine.state import Phase, Phases
 from gradsync.core.window import WindowState
 from gradsync.core.window.replica_check import Comparison
 from gradsync.core.window.skip_vote import WindowVerdict, invalidate
@@ -49,10 +49,8 @@ _leaders: "dict[int, weakref.ref[GradientExchange]]" = {}
 class GradientExchange:
     """The exchanges of one engine with the same engine on the other ranks."""
 
-    def __init__(
-        self, store: GradientStore, phases: Phases, record: WindowRecord, options: SynchronizerOptions
-    ) -> None:
-        self._store, self._phases, self._record = store, phases, record
+    def __init__(self, store: GradientStore, phases: Phases, options: SynchronizerOptions) -> None:
+        self._store, self._phases, self._window = store, phases, store.window
         self._arrangement, self._pipeline, self._weights = store.arrangement, store.pipeline, store.window.weights
         self._communicator = options.communicator
         self._overlaps = options.policy.schedule == "overlapped"
@@ -95,7 +93,7 @@ class GradientExchange:
     def begin(self) -> None:
         """Gradients must go to all ranks: negotiate, if this model leads. Collective then."""
         store, pipeline, order = self._store, self._pipeline, self._arrangement.order
-        self._record.exchanged = False
+        self._window.exchanged = False
         self._phases.enter(Phase.SYNCHRONIZING)
         store.take_back()
         leads = self._take_lead()
@@ -112,7 +110,7 @@ class GradientExchange:
     @property
     def contributes(self) -> bool:
         """Whether this rank has gradients, or is computing them."""
-        return self._phases.task is not None or self._store.window.state is WindowState.UNSYNCHRONIZED
+        return self._phases.task is not None or self._window.state is WindowState.UNSYNCHRONIZED
 
     def _must_count(self) -> bool:
         """Whether the presence of a gradient does not prove that it came in this backward, or the order is needed."""
@@ -176,7 +174,7 @@ class GradientExchange:
         """Do not send gradients that no rank will have. Collective."""
         # Ranks may have run different forwards, or none: only what all of them left out counts.
         parameters = self._arrangement.parameters
-        here = [index for index in self._record.absent if parameters[index].grad is None]
+        here = [index for index in self._window.absent if parameters[index].grad is None]
         self._arrangement.mark_absent(agree_on_absent(self._communicator, here, len(parameters)))
 
     def _tune(self) -> bool:
@@ -218,17 +216,16 @@ class GradientExchange:
 
         Returns whether there are means: a skipped window may have none.
         """
-        window = self._store.window
         if not self._leads:
             self._take_lead()
             self._negotiate()
-        if window.is_rejected:
+        if self._window.is_rejected:
             self._pipeline.skip_vote.stand()
         self.pace.work_ended()
         # Inside the step of an optimizer gradients are used before anything else can wait for the control flags.
-        has_means = self._exchange(at_once=window.is_stepped_by_closure)
-        self._record.exchanged = True
-        self._record.synchronized += 1
+        has_means = self._exchange(at_once=self._window.is_stepped_by_closure)
+        self._window.exchanged = True
+        self._window.synchronizations += 1
         return has_means
 
     def _exchange(self, *, at_once: bool) -> bool:
@@ -347,7 +344,7 @@ class GradientExchange:
         if pipeline.section.cut_short and self._communicator.world_size > 1:
             # See [Note: an interrupt] in :mod:`gradsync.core.engine.state`.
             self._communicator.abort(INTERRUPTED)
-        if self._record.exchanged or pipeline.complete:
+        if self._window.exchanged or pipeline.complete:
             return
         if not self._arrangement.order.running:
             # Another model leads. The other ranks negotiate for this one next.
@@ -355,7 +352,7 @@ class GradientExchange:
                 self._take_lead()
                 self._negotiate()
         pipeline.abandon()
-        self._record.exchanged = True
+        self._window.exchanged = True
 
 
 def agree_on_order(order: GradientOrder, communicator: Communicator) -> bool:

@@ -29,10 +29,10 @@ from gradsync.core.engine.blocks import PendingWork
 from gradsync.core.engine.gradient_store import BucketClient
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
-from gradsync.core.engine.state import Phase, Reported
+from gradsync.core.engine.state import Phase
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
-from gradsync.core.window import Window, WindowState, has_nonzero_gradients, has_unattached_gradients
+from gradsync.core.window import Reported, Window, WindowState, has_nonzero_gradients, has_unattached_gradients
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
 __all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
@@ -155,12 +155,12 @@ class Synchronizer:
     @property
     def synchronizations(self) -> int:
         """How many windows have been synchronized."""
-        return self.engine.record.synchronized
+        return self.window.synchronizations
 
     @property
     def ends(self) -> int:
         """How many synchronizations have ended, successfully or not."""
-        return self.engine.record.ends
+        return self.window.ends
 
     @property
     def enabled(self) -> bool:
@@ -231,17 +231,14 @@ class Synchronizer:
         self.thread = threading.get_ident()
         if engine.observer is not None:
             engine.observer.forward_began()
-        engine.record.begin_forward()
-        engine.record.begin_another()
+        self.window.begin_forward()
         engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward."""
         engine, synchronizes = self.engine, self.enabled
-        engine.record.end_forward(synchronizes=synchronizes)
-        if synchronizes:
-            self.window.forward_ran(engine.arrangement.has_gradients)
-        watch_outputs(output, engine, synchronizes, engine.record.abstentions)
+        self.window.end_forward(engine.arrangement.has_gradients, synchronizes=synchronizes)
+        watch_outputs(output, engine, synchronizes, self.window.abstentions)
         if engine.observer is not None:
             engine.observer.forward_ended()
 
@@ -249,19 +246,14 @@ class Synchronizer:
         """This rank has raised outside of a backward, where the others do not notice."""
         tell_error(self.communicator, error, place)
 
-    def expect_backward(self) -> None:
-        """A backward is about to run: refuse it if this rank has abstained instead."""
-        if self.engine.record.has_abstained:
-            self.engine.record.refuse_backward()
-
     @property
     def owes_backward(self) -> bool:
         """Whether the other ranks wait for a backward of this one, or will."""
-        return self.enabled and not self.engine.record.has_abstained
+        return self.enabled and not self.window.has_abstained
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
-        self.engine.record.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
+        self.window.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
 
     # -- blocks of accumulate() --------------------------------------------------------------------------------------
 
@@ -283,15 +275,15 @@ class Synchronizer:
         of the others where this rank has run none, ``miss_forward`` takes part; it returns whether it had to.
         """
         engine = self.engine
-        has_run = engine.record.awaits_backward
+        has_run = self.window.awaits_backward
         engine.require_attached("abstain")
         # This is what it reports to the ranks that wait.
         self.pending_work.fail_later(owed=False)
         if engine.phases.busy:
             engine.recover()
-        engine.record.refuse_second_abstention()
-        any_forward = engine.record.any_forward
-        has_reported = engine.phase is Phase.BROKEN and not any_forward and engine.record.reported is Reported.FAILED
+        self.window.refuse_second_abstention()
+        any_forward = self.window.any_forward
+        has_reported = engine.phase is Phase.BROKEN and not any_forward and self.window.reported is Reported.FAILED
         if self._is_over() and not any_forward:
             raise MisuseError(
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
@@ -304,10 +296,10 @@ class Synchronizer:
             self.window.is_rejected = engine.skip_vote.tolerates
             engine.abstained()
             return
-        has_run = engine.record.any_in_block if self.in_block else has_run
+        has_run = self.window.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
-            engine.record.miss_forward()
-        engine.record.awaits_backward = False
+            self.window.miss_forward()
+        self.window.awaits_backward = False
         engine.store.expect_backward()
         engine.skip_vote.abstain(reason)
         if self.enabled and (not self.in_block or self.pending_work.block_is_finished):
@@ -323,7 +315,7 @@ class Synchronizer:
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
         self.clear()
-        self.engine.record.announce_all_absent(len(self.parameters))
+        self.window.announce_all_absent(len(self.parameters))
         self.synchronize()
         # The means stay for now: a sharded optimizer may step on them here, too.
         self.window.close()
@@ -331,7 +323,7 @@ class Synchronizer:
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
         self.engine.arrangement.drop_gradients()
-        self.engine.record.end_abstention()
+        self.window.end_abstention()
         self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -370,7 +362,7 @@ class Synchronizer:
         self.window.is_stepped_by_closure = by_closure
         if self.window.is_rejected:
             self.clear()
-        engine.record.end_abstention()
+        self.window.end_abstention()
         if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
             self.window.close()
         if engine.observer is not None:

@@ -2,7 +2,7 @@
 
 from gradsync.core.window.weights import Counting
 from gradsync.core.window.window import (
-    TamperCheck,
+    Reported,
     Window,
     WindowState,
     has_nonzero_gradients,
@@ -11,7 +11,7 @@ from gradsync.core.window.window import (
 
 __all__ = [
     "Counting",
-    "TamperCheck",
+    "Reported",
     "Window",
     "WindowState",
     "has_nonzero_gradients",
