@@ -134,7 +134,7 @@ def test_a_bucket_holds_one_dtype_on_one_device(planned: Planned) -> None:
     for plan in layout.buckets:
         assert {specs[index].bucket_dtype for index in members(plan)} == {plan.dtype}
         assert {specs[index].device for index in members(plan)} == {plan.device}
-        assert not plan.dtype.is_complex, "complex numbers cross the wire as pairs of reals"
+        assert not plan.dtype.is_complex, "complex numbers are sent as pairs of reals"
 
 
 @given(plans())

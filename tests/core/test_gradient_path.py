@@ -32,7 +32,7 @@ def documented() -> list[tuple[str, str]]:
 
 
 class Recorder:
-    """Every function of the package that is entered between a hook and the call of the wire, in order."""
+    """Every function of the package that is entered between a hook and the call of the communicator, in order."""
 
     def __init__(self) -> None:
         self.paths: list[list[tuple[str, str]]] = []

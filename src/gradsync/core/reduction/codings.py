@@ -69,7 +69,8 @@ class Rounded:
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
         if not self.scales:
-            _put(coded.view(self.dtype), values, add)
+            numbers = coded.view(self.dtype)
+            values.copy_(numbers) if add is None else values.add_(numbers, alpha=add)
             return
         for values_here, scales, numbers in _pieces(values, coded, self.multiple):
             blocks = values_here.unflatten(-1, (-1, self.multiple))
@@ -219,13 +220,6 @@ def _decode_pieces(
             part = torch.empty_like(values)
             decode(scales, packed, part)
             values.add_(part, alpha=add)
-
-
-def _put(numbers: torch.Tensor, values: torch.Tensor, add: float | None) -> None:
-    if add is None:
-        values.copy_(numbers)
-    else:
-        values.add_(numbers, alpha=add)
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ Buffers are not compared: each rank's forward updates its own, until rank 0's ar
 """
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ class Comparison:
         value_of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
     ) -> None:
         self._settings, self._names = settings, [spec.name for spec in specs]
-        self._communicator, self._value_of = communicator, value_of or _memory_of
+        # Not the parameter itself: a backward is running and need not notice the repair.
+        self._communicator, self._value_of = communicator, value_of or operator.attrgetter("data")
 
     def before_window(self, window: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Compare, if this window is due: ranks know by counting. Collective."""
@@ -151,11 +153,6 @@ class Comparison:
             f"{self._describe(differences)}: a bit has flipped, or code that only some ranks run has changed it."
             f"{repaired} Load the last checkpoint on all ranks, and call zero_grad() before the next backward"
         )
-
-
-def _memory_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Not the parameter itself: a backward is running and need not notice the repair."""
-    return parameter.data
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
