@@ -315,6 +315,7 @@ class Window:
     # -- forwards --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
+        """A forward with gradients on is about to run."""
         self.begin_another()
         self.any_forward = self.any_in_block = self.awaits_backward = True
         self._absent_now = set()
@@ -351,10 +352,12 @@ class Window:
         return self._absent or set()
 
     def close_backward(self) -> None:
+        """A backward is over, whatever its outcome."""
         self.awaits_backward = False
         self.last_synchronizes = None
 
     def close_window(self) -> None:
+        """A synchronization is over, whatever its outcome."""
         self.any_forward = self.awaits_backward = False
         self._absent = None
 
